@@ -1,0 +1,63 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Both can be repeated at once.
+
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+WORKERS ?= 4
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format soak bench clean
+
+help: ## what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+# Each stamp says that an environment holds what its target needs.
+$(VENV)/core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --editable .
+	@# An editable install is not compiled, and where nothing may be cached it never would be.
+	$(BIN)/python -m compileall -q syncprims backends
+	@touch $@
+
+$(VENV)/demo: $(VENV)/core
+	$(PIP) scikit-learn
+	@touch $@
+
+$(VENV)/test: $(VENV)/core
+	$(PIP) --group test
+	@touch $@
+
+$(VENV)/lint: $(VENV)/test
+	$(PIP) --group lint
+	@touch $@
+
+$(VENV)/bench: $(VENV)/test
+	$(PIP) --group bench
+	@touch $@
+
+demo: $(VENV)/demo ## train on real data: four ranks, file backend, no GPU, no torch
+	$(BIN)/syncprims run -n 4 examples/digits.py
+
+test: $(VENV)/test ## all tests, in parallel and in random order
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak"
+
+lint: $(VENV)/lint ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+format: $(VENV)/lint ## mend what can be mended by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(VENV)/test ## the long loops
+	$(BIN)/python -m pytest -m soak
+
+bench: $(VENV)/test ## measure, and write bench/RESULTS.md
+	$(BIN)/python bench/essentials.py --write
+
+clean: ## remove what was made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache
