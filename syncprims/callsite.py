@@ -1,0 +1,32 @@
+"""Where in the user's program a primitive was called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - pathlib is slow to import
+
+
+def calling_frame() -> FrameType:
+    """Return the nearest frame that is not the library's own."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def describe(frame: FrameType) -> str:
+    """Return ``file:line`` of `frame`, the file as short as it stays findable from here."""
+    path = frame.f_code.co_filename
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):  # the working directory is gone, or on another drive
+        relative = path
+    if relative.startswith(os.pardir):
+        relative = os.path.basename(path)  # noqa: PTH119
+    return f"{relative}:{frame.f_lineno}"

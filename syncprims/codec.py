@@ -1,0 +1,246 @@
+"""Objects to bytes and back, without running code: what may travel between ranks.
+
+None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, paths, numpy arrays
+and scalars, and CPU tensors have an encoding of their own: a tag byte, then the value. Types are
+kept exactly; a subclass is another type. Anything else needs pickle, which the user may forbid.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from .errors import EncodingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LENGTH = struct.Struct("<Q")
+_FLOAT = struct.Struct("<d")
+_COMPLEX = struct.Struct("<dd")
+_DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
+
+_SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
+_MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SEQUENCES.items()}
+
+
+def encode(obj: object, *, allow_pickle: bool = True, canonical: bool = False) -> bytes:
+    """Return `obj` as bytes; if `canonical`, equal dicts in any order give equal bytes.
+
+    :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it.
+    """
+    return _Encoder(allow_pickle, canonical).encode(obj)
+
+
+def decode(data: bytes, *, allow_pickle: bool = True) -> Any:
+    """Return the object that :func:`encode` wrote.
+
+    :raises EncodingError: if the bytes hold a pickle and it is forbidden or fails, or are damaged.
+    """
+    try:
+        obj, end = _read(data, 0, allow_pickle)
+    except EncodingError:
+        raise
+    except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise EncodingError(f"these {len(data)} bytes are not an encoded object: {error}") from None
+    except RecursionError:
+        raise EncodingError("the encoded object is nested deeper than any that is sent") from None
+    if end != len(data):
+        raise EncodingError(f"{len(data) - end} bytes follow the encoded object")
+    return obj
+
+
+def _sized(tag: bytes, body: bytes) -> bytes:
+    return tag + _LENGTH.pack(len(body)) + body
+
+
+class _Encoder:
+    def __init__(self, allow_pickle: bool, canonical: bool) -> None:
+        self._allow_pickle = allow_pickle
+        self._canonical = canonical
+
+    def encode(self, obj: object, depth: int = 0) -> bytes:
+        out: list[bytes] = []
+        self._write(obj, out, depth)
+        return b"".join(out)
+
+    def _write(self, obj: Any, out: list[bytes], depth: int) -> None:
+        kind = type(cast("object", obj))
+        if obj is None:
+            out.append(b"N")
+        elif kind is bool:
+            out.append(b"T" if obj else b"F")
+        elif kind is int:
+            out.append(_sized(b"i", obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)))
+        elif kind is float:
+            out.append(b"f" + _FLOAT.pack(obj))
+        elif kind is str:
+            out.append(_sized(b"s", obj.encode("utf-8", "surrogatepass")))
+        elif kind is bytes:
+            out.append(_sized(b"b", obj))
+        elif kind is complex:
+            out.append(b"c" + _COMPLEX.pack(obj.real, obj.imag))
+        elif depth >= _DEEPEST:
+            out.append(_pickled(obj, self._allow_pickle))
+        elif kind in _SEQUENCES:
+            out.append(_SEQUENCES[kind] + _LENGTH.pack(len(obj)))
+            if kind in (set, frozenset):  # no order of its own, and no two runs give the same
+                out += sorted(self.encode(item, depth + 1) for item in obj)
+            else:
+                for item in obj:
+                    self._write(item, out, depth + 1)
+        elif kind is dict:
+            out.append(b"d" + _LENGTH.pack(len(obj)))
+            self._write_items(obj, out, depth + 1)
+        elif kind.__name__ == "PosixPath" and kind.__module__.startswith("pathlib"):
+            out.append(_sized(b"p", str(obj).encode("utf-8", "surrogatepass")))
+        elif (parts := _array(obj) or _tensor(obj)) is not None:
+            out += parts
+        else:
+            out.append(_pickled(obj, self._allow_pickle))
+
+    def _write_items(self, obj: dict[Any, Any], out: list[bytes], depth: int) -> None:
+        if self._canonical:
+            pairs = [(self.encode(k, depth), self.encode(v, depth)) for k, v in obj.items()]
+            for key, value in sorted(pairs):
+                out += (key, value)
+            return
+        for key, value in obj.items():
+            self._write(key, out, depth)
+            self._write(value, out, depth)
+
+
+def _array(obj: Any) -> tuple[bytes, ...] | None:
+    """Return a numpy array or scalar as its dtype, its shape and its bytes."""
+    numpy = sys.modules.get("numpy")  # not loaded: then it is no array
+    if numpy is None or obj.__class__.__module__ != "numpy":
+        return None
+    scalar = isinstance(obj, numpy.generic)
+    if not scalar and type(obj) is not numpy.ndarray:
+        return None
+    array = numpy.asarray(obj)
+    if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.isnative:
+        return None
+    header = f"{array.dtype.str}|{','.join(map(str, array.shape))}".encode()
+    return (b"g" if scalar else b"a", _sized(b"", header), _sized(b"", array.tobytes()))
+
+
+def _tensor(obj: Any) -> tuple[bytes, ...] | None:
+    """Return a dense CPU tensor as its dtype, its shape and its bytes."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(obj) is not torch.Tensor:
+        return None
+    if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.is_quantized:
+        return None
+    flat = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    header = f"{str(obj.dtype)[6:]}|{','.join(map(str, obj.shape))}|{int(obj.requires_grad)}"
+    body = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return (b"x", _sized(b"", header.encode()), _sized(b"", body))
+
+
+def _pickled(obj: object, allow_pickle: bool) -> bytes:
+    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+    if not allow_pickle:
+        raise EncodingError(
+            f"a {kind} can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it "
+            f"as numbers, strings, lists, dicts, arrays or paths, or allow pickle"
+        )
+    import pickle  # slow to import, and rarely needed
+
+    try:
+        return _sized(b"P", pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
+    except Exception as error:  # pickle calls the object's own methods: they may raise anything
+        raise EncodingError(
+            f"a {kind} cannot travel between ranks: pickle says {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read(data: bytes, at: int, allow_pickle: bool) -> tuple[Any, int]:
+    """Return the object that starts at `at`, and where it ends."""
+    tag = data[at : at + 1]
+    at += 1
+    if tag == b"N":
+        return None, at
+    if tag in (b"T", b"F"):
+        return tag == b"T", at
+    if tag == b"f":
+        return _FLOAT.unpack_from(data, at)[0], at + 8
+    if tag == b"c":
+        return complex(*_COMPLEX.unpack_from(data, at)), at + 16
+    (size,) = _LENGTH.unpack_from(data, at)
+    at += 8
+    if tag in _MAKERS:
+        items: list[Any] = []
+        for _ in range(size):
+            item, at = _read(data, at, allow_pickle)
+            items.append(item)
+        return _MAKERS[tag](items), at
+    if tag == b"d":
+        mapping: dict[Any, Any] = {}
+        for _ in range(size):
+            key, at = _read(data, at, allow_pickle)
+            mapping[key], at = _read(data, at, allow_pickle)
+        return mapping, at
+    body, at = _slice(data, at, size)
+    if tag == b"i":
+        return int.from_bytes(body, "little", signed=True), at
+    if tag == b"s":
+        return body.decode("utf-8", "surrogatepass"), at
+    if tag == b"b":
+        return body, at
+    if tag == b"p":
+        from pathlib import Path
+
+        return Path(body.decode("utf-8", "surrogatepass")), at
+    if tag == b"P":
+        return _unpickle(body, allow_pickle), at
+    if tag in (b"a", b"g", b"x"):
+        (size,) = _LENGTH.unpack_from(data, at)
+        raw, at = _slice(data, at + 8, size)
+        make = _to_tensor if tag == b"x" else _to_array
+        value = make(body.decode(), raw)
+        return (value[()] if tag == b"g" else value), at
+    raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
+
+
+def _slice(data: bytes, at: int, size: int) -> tuple[bytes, int]:
+    if at + size > len(data):
+        raise EncodingError(f"the encoded object was cut short: {at + size - len(data)} bytes gone")
+    return data[at : at + size], at + size
+
+
+def _shape(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def _to_array(header: str, raw: bytes) -> Any:
+    import numpy
+
+    dtype, shape = header.split("|")
+    # A copy: what a caller receives is its own, and can be written to.
+    return numpy.frombuffer(raw, dtype=numpy.dtype(dtype)).reshape(_shape(shape)).copy()
+
+
+def _to_tensor(header: str, raw: bytes) -> Any:
+    import torch
+
+    dtype, shape, requires_grad = header.split("|")
+    tensor = torch.empty(_shape(shape), dtype=getattr(torch, dtype))
+    if raw:
+        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        tensor = flat.view(tensor.dtype).reshape(tensor.shape)
+    return tensor.requires_grad_(requires_grad == "1")
+
+
+def _unpickle(body: bytes, allow_pickle: bool) -> Any:
+    if not allow_pickle:
+        raise EncodingError("a pickle arrived, and SYNCPRIMS_PICKLE=0 forbids pickle")
+    import pickle
+
+    try:
+        return pickle.loads(body)
+    except Exception as error:  # the object's own code runs here: it may raise anything
+        raise EncodingError(
+            f"an object arrived that cannot be made here: {type(error).__name__}: {error}"
+        ) from error

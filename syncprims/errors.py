@@ -1,0 +1,213 @@
+"""What can go wrong, on which ranks, and how an error travels from one rank to another.
+
+Every error is a :class:`SyncError` and also the nearest builtin, so ``except TimeoutError`` works
+as expected. Each carries its facts as attributes, pickles, and survives a trip through bytes
+(:func:`dump`, :func:`load`), because one rank's verdict has to read the same on every other rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Failure(NamedTuple):
+    """One rank's exception, as the other ranks get to see it."""
+
+    rank: int
+    type: str
+    message: str
+    traceback: str
+    consequence: bool = False  #: it failed only because another rank had failed
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Return `error` as others may see it: text only, so that any exception can travel."""
+        kind = type(error)
+        name = kind.__qualname__
+        if kind.__module__ not in ("builtins", "__main__"):
+            name = f"{kind.__module__}.{name}"
+        try:
+            message = str(error)
+        except Exception as broken:  # a user's __str__ must not hide the failure
+            message = f"<no text: its __str__ raised {type(broken).__name__}>"
+        import traceback  # slow to import, and only a failure needs it
+
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, name, _cut(message, 1500), _cut(text, 6000), isinstance(error, TORN))
+
+    @property
+    def headline(self) -> str:
+        """``ValueError: bad value``, on one line."""
+        first = self.message.strip().split("\n", 1)[0]
+        return f"{self.type}: {first}" if first else self.type
+
+
+def _cut(text: str, most: int) -> str:
+    """Return `text` with its middle left out where it is longer than it helps."""
+    if len(text) <= most:
+        return text
+    head, tail = text[: most // 3], text[-(most - most // 3) :]
+    return f"{head}\n... {len(text) - most} characters left out ...\n{tail}"
+
+
+class SyncError(Exception):
+    """The root: every error of this library, with its facts as attributes.
+
+    Facts that do not apply to an error keep their empty value.
+    """
+
+    rank: int | None = None  #: the rank it is about
+    call: str | None = None  #: the call it happened in, as ``barrier 'epoch end' (train.py:41)``
+    missing: list[int]  #: ranks that did not come
+    arrived: list[int]  #: ranks that did
+    waited: float | None = None  #: seconds
+    failures: dict[int, Failure]  #: what the failed ranks raised
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        rank: int | None = None,
+        call: str | None = None,
+        missing: list[int] | None = None,
+        arrived: list[int] | None = None,
+        waited: float | None = None,
+        failures: dict[int, Failure] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.call = call
+        self.missing = missing or []
+        self.arrived = arrived or []
+        self.waited = waited
+        self.failures = failures or {}
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the keyword arguments that make an equal error."""
+        return {
+            "rank": self.rank,
+            "call": self.call,
+            "missing": self.missing,
+            "arrived": self.arrived,
+            "waited": self.waited,
+            "failures": self.failures,
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake, (type(self), str(self), self.facts())
+
+
+def _remake(kind: type[SyncError], message: str, facts: dict[str, Any]) -> SyncError:
+    return kind(message, **facts)
+
+
+class ConfigurationError(SyncError, ValueError):
+    """The environment or the arguments contradict themselves or each other."""
+
+
+class BackendUnavailable(SyncError, ImportError):
+    """The chosen backend cannot work here; the message says what to install or choose."""
+
+
+class WorldClosed(SyncError, RuntimeError):
+    """A primitive was called after :func:`syncprims.shutdown`."""
+
+
+class ForkedProcess(SyncError, RuntimeError):
+    """A primitive was called in a forked child, which is not a rank."""
+
+
+class ConcurrentCall(SyncError, RuntimeError):
+    """Two threads called primitives of one group at once."""
+
+
+class EncodingError(SyncError, TypeError):
+    """An object cannot travel between ranks."""
+
+
+class CollectiveMismatch(SyncError, RuntimeError):
+    """Ranks met in different calls."""
+
+
+class RankMismatch(SyncError, ValueError):
+    """Ranks met in the same call with values that do not fit together."""
+
+
+class SyncTimeout(SyncError, TimeoutError):
+    """Some ranks did not come in time."""
+
+
+class PeerLost(SyncError, ConnectionError):
+    """A rank is gone: killed, or finished while others still wait for it."""
+
+
+class PeerFailed(SyncError, RuntimeError):
+    """A rank raised; :attr:`failures` has its exception's type, message and traceback."""
+
+    @classmethod
+    def from_failure(
+        cls, failure: Failure, call: str | None = None, *, waiting: str | None = None
+    ) -> PeerFailed:
+        """Return the error that the other ranks raise for `failure`.
+
+        `call` is where it failed, if that was a call of all; `waiting` the call of the others.
+        """
+        where = f" in {call}" if call else f", while others wait in {waiting}" if waiting else ""
+        message = f"rank {failure.rank} failed{where}: {failure.headline}"
+        if failure.traceback:
+            quoted = "\n".join(f"  | {line}" for line in failure.traceback.rstrip().splitlines())
+            message += f"\n  traceback of rank {failure.rank}:\n{quoted}\n"
+            message += f"Mend what rank {failure.rank} raised; this rank only reports it."
+        return cls(
+            message, rank=failure.rank, call=call or waiting, failures={failure.rank: failure}
+        )
+
+
+class CheckpointError(SyncError, OSError):
+    """A checkpoint could not be written whole, or is not what was written."""
+
+
+#: Errors after which ranks are no longer in step: whoever raises one is a consequence, not a cause.
+TORN = (CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed)
+
+_BY_NAME: dict[str, type[SyncError]] = {
+    kind.__name__: kind
+    for kind in (
+        SyncError,
+        ConfigurationError,
+        BackendUnavailable,
+        CollectiveMismatch,
+        RankMismatch,
+        SyncTimeout,
+        PeerLost,
+        PeerFailed,
+        CheckpointError,
+    )
+}
+
+
+def dump(error: SyncError) -> bytes:
+    """Return `error` as bytes that :func:`load` understands on any rank."""
+    import json  # slow to import, and only a failure needs it
+
+    facts = error.facts()
+    facts["failures"] = [list(failure) for failure in error.failures.values()]
+    text = json.dumps([type(error).__name__, str(error), facts], ensure_ascii=False)
+    return text.encode(errors="backslashreplace")
+
+
+def load(data: bytes) -> SyncError:
+    """Return the error that :func:`dump` wrote."""
+    import json
+
+    name, message, facts = json.loads(data)
+    failures = [Failure(*fields) for fields in facts["failures"]]
+    facts["failures"] = {failure.rank: failure for failure in failures}
+    return _BY_NAME.get(name, SyncError)(message, **facts)
+
+
+for _kind in (*_BY_NAME.values(), WorldClosed, ForkedProcess, ConcurrentCall, EncodingError):
+    _kind.__module__ = "syncprims"  # tracebacks show the name that users import

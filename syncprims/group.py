@@ -1,0 +1,287 @@
+"""A group of ranks, and what its members can do together."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import codec, reduction
+from .errors import EncodingError, RankMismatch
+from .interface import Note
+from .rounds import Meeting, Rounds, seconds
+from .shares import share
+from .turns import InTurn, MainFirst
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextvars import Token
+    from datetime import timedelta
+    from types import TracebackType
+
+    from .errors import SyncError
+    from .interface import Label
+
+    Seconds = float | timedelta | None
+
+T = TypeVar("T")
+
+#: The group whose ``with`` block this code runs in, if any. Belongs to a thread or task, not to
+#: the process.
+entered: ContextVar[Group | None] = ContextVar("syncprims_group", default=None)
+
+
+class Group:
+    """Some ranks that synchronize together: the world, the ranks of one node, or a chosen set.
+
+    Every member makes the same calls in the same order. `src` and the ranks in errors are world
+    ranks. In ``with group:`` the module's functions act on this group.
+
+    Every method that meets the others raises :class:`CollectiveMismatch`, :class:`SyncTimeout`,
+    :class:`PeerLost` or :class:`PeerFailed` when they do not come as they should; `timeout` is in
+    seconds, and None is the world's default.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, rounds: Rounds | None, timeout: float | None
+    ) -> None:
+        self.ranks = tuple(ranks)  #: world ranks of the members, ascending
+        self._rank = rank
+        self._member = rounds
+        self._timeout = timeout
+        self._tokens: list[Token[Group | None]] = []
+        # A world of one has nobody to wait for, as long as it is open.
+        self._alone = rounds is not None and len(self.ranks) == 1
+
+    def __repr__(self) -> str:
+        return f"<syncprims.Group of ranks {list(self.ranks)}>"
+
+    def __enter__(self) -> Group:
+        self._rounds  # noqa: B018 - raises for a rank that is no member
+        self._tokens.append(entered.set(self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        entered.reset(self._tokens.pop())
+
+    @property
+    def _rounds(self) -> Rounds:
+        if self._member is None:
+            raise ValueError(
+                f"rank {self._rank} is not in the group of ranks {list(self.ranks)}: only members "
+                f"enter it and call its methods"
+            )
+        return self._member
+
+    def bar(self, why: Callable[[], SyncError]) -> None:
+        """Let every later call raise ``why()``: the world is closed, or this is a forked child."""
+        self._alone = False
+        if self._member is not None:
+            self._member.bar(why)
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def barrier(
+        self, name: str | None = None, *, timeout: Seconds = None, device: bool = False
+    ) -> None:
+        """Return when every member has arrived.
+
+        With `device`, this rank's GPU work is waited for first.
+        """
+        if self._alone and name is None and timeout is None and not device:
+            return
+        if device:
+            _wait_for_device()
+        rounds = self._rounds
+        rounds.meet(Note(rounds.label("barrier", name)), self._seconds(timeout))
+
+    def broadcast(
+        self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None
+    ) -> T:
+        """Return `src`'s object on every member; on `src` itself, the very object.
+
+        `src` is a world rank, by default the lowest member. With `out`, an array that arrives is
+        copied into it, and `out` is returned.
+
+        :raises EncodingError: on `src`, if the object cannot travel; the others get `PeerFailed`.
+        :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
+        """
+        rounds = self._rounds
+        src = self.ranks[0] if src is None else src
+        self._check_src(src)
+        label = rounds.label("broadcast", src=src)
+        payload = self._encode(label, obj) if src == rounds.rank else b""
+        notes = rounds.meet(Note(label, payload=payload), self._seconds(timeout))
+        value = obj if src == rounds.rank else self._decode(notes[self.ranks.index(src)].payload)
+        if out is None:
+            return value
+        return value if out is value else reduction.copy_into(out, value)  # type: ignore[no-any-return]
+
+    def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
+        """Return every member's object, in rank order; one's own is the very object.
+
+        :raises EncodingError: if the object cannot travel; the others get `PeerFailed`.
+        """
+        label = self._rounds.label("all_gather")
+        return self._gather(label, obj, self._seconds(timeout))
+
+    def all_reduce(
+        self, value: T, op: str = "sum", *, out: Any = None, timeout: Seconds = None
+    ) -> T:
+        """Return the sum, mean, min, max or product over all members, the same bits on each.
+
+        `value` is a number, a numpy array, a torch tensor, or a dict, list or tuple of them, and
+        is left alone. Python integers stay exact; arrays keep their dtype, except that a mean of
+        integers is float64 and a sum or product of bools int64. With `out`, an array of the
+        result's shape and dtype is filled and returned.
+
+        :raises RankMismatch: on all members, if trees, shapes or dtypes differ.
+        :raises ValueError: if `op` is unknown, or `out` does not fit.
+        :raises TypeError: if `value` cannot be reduced; the others get `PeerFailed`.
+        """
+        reduction.check_op(op)
+        label = self._rounds.label("all_reduce", op=op)
+        try:
+            reduction.check_value(value)
+        except TypeError as error:
+            self._rounds.fail(label, error)
+            raise
+        values = self._gather(label, value, self._seconds(timeout))
+        result: Any = reduction.reduce(values, op, self.ranks)
+        return result if out is None else reduction.copy_into(out, result)  # type: ignore[no-any-return]
+
+    def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
+        """Return True on every member if `flag` is true on at least one."""
+        rounds = self._rounds
+        note = Note(rounds.label("any_rank"), flag=bool(flag))
+        return any(n.flag for n in rounds.meet(note, self._seconds(timeout)))
+
+    def all_ranks(self, flag: object, *, timeout: Seconds = None) -> bool:
+        """Return True on every member if `flag` is true on all."""
+        rounds = self._rounds
+        note = Note(rounds.label("all_ranks"), flag=bool(flag))
+        return all(n.flag for n in rounds.meet(note, self._seconds(timeout)))
+
+    def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
+        """Return only if `value` is the same on every member, bit for bit; only digests travel.
+
+        Dicts and sets may differ in order.
+
+        :raises RankMismatch: on all members otherwise, showing each rank's value.
+        """
+        import hashlib  # slow to import
+
+        label = self._rounds.label("assert_same", name)
+        data = self._encode(label, value, canonical=True)
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        seen = self._gather(label, (digest, _shorten(value)), self._seconds(timeout))
+        if any(other != digest for other, _ in seen):
+            lines = "\n".join(
+                f"  rank {rank}: {text}  (digest {other[:8]})"
+                for rank, (other, text) in zip(self.ranks, seen, strict=True)
+            )
+            raise RankMismatch(
+                f"{name} differs between ranks, at {label}:\n{lines}\n"
+                f"Make it the same everywhere: equal seeds and inputs, or broadcast it.",
+                call=str(label),
+                arrived=list(self.ranks),
+            )
+
+    def main_first(self, *, name: str | None = None, timeout: Seconds = None) -> MainFirst:
+        """Return a context manager: the lowest member runs the block, then the others.
+
+        The lowest member does not wait for the others' blocks. If its block raises, the others get
+        `PeerFailed` and no other block runs. Waiting is exempt from the default timeout.
+        """
+        return MainFirst(self._rounds, name, seconds(timeout))
+
+    def in_turn(self, *, timeout: Seconds = None) -> InTurn:
+        """Return a context manager: the members run the block one after another, in rank order.
+
+        All leave together. If a block raises, no later one runs and the others get `PeerFailed`.
+        """
+        return InTurn(self._rounds, self._seconds(timeout))
+
+    def split(self, items: Any, *, pad: bool = False) -> Any:
+        """Return this member's contiguous share of `items`; see :func:`syncprims.split`."""
+        return share(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
+
+    # -- for the rest of the library ------------------------------------------------------------
+
+    def send(self, kind: str, obj: T, src: int, *, timeout: Seconds = None) -> T:
+        """Broadcast under another call's name, so that errors show what the user wrote."""
+        rounds = self._rounds
+        label = rounds.label(kind, src=src)
+        payload = self._encode(label, obj) if src == rounds.rank else b""
+        notes = rounds.meet(Note(label, payload=payload), self._seconds(timeout))
+        return obj if src == rounds.rank else self._decode(notes[self.ranks.index(src)].payload)
+
+    def send_failure(self, kind: str, error: BaseException, src: int) -> None:
+        """Let the others' :meth:`send` from `src` raise `PeerFailed`; does not wait."""
+        self._rounds.fail(self._rounds.label(kind, src=src), error)
+
+    def raise_flag(
+        self, kind: str, name: str | None, flag: bool, payload: bytes, *, lag: bool
+    ) -> Meeting:
+        """Post a flag with a payload; :meth:`flags` tells what the members posted."""
+        rounds = self._rounds
+        note = Note(rounds.label(kind, name), flag, payload)
+        if lag:
+            return rounds.defer(note, self._timeout)
+        meeting = Meeting(self._timeout)
+        meeting.notes = rounds.meet(note, self._timeout)
+        return meeting
+
+    def flags(self, meeting: Meeting) -> list[tuple[int, bytes]]:
+        """Return rank and payload of every member that raised its flag at `meeting`."""
+        notes = meeting.notes if meeting.notes is not None else self._rounds.settle(meeting)
+        return [(r, n.payload) for r, n in zip(self.ranks, notes, strict=True) if n.flag]
+
+    def _gather(self, label: Label, obj: T, timeout: float | None) -> list[T]:
+        payload = self._encode(label, obj)
+        notes = self._rounds.meet(Note(label, payload=payload), timeout)
+        return [
+            obj if rank == self._rank else self._decode(note.payload)
+            for rank, note in zip(self.ranks, notes, strict=True)
+        ]
+
+    def _encode(self, label: Label, obj: object, *, canonical: bool = False) -> bytes:
+        """Return `obj` as bytes; if it cannot travel, the others are told in this very round."""
+        if self._alone and not canonical:
+            return b""  # nobody reads it
+        allow_pickle = self._rounds.settings.pickle
+        try:
+            return codec.encode(obj, allow_pickle=allow_pickle, canonical=canonical)
+        except EncodingError as error:
+            self._rounds.fail(label, error)
+            raise
+
+    def _decode(self, payload: bytes) -> Any:
+        return codec.decode(payload, allow_pickle=self._rounds.settings.pickle)
+
+    def _seconds(self, timeout: Seconds) -> float | None:
+        return self._timeout if timeout is None else seconds(timeout)
+
+    def _check_src(self, src: int) -> None:
+        if src not in self.ranks:
+            raise ValueError(
+                f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
+            )
+
+
+def _shorten(value: object) -> str:
+    """Return the value's repr on one line, its middle left out where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 160 else f"{text[:120]} ... {text[-30:]}"
+
+
+def _wait_for_device() -> None:
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

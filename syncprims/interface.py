@@ -1,0 +1,230 @@
+"""The contract: what a backend is.
+
+Two nouns. A :class:`Board` is where one group meets: each rank *posts* a note for its next round
+and *collects* the notes of all. A :class:`Backend` makes boards. Everything else - barriers,
+broadcasts, flags, failures, deadlines, diagnosis - is written once, above this page.
+
+Backends move bytes. They never see an object, a user's function or an environment variable.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Topology(NamedTuple):
+    """All ranks of one run, and this process's place among them, in torchrun's terms."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    launcher: str = "none"  #: who started the ranks
+    run_id: str | None = None  #: tells this run (and restart) from every other, where known
+
+
+class Settings(NamedTuple):
+    """What the user may tune. Times are in seconds."""
+
+    timeout: float | None = None  #: of a call that names none; None leaves it to the backend
+    join_timeout: float = 300.0  #: for all ranks to come when the world starts
+    warn_after: float = 30.0  #: a longer wait says whom it waits for
+    directory: str | None = None  #: where the ranks of one host meet, if the user says so
+    runtime_directory: str | None = None  #: the system's place for such things, where it has one
+    pickle: bool = True  #: may objects without a safe encoding travel as pickles
+    error_file: str | None = None  #: where the launcher looks for the reason why this rank failed
+
+
+class Label:
+    """What a rank came to a round for.
+
+    `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
+    the call, is shown but never compared: `barrier()` in two branches of an `if` is one barrier.
+    """
+
+    __slots__ = ("kind", "name", "op", "site", "src")
+
+    def __init__(
+        self,
+        kind: str,
+        name: str | None = None,
+        src: int | None = None,
+        op: str | None = None,
+        site: str = "?",
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.src = src
+        self.op = op
+        self.site = site
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Label):
+            return NotImplemented
+        return (self.kind, self.name, self.src, self.op) == (
+            other.kind,
+            other.name,
+            other.src,
+            other.op,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.name, self.src, self.op))
+
+    @property
+    def call(self) -> str:
+        """The call as a person would name it: ``broadcast 'weights' from rank 2``."""
+        text = self.kind
+        if self.name is not None:
+            text += f" {self.name!r}"
+        if self.op is not None:
+            text += f" ({self.op})"
+        if self.src is not None:
+            text += f" from rank {self.src}"
+        return text
+
+    def __str__(self) -> str:
+        return f"{self.call} ({self.site})"
+
+    def encode(self) -> bytes:
+        """Return the label as bytes; equal labels at equal sites give equal bytes."""
+        parts = (self.kind, self.name, self.src, self.op, self.site)
+        return "\0".join("" if part is None else f"={part}" for part in parts).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Label:
+        """Return the label that :meth:`encode` wrote."""
+        kind, name, src, op, site = (p[1:] or None for p in data.decode().split("\0"))
+        return cls(kind or "?", name, None if src is None else int(src), op, site or "?")
+
+
+class Note(NamedTuple):
+    """What one rank pins up for one round."""
+
+    label: Label
+    flag: bool = False
+    payload: bytes = b""
+    failure: bytes = b""  #: not empty: this rank failed here, and this is how
+
+    def encode(self) -> bytes:
+        """Return the note as bytes, for backends that carry it whole."""
+        label = self.label.encode()
+        lengths = b"%d %d %d %d " % (self.flag, len(label), len(self.payload), len(self.failure))
+        return lengths + label + self.payload + self.failure
+
+    @classmethod
+    def decode(cls, data: bytes) -> Note:
+        """Return the note that :meth:`encode` wrote."""
+        flag, n_label, n_payload, n_failure, rest = data.split(b" ", 4)
+        a, b, c = int(n_label), int(n_payload), int(n_failure)
+        label, payload, failure = rest[:a], rest[a : a + b], rest[a + b : a + b + c]
+        return cls(Label.decode(label), flag == b"1", payload, failure)
+
+
+State = Literal["unknown", "alive", "finished", "failed", "lost"]
+
+
+class Status(NamedTuple):
+    """What is known of one member of a board."""
+
+    rounds: int = 0  #: how many notes it has posted here
+    label: Label | None = None  #: of its last note here
+    state: State = "unknown"  #: unknown: it never came, or the backend cannot tell
+    detail: str = ""  #: how it ended, where known: ``killed by SIGKILL``, ``exit code 3``
+    failure: bytes = b""  #: what it raised, if it failed
+
+
+class Board(ABC):
+    """The meeting place of one group, seen from one of its members.
+
+    Round *k* is the *k*-th note of every member. A member may post at most :attr:`depth` notes
+    ahead of what it has collected, so that a deferred flag is a collect that comes later.
+    """
+
+    depth: int = 8
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = tuple(members)  #: world ranks, ascending
+
+    @abstractmethod
+    def post(self, note: Note) -> None:
+        """Publish this rank's note for its next round, without waiting for anyone.
+
+        :raises OSError: if the note cannot be published (a full disk); then nothing was posted.
+        """
+
+    @abstractmethod
+    def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
+        """Return the notes of this rank's oldest uncollected round, in member order.
+
+        Returns None, and the round stays uncollected, when `timeout` seconds have passed, and
+        earlier when it cannot complete: the board was aborted at this round or before, or a
+        member whose note is missing is gone. Every member that collects round *k* collects equal
+        notes, and nobody collects it before all have posted it.
+        """
+
+    @abstractmethod
+    def status(self, rank: int) -> Status:
+        """Tell what is known of member `rank`, at once."""
+
+    @abstractmethod
+    def abort(self, verdict: bytes) -> None:
+        """Break the board for good at this rank's oldest uncollected round.
+
+        Nobody passes that round or a later one; rounds before it stay collectable. The first
+        verdict stands; if the round has completed meanwhile, nothing happens.
+        """
+
+    @abstractmethod
+    def verdict(self) -> bytes | None:
+        """Return the verdict that bars this rank's oldest uncollected round, or None."""
+
+    def now(self) -> float:
+        """Return this board's time in seconds. Deadlines are measured in it."""
+        return time.monotonic()
+
+
+class Backend(ABC):
+    """One process's seat in a world.
+
+    Made once per process. The constructor takes the seat and may refuse, but does not wait for
+    the others: waiting is what the first round on the world's board is for.
+    """
+
+    name: ClassVar[str]
+    spans_hosts: ClassVar[bool] = False  #: can ranks of several hosts meet?
+    detects_death: ClassVar[bool] = (
+        False  #: does :meth:`Board.status` tell a dead rank from a slow?
+    )
+
+    def __init__(self, topology: Topology, settings: Settings) -> None:
+        self.topology = topology
+        self.settings = settings
+
+    @abstractmethod
+    def board(self, members: Sequence[int]) -> Board:
+        """Return the board of the group of `members`; called once per group on each of them."""
+
+    @abstractmethod
+    def close(self, failure: bytes | None = None) -> None:
+        """Leave: from now on others see this rank as finished, or as failed with `failure`."""
+
+    def publish(self, word: bytes) -> None:  # noqa: B027 - optional
+        """Let others read `word`, of at most 4 KB, as this rank's latest.
+
+        Optional: without it, ranks that wait for each other in different groups are not told so.
+        """
+
+    def published(self, rank: int) -> bytes:
+        """Return the latest word of `rank`, empty if it has none."""
+        return b""
+
+    def abandon(self) -> None:  # noqa: B027 - optional
+        """Let go of everything without a word: this process is a forked child, not the rank."""

@@ -1,0 +1,192 @@
+"""A world as one of its ranks sees it: who takes part, and the groups they meet in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from .errors import ConfigurationError, Failure, PeerFailed
+from .group import Group
+from .interface import Note
+from .rounds import Rounds
+from .version import version
+from .whereabouts import Whereabouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from .errors import SyncError
+    from .interface import Backend, Settings, Topology
+
+#: Where the backend cannot tell a dead rank from a slow one, a wait ends after this many seconds.
+BLIND_TIMEOUT = 1800.0
+
+
+class World:
+    """All ranks of one run, and this process's place among them. Made by :func:`init`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        backend_name: str,
+        settings: Settings,
+        topology: Topology,
+        *,
+        end: Callable[[World, BaseException | None], None],
+    ) -> None:
+        """Take a seat; :meth:`join` then meets the others. A `with` block calls `end`."""
+        self.topology = topology
+        self._end = end
+        self.backend_name = backend_name
+        self.settings = settings
+        self.extras: dict[str, Any] = {}  #: what belongs to this world and to no module
+        self._backend = backend
+        self._whereabouts = Whereabouts(backend)
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._nodes: list[int] = []
+        self.timeout = settings.timeout
+        if self.timeout is None and not backend.detects_death:
+            self.timeout = BLIND_TIMEOUT
+        self.group = self._make_group(range(topology.world_size))  #: of all ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return self.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.topology.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return self.topology.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of ranks on this node."""
+        return self.topology.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """This node's number."""
+        return self.topology.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self.topology.num_nodes
+
+    @property
+    def node_group(self) -> Group:
+        """The ranks of this node. Its rounds never wait for another node."""
+        if self.num_nodes == 1:
+            return self.group
+        return self._make_group([r for r, n in enumerate(self._nodes) if n == self.node_rank])
+
+    def __repr__(self) -> str:
+        return (
+            f"<syncprims.World rank {self.rank} of {self.world_size}, backend {self.backend_name}>"
+        )
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end(self, error)
+
+    def new_group(self, ranks: Sequence[int]) -> Group:
+        """Return the group of `ranks`, having met all ranks of the world when it is a new one."""
+        members = _members(ranks, self.world_size)
+        found = self._groups.get(members)
+        if found is None:
+            rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
+            rounds.meet(Note(rounds.label("group", str(list(members))[:200])), self.timeout)
+            found = self._make_group(members)
+        return found
+
+    def join(self) -> None:
+        """Meet all ranks for the first time, and check that they agree on what this run is.
+
+        :raises SyncTimeout: naming the ranks that did not come in time.
+        :raises ConfigurationError: on all ranks, if they disagree.
+        """
+        import json  # slow to import: not before a world starts
+
+        top = self.topology
+        mine = {
+            "syncprims": version(),
+            "backend": self.backend_name,
+            "world size": top.world_size,
+            "run id": top.run_id,
+            "SYNCPRIMS_PICKLE": self.settings.pickle,
+        }
+        rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
+        note = Note(rounds.label("init"), payload=json.dumps([mine, top.node_rank]).encode())
+        notes = rounds.meet(note, self.settings.join_timeout)
+        said = [json.loads(other.payload) for other in notes]
+        self._nodes = [node for _, node in said]
+        for fact, value in mine.items():
+            values = [facts[fact] for facts, _ in said]
+            if any(other != value for other in values):
+                shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
+                raise ConfigurationError(
+                    f"the ranks disagree about {fact}: {shown}; start all ranks from one "
+                    f"installation with the same settings"
+                )
+
+    def bar(self, why: Callable[[], SyncError]) -> None:
+        """Let every later call of every group raise ``why()``."""
+        for group in self._groups.values():
+            group.bar(why)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Close the backend, leaving `error` as the reason if there is one."""
+        failure = None
+        if error is not None:
+            failed = PeerFailed.from_failure(Failure.of(self.rank, error))
+            failure = errors.dump(failed)
+            self._report(failure)
+        self._backend.close(failure)
+
+    def _report(self, failure: bytes) -> None:
+        """Leave the reason where the launcher looks for it."""
+        if self.settings.error_file is None:
+            return
+        try:
+            with open(self.settings.error_file, "xb") as file:  # noqa: PTH123 - pathlib is slow to import
+                file.write(failure)
+        except OSError:
+            pass  # the launcher still has the exit code and stderr
+
+    def abandon(self) -> None:
+        """Drop the backend without a word, in a forked child."""
+        self._backend.abandon()
+
+    def _make_group(self, ranks: Sequence[int]) -> Group:
+        members = tuple(ranks)
+        if members not in self._groups:
+            rounds = None
+            if self.rank in members:
+                board = self._backend.board(members)
+                rounds = Rounds(board, self.rank, self.settings, self._whereabouts)
+            self._groups[members] = Group(members, self.rank, rounds, self.timeout)
+        return self._groups[members]
+
+
+def _members(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    members = tuple(sorted(ranks))
+    bad = [rank for rank in members if not 0 <= rank < world_size]
+    if not members or bad or len(set(members)) != len(members):
+        raise ValueError(
+            f"group({list(ranks)}): a group is made of different ranks from 0 to {world_size - 1}"
+        )
+    return members

@@ -1,0 +1,68 @@
+"""Who takes which items: contiguous shares that differ by at most one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .kinds import is_dict, is_tensor
+
+
+def share(items: Any, index: int, count: int, *, pad: bool = False) -> Any:
+    """Return share `index` of `count`; extras go to the lowest, and `items` is left alone.
+
+    With `pad`, the last of all items is repeated until all shares are equally long.
+
+    :raises TypeError: if `items` cannot be cut, or is a `str` or `bytes`.
+    :raises ValueError: if a dict's values differ in length, or `pad` has nothing to repeat.
+    """
+    if is_dict(items):
+        return _share_dict(items, index, count, pad)
+    length = _length(items)
+    size, extras = divmod(length, count)
+    begin = index * size + min(index, extras)
+    end = begin + size + (index < extras)
+    missing = -(-length // count) - (end - begin) if pad else 0
+    if missing and length == 0:
+        raise ValueError("pad=True repeats the last item, and there is none")
+    if missing:
+        return _pick(items, [*range(begin, end), *[length - 1] * missing])
+    return items.select(range(begin, end)) if _has_select(items) else items[begin:end]
+
+
+def _share_dict(items: dict[Any, Any], index: int, count: int, pad: bool) -> dict[Any, Any]:
+    lengths = {key: _length(value) for key, value in items.items()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
+        raise ValueError(f"the dict's values must be equally long to be split; they have {shown}")
+    shares = items.copy()  # of the same type, with the same keys
+    shares.update({key: share(value, index, count, pad=pad) for key, value in items.items()})
+    return shares
+
+
+def _length(items: Any) -> int:
+    kind = type(items).__name__
+    if isinstance(items, str | bytes | bytearray):
+        raise TypeError(f"split takes a sequence of items, not a {kind}: put it in a list")
+    if kind in ("set", "frozenset") or not hasattr(items, "__len__"):
+        raise TypeError(
+            f"a {kind} has no order and length to split by: give a list, tuple, range, dict of "
+            f"sequences, array, tensor, or something with .select"
+        )
+    if getattr(items, "shape", None) == ():
+        raise TypeError("an array without dimensions has nothing to split")
+    return len(items)
+
+
+def _pick(items: Any, indices: list[int]) -> Any:
+    """Return these items, in a container of the same type where it can hold one twice."""
+    if _has_select(items):
+        return items.select(indices)
+    if hasattr(items, "shape"):
+        return items[indices]  # an array or a tensor
+    picked = [items[i] for i in indices]
+    return tuple(picked) if isinstance(items, tuple) else picked
+
+
+def _has_select(items: Any) -> bool:
+    # A tensor's own `select` is another thing.
+    return hasattr(items, "select") and not is_tensor(items)

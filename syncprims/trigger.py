@@ -1,0 +1,100 @@
+"""A flag that any rank raises and all see at the same step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import codec
+from .world import active_group, current
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from .group import Group
+    from .rounds import Meeting
+
+
+class Trigger:
+    """A flag that any rank may set, and that all ranks see set at the same :meth:`check`.
+
+    With ``lag=1`` a check answers for the previous one. It then waits only while a peer is more
+    than one check behind, and all ranks still agree.
+
+    :raises ValueError: if `lag` is neither 0 nor 1.
+    """
+
+    def __init__(self, name: str | None = None, *, lag: int = 0) -> None:
+        if lag not in (0, 1):
+            raise ValueError(f"lag={lag!r}: it takes 0 (this check) or 1 (the previous check)")
+        self._name = name
+        self._lag = lag
+        self._set = False
+        self._why: str | None = None
+        self._before: tuple[Group, Meeting] | None = None
+        self.ranks: list[int] = []  #: after a true check: who had set it
+        self.reason: str | None = None  #: after a true check: the lowest setter's reason
+
+    def set(self, reason: str | None = None) -> None:
+        """Raise the flag on this rank; every rank sees it at its next check. Waits for nobody.
+
+        Safe in a signal handler. The first reason given before a check is the one that counts.
+        """
+        if not self._set:
+            self._why = reason
+        self._set = True
+
+    def check(self) -> bool:
+        """Return the same answer on every rank: had any set the flag? Then it is reset.
+
+        A collective call, at the price of a barrier; with ``lag=1`` the first check is False.
+        """
+        flag, why = self._set, self._why
+        # Reset before waiting: a signal that arrives meanwhile counts for the next check.
+        self._set, self._why = False, None
+        group = active_group()
+        payload = codec.encode(why) if flag else b""
+        meeting = group.raise_flag("trigger", self._name, flag, payload, lag=bool(self._lag))
+        if self._lag:
+            before, self._before = self._before, (group, meeting)
+            if before is None:
+                return False
+            group, meeting = before
+        raised = group.flags(meeting)
+        if not raised:
+            return False
+        self.ranks = [rank for rank, _ in raised]
+        self.reason = codec.decode(raised[0][1])
+        return True
+
+    def set_on_signal(self, signum: int | None = None) -> None:
+        """Let `signum` (SIGTERM) set the flag instead of ending this process.
+
+        A second one has the effect it had before.
+
+        :raises ValueError: outside the main thread, as :func:`signal.signal`.
+        """
+        import signal  # slow to import
+
+        signum = signal.SIGTERM if signum is None else signum
+        previous: Any = signal.getsignal(signum)
+
+        def on_signal(received: int, frame: FrameType | None) -> None:
+            signal.signal(signum, previous)  # asked twice, it is meant
+            self.set(signal.Signals(received).name)
+
+        signal.signal(signum, on_signal)
+
+
+def _default() -> Trigger:
+    trigger: Trigger = current().extras.setdefault("trigger", Trigger())
+    return trigger
+
+
+def set_trigger(reason: str | None = None) -> None:
+    """Raise the world's own trigger. See :meth:`Trigger.set`."""
+    _default().set(reason)
+
+
+def check_trigger() -> bool:
+    """Return on every rank whether any rank has raised the world's own trigger, then reset it."""
+    return _default().check()

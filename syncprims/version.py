@@ -1,0 +1,13 @@
+"""Which release this is."""
+
+from __future__ import annotations
+
+
+def version() -> str:
+    """Return the installed release, as ranks compare it when they meet."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import: not at start
+
+    try:
+        return version("syncprims")
+    except PackageNotFoundError:  # a bare checkout on the path
+        return "unknown"
