@@ -1,0 +1,241 @@
+"""Ranks of one host that meet through files: no server, no port, no torch.
+
+Joining. Ranks find each other in a directory named after the run. In it, each *table* is one world:
+a directory with a seat and a cell per rank. A rank sits down at the newest table if its seat there
+was never taken and everybody who sits there lives; otherwise that table belongs to a world that has
+been, and the rank lays a new one. All of this happens under one lock, held for milliseconds.
+
+Leaving. The last to leave a table clears it away, and the last to leave the run its directory. What
+a killed world left behind is cleared by the next one that comes by: its seats are provably free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import filelock
+
+from syncprims import errors
+from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
+from syncprims.interface import Backend, Settings, Topology
+
+from .private_dir import PrivateDirectory, default_base
+from .seats import Seats, taken, world_size_of
+from .slots import SlotBoard, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+_LOCK = ".lock"
+_FIRST_TABLE = "table-1"
+_LOCK_PATIENCE = 30.0  # seconds; the lock is held for milliseconds
+_SEAT_PATIENCE = 5.0  # seconds for the last holder of a seat to end
+
+
+class FileBackend(Backend):
+    """A rank among the processes of one host."""
+
+    name = "file"
+    spans_hosts = False
+    detects_death = True
+
+    def __init__(self, topology: Topology, settings: Settings) -> None:
+        if sys.platform == "win32":
+            raise BackendUnavailable(
+                "the file backend needs POSIX file locks, which Windows does not have; "
+                "use SYNCPRIMS_BACKEND=single, or torch under torchrun"
+            )
+        super().__init__(topology, settings)
+        self._run_path = _run_path(topology, settings)
+        self._boards: list[SlotBoard] = []
+        self._table: PrivateDirectory
+        self._seats: Seats
+        self._take_seat(topology.rank, topology.world_size)
+
+    def board(self, members: Sequence[int]) -> SlotBoard:
+        """Return the board of `members`, making it if this is the first of them."""
+        name, rank = _board_name(members), self.topology.rank
+        with _locked(self._run_path):
+            board = SlotBoard(self._table, name, members, rank, self._seats)
+        self._boards.append(board)
+        return board
+
+    def close(self, failure: bytes | None = None) -> None:
+        """Say how this rank ends, and clear away what nobody needs any more."""
+        self._seats.leave(failure)
+        self._let_go()
+        # What cannot be cleared now, the next run clears: an end must not fail or hang for it.
+        with (
+            contextlib.suppress(OSError, SyncError),
+            _locked(self._run_path, patience=2.0) as run,
+        ):
+            _clear(run)
+
+    def publish(self, word: bytes) -> None:
+        """Let others read `word`."""
+        self._seats.say(word)
+
+    def published(self, rank: int) -> bytes:
+        """Return the latest word of `rank`."""
+        return self._seats.heard(rank)
+
+    def abandon(self) -> None:
+        """Let go of seat and boards in a forked child."""
+        self._seats.abandon()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for board in self._boards:
+            board.close()
+        self._boards.clear()
+        self._table.close()
+
+    def _take_seat(self, rank: int, world_size: int) -> None:
+        deadline = time.monotonic() + min(_SEAT_PATIENCE, self.settings.join_timeout)
+        while True:
+            with _locked(self._run_path) as run:
+                name = _table_for(run, rank)
+                if name is not None:
+                    self._table = run.sub(name)
+                    try:
+                        self._check_world_size()
+                        self._seats = Seats(self._table, rank, world_size)
+                    except BaseException:
+                        self._table.close()
+                        raise
+                    _clear(run, but=name)
+                    break
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"rank {rank} of this run is taken by another living process, in "
+                    f"{self._run_path}: give every process its own rank, and every run its own "
+                    f"SYNCPRIMS_RUN_ID"
+                )
+            time.sleep(0.02)  # it may be on its way out
+        if name == _FIRST_TABLE:
+            _sweep(self._run_path.parent)
+
+    def _check_world_size(self) -> None:
+        """Refuse a table laid for another number of ranks, and tell those who sit there."""
+        top = self.topology
+        laid_for = world_size_of(self._table)
+        if laid_for is None or laid_for == top.world_size:
+            return
+        error = ConfigurationError(
+            f"rank {top.rank} was started with world_size={top.world_size}, and ranks that came "
+            f"before it with world_size={laid_for}; start all ranks of a run with one world size",
+            rank=top.rank,
+        )
+        refuse(self._table, _board_name(range(laid_for)), laid_for, errors.dump(error))
+        raise error
+
+
+@contextlib.contextmanager
+def _locked(path: Path, patience: float = _LOCK_PATIENCE) -> Generator[PrivateDirectory]:
+    """Hold the run's lock, and its directory `path` open.
+
+    The lock file stands beside the directory and not in it, so that whoever leaves last can remove
+    both while others wait: they find that their lock has no name any more, and start over.
+    """
+    PrivateDirectory.open(path.parent, private=False).close()
+    lock = filelock.FileLock(
+        path.with_name(path.name + _LOCK), mode=0o600, thread_local=False, fallback_to_soft=False
+    )
+    try:
+        lock.acquire(timeout=patience, poll_interval=0.002)
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, filelock.Timeout):
+            raise
+        raise BackendUnavailable(
+            f"{lock.lock_file} cannot be locked: {error}. Set SYNCPRIMS_DIR to a directory on a "
+            f"local file system with working locks"
+        ) from error
+    try:
+        run = PrivateDirectory.open(path)
+        try:
+            yield run
+        finally:
+            run.close()
+    finally:
+        lock.release()
+
+
+def _run_path(topology: Topology, settings: Settings) -> Path:
+    """Return the directory of this run, the same for all its ranks and no other's."""
+    run_id = topology.run_id
+    if run_id is None and topology.world_size == 1:
+        run_id = f"alone-{os.getpid()}"
+    if run_id is None and settings.directory is None:
+        raise ConfigurationError(
+            f"the ranks of this run need a name to find each other by, and {topology.launcher} "
+            f"gives none; set SYNCPRIMS_RUN_ID to the same fresh value on all ranks"
+        )
+    base = Path(settings.directory or default_base(settings.runtime_directory)).absolute()
+    name = run_id or "run"
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60]
+    if safe != name or safe.startswith("."):
+        safe = f"run-{safe}-{hashlib.blake2b(name.encode(), digest_size=6).hexdigest()}"
+    return base / safe
+
+
+def _board_name(members: Sequence[int]) -> str:
+    return f"board-{zlib.crc32(repr(tuple(members)).encode()):08x}"
+
+
+def _table_for(run: PrivateDirectory, rank: int) -> str | None:
+    """Return the table where `rank` sits down, or None while its seat is not free yet."""
+    numbers = _tables(run)
+    if not numbers:
+        return _FIRST_TABLE
+    newest = run.sub(f"table-{numbers[-1]}")
+    try:
+        seats = taken(newest)
+    finally:
+        newest.close()
+    if seats and rank not in seats and all(seats.values()):
+        return f"table-{numbers[-1]}"
+    if seats.get(rank):
+        return None
+    return f"table-{numbers[-1] + 1}"
+
+
+def _tables(run: PrivateDirectory) -> list[int]:
+    return sorted(int(name[6:]) for name in run.names() if re.fullmatch(r"table-\d+", name))
+
+
+def _clear(run: PrivateDirectory, but: str | None = None) -> None:
+    """Remove the tables where nobody sits any more, and the run's directory with the last."""
+    left = False
+    for number in _tables(run):
+        name = f"table-{number}"
+        table = run.sub(name)
+        try:
+            used = name == but or any(taken(table).values())
+        finally:
+            table.close()
+        if used:
+            left = True
+        else:
+            run.remove_tree(name)
+    if not left:
+        with contextlib.suppress(OSError):
+            run.path.rmdir()
+            run.path.with_name(run.path.name + _LOCK).unlink()
+
+
+def _sweep(base: Path) -> None:
+    """Clear away runs of which nobody is left: killed ones cannot do it themselves."""
+    for lock in base.glob("*" + _LOCK):
+        with (
+            contextlib.suppress(OSError, SyncError),
+            _locked(lock.with_name(lock.name.removesuffix(_LOCK)), patience=0) as run,
+        ):
+            _clear(run)

@@ -1,0 +1,251 @@
+"""Who sits at the table: one seat per rank, its proof of life, and its last word.
+
+A seat is a lock file that its rank holds locked for as long as it lives. The kernel frees the lock
+when the process ends, however it ends, so nothing has to be touched while all is well and nobody is
+ever declared dead by the clock: a stopped or swapping rank still holds its lock.
+
+A forked child would inherit the lock and outlive its rank with it. So the core lets go of the seat
+in forked children (:meth:`Seats.abandon`), and, for forks that Python does not see, the process
+itself is watched too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+import zlib
+from typing import TYPE_CHECKING
+
+from syncprims import errors
+from syncprims.errors import ConfigurationError, Failure, PeerFailed
+
+from .cells import allocate
+from .processes import Identity, Watch, describe_exit, myself
+
+if TYPE_CHECKING:
+    from syncprims.interface import State
+
+    from .private_dir import PrivateDirectory
+
+_TABLE = "seats"
+_MAGIC = b"syncprims seats 1"
+_HEADER = struct.Struct("<32sI")  # magic, world size
+_PAGE = 4096
+_PERSON = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
+_TEXT = struct.Struct("<II")  # length, checksum
+_WORD_AT, _WORD_SIZE = 64, 4096 - 64
+_FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
+_SEAT_SIZE = _FAILURE_AT + _FAILURE_SIZE
+_EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
+_EXIT_GRACE = 0.5  # seconds to learn the exit code of a rank that said it has finished
+
+
+class Seats:
+    """The table of one world, seen from one of its ranks. Made under the run's join lock."""
+
+    def __init__(self, directory: PrivateDirectory, rank: int, world_size: int) -> None:
+        """Take seat `rank`.
+
+        :raises ConfigurationError: if the table is of another version or number of ranks.
+        :raises OSError: if the table cannot be written, as on a full disk.
+        """
+        self._directory = directory
+        self._rank = rank
+        self._world_size = world_size
+        self._watches: dict[int, Watch] = {}
+        self._finished_at: dict[int, float] = {}
+        self._table = self._open_table()
+        self._lock_fd = directory.open_file(seat_name(rank), os.O_RDWR | os.O_CREAT)
+        try:
+            _lock(self._lock_fd)
+            self._write_person(_ALIVE)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _open_table(self) -> mmap.mmap:
+        size = _PAGE + self._world_size * _SEAT_SIZE
+        fd = self._directory.open_file(_TABLE, os.O_RDWR | os.O_CREAT)
+        try:
+            found = os.fstat(fd).st_size
+            if found == 0:
+                allocate(fd, size)
+                os.pwrite(fd, _HEADER.pack(_MAGIC, self._world_size), 0)
+            magic, world_size = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size))
+            if magic.rstrip(b"\0") != _MAGIC or world_size != self._world_size:
+                raise ConfigurationError(
+                    f"{self._directory.path / _TABLE} is no table of {self._world_size} ranks of "
+                    f"this version; start all ranks from one installation, or remove the file"
+                )
+            return mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+
+    # -- one's own seat -----------------------------------------------------------------------
+
+    def say(self, word: bytes) -> None:
+        """Let others read `word`; one that is too long is left unsaid."""
+        self._write_text(self._at(self._rank) + _WORD_AT, _WORD_SIZE, word)
+
+    def leave(self, failure: bytes | None) -> None:
+        """Say how this rank ends, and free the seat."""
+        if failure is not None:
+            self._write_text(self._at(self._rank) + _FAILURE_AT, _FAILURE_SIZE, failure)
+        self._write_person(_FINISHED if failure is None else _FAILED)
+        self._let_go()
+
+    def abandon(self) -> None:
+        """Let go of the seat in a forked child: the parent keeps sitting on it."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Closing is enough: the lock belongs to the open file, which the parent of a fork shares.
+        for watch in self._watches.values():
+            watch.close()
+        self._watches.clear()
+        os.close(self._lock_fd)
+        self._table.close()
+
+    # -- the others' ----------------------------------------------------------------------------
+
+    def heard(self, rank: int) -> bytes:
+        """Return the latest word of `rank`."""
+        return self._read_text(self._at(rank) + _WORD_AT, _WORD_SIZE)
+
+    def watch(self) -> None:
+        """Open an eye on every other rank, while all are known to live."""
+        for rank in range(self._world_size):
+            if rank != self._rank and rank not in self._watches:
+                _, *who = self._person(rank)
+                self._watches[rank] = Watch(Identity(*who))
+
+    def is_gone(self, rank: int) -> bool:
+        """Tell whether `rank` will never post again."""
+        return self.state(rank)[0] not in ("alive", "unknown")
+
+    def state(self, rank: int) -> tuple[State, str, bytes]:
+        """Return the state of `rank`, how it ended where known, and the failure it left."""
+        said = self._person(rank)[0]
+        if said == _EMPTY:
+            return "unknown", "", b""
+        if said == _FAILED:
+            return "failed", "", self._read_text(self._at(rank) + _FAILURE_AT, _FAILURE_SIZE)
+        watch = self._watches.get(rank)
+        ended = watch is not None and watch.ended()
+        if said == _FINISHED:
+            return self._finished(rank, watch, ended)
+        if ended or (rank != self._rank and is_free(self._directory, rank)):
+            # The lock goes a moment before the process does; its exit code comes with the process.
+            status = self._await_exit_status(watch)
+            return "lost", describe_exit(status), b""
+        return "alive", "", b""
+
+    def _finished(self, rank: int, watch: Watch | None, ended: bool) -> tuple[State, str, bytes]:
+        """Tell a normal end from ``raise SystemExit(3)``, which Python lets no hook see."""
+        since = self._finished_at.setdefault(rank, time.monotonic())
+        if watch is not None and watch.sees and not ended:
+            if time.monotonic() - since < _EXIT_GRACE:
+                return "alive", "", b""
+            return "finished", "", b""  # it called shutdown() and went on with other things
+        status = self._await_exit_status(watch) if ended else None
+        if not status:
+            return "finished", "", b""
+        if status < 0:
+            return "lost", describe_exit(status), b""
+        failure = Failure(rank, "SystemExit", str(status), "")
+        return "failed", "", errors.dump(PeerFailed.from_failure(failure))
+
+    def _await_exit_status(self, watch: Watch | None) -> int | None:
+        if watch is None or not watch.sees:
+            return None
+        deadline = time.monotonic() + 0.02
+        while (status := watch.exit_status()) is None and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        return status
+
+    # -- bytes --------------------------------------------------------------------------------
+
+    def _at(self, rank: int) -> int:
+        return _PAGE + rank * _SEAT_SIZE
+
+    def _person(self, rank: int) -> tuple[int, int, int, int]:
+        return _PERSON.unpack_from(self._table, self._at(rank))
+
+    def _write_person(self, state: int) -> None:
+        who = myself()
+        _PERSON.pack_into(self._table, self._at(self._rank), state, *who)
+
+    def _write_text(self, at: int, size: int, text: bytes) -> None:
+        if len(text) > size - _TEXT.size:
+            text = b""
+        self._table[at + _TEXT.size : at + _TEXT.size + len(text)] = text
+        _TEXT.pack_into(self._table, at, len(text), zlib.crc32(text))
+
+    def _read_text(self, at: int, size: int) -> bytes:
+        """Return the text at `at`, whole: one that is being written is waited for, briefly."""
+        deadline = time.monotonic() + 0.1
+        while True:
+            length, check = _TEXT.unpack_from(self._table, at)
+            if length <= size - _TEXT.size:
+                text = self._table[at + _TEXT.size : at + _TEXT.size + length]
+                if zlib.crc32(text) == check:
+                    return text
+            if time.monotonic() > deadline:
+                return b""
+            time.sleep(0.0005)
+
+
+def seat_name(rank: int) -> str:
+    """Return the name of a rank's lock file."""
+    return f"seat-{rank}"
+
+
+def world_size_of(directory: PrivateDirectory) -> int | None:
+    """Return the number of ranks the table in `directory` was laid for; None if it is not yet."""
+    try:
+        fd = directory.open_file(_TABLE, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        header = os.pread(fd, _HEADER.size, 0)
+    finally:
+        os.close(fd)
+    return _HEADER.unpack(header)[1] if len(header) == _HEADER.size else None
+
+
+def taken(directory: PrivateDirectory) -> dict[int, bool]:
+    """Return the seats that were ever taken at this table, and whether their ranks still live."""
+    ranks = [int(name[5:]) for name in directory.names() if name.startswith("seat-")]
+    return {rank: not is_free(directory, rank) for rank in sorted(ranks)}
+
+
+def is_free(directory: PrivateDirectory, rank: int) -> bool:
+    """Tell whether nobody holds the lock of seat `rank`: its process is gone."""
+    try:
+        fd = directory.open_file(seat_name(rank), os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        # Shared, so that two ranks that look at the same moment do not see each other.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _lock(fd: int) -> None:
+    """Take the lock; somebody may be looking at it for a moment."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.0005)

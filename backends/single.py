@@ -1,0 +1,66 @@
+"""A world of one: every round is complete as soon as it is posted."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from syncprims.errors import ConfigurationError
+from syncprims.interface import Backend, Board, Note, Settings, Status, Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class SingleBackend(Backend):
+    """The only process of its world."""
+
+    name = "single"
+    spans_hosts = True
+    detects_death = True
+
+    def __init__(self, topology: Topology, settings: Settings) -> None:
+        if topology.world_size != 1:
+            raise ConfigurationError(
+                f"backend 'single' is a world of one, and {topology.launcher} says "
+                f"world_size={topology.world_size}; choose another backend"
+            )
+        super().__init__(topology, settings)
+
+    def board(self, members: Sequence[int]) -> SingleBoard:
+        """Return a board for this process alone."""
+        return SingleBoard(members)
+
+    def close(self, failure: bytes | None = None) -> None:
+        """Leave; there is nobody to tell."""
+
+
+class SingleBoard(Board):
+    """A board with one member."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        super().__init__(members)
+        self._posted = 0
+        self._last: Note | None = None
+        self._waiting: deque[Note] = deque()
+
+    def post(self, note: Note) -> None:
+        """Keep the note for :meth:`collect`."""
+        self._posted += 1
+        self._last = note
+        self._waiting.append(note)
+
+    def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
+        """Return the oldest uncollected note."""
+        return (self._waiting.popleft(),)
+
+    def status(self, rank: int) -> Status:
+        """Tell that this process is alive."""
+        return Status(self._posted, self._last.label if self._last else None, "alive")
+
+    def abort(self, verdict: bytes) -> None:
+        """Do nothing: a round of one completes when it is posted."""
+
+    def verdict(self) -> bytes | None:
+        """Return the verdict, of which there is none."""
+        return None
