@@ -122,7 +122,7 @@ def _array(obj: Any) -> tuple[bytes, ...] | None:
     array = numpy.asarray(obj)
     if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.isnative:
         return None
-    header = f"{array.dtype.str}|{','.join(map(str, array.shape))}".encode()
+    header = f"{array.dtype.str};{','.join(map(str, array.shape))}".encode()
     return (b"g" if scalar else b"a", _sized(b"", header), _sized(b"", array.tobytes()))
 
 
@@ -134,7 +134,7 @@ def _tensor(obj: Any) -> tuple[bytes, ...] | None:
     if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.is_quantized:
         return None
     flat = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    header = f"{str(obj.dtype)[6:]}|{','.join(map(str, obj.shape))}|{int(obj.requires_grad)}"
+    header = f"{str(obj.dtype)[6:]};{','.join(map(str, obj.shape))};{int(obj.requires_grad)}"
     body = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return (b"x", _sized(b"", header.encode()), _sized(b"", body))
 
@@ -217,7 +217,7 @@ def _shape(text: str) -> list[int]:
 def _to_array(header: str, raw: bytes) -> Any:
     import numpy
 
-    dtype, shape = header.split("|")
+    dtype, shape = header.split(";")
     # A copy: what a caller receives is its own, and can be written to.
     return numpy.frombuffer(raw, dtype=numpy.dtype(dtype)).reshape(_shape(shape)).copy()
 
@@ -225,7 +225,7 @@ def _to_array(header: str, raw: bytes) -> Any:
 def _to_tensor(header: str, raw: bytes) -> Any:
     import torch
 
-    dtype, shape, requires_grad = header.split("|")
+    dtype, shape, requires_grad = header.split(";")
     tensor = torch.empty(_shape(shape), dtype=getattr(torch, dtype))
     if raw:
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import filelock
+import pytest
+from harness import Kind, Ranks, Scripts
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+HERE = Path(__file__).parent
+
+#: Every behaviour is tried on each of these: in real processes, the plug-in's too.
+KINDS = [
+    Kind("single", 1),
+    *(Kind(backend, ranks) for backend in ("file", "tiny") for ranks in (1, 2, 4)),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Generator[None]:
+    """Fail a test that leaves a variable, a thread, a descriptor or a process."""
+
+    def state() -> tuple[dict[str, str], set[str], int, str]:
+        environ = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+        threads = {thread.name for thread in threading.enumerate()}
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+        found = children.read_text() if children.exists() else ""
+        return environ, threads, len(list(Path("/dev/fd").iterdir())), found
+
+    before = state()
+    yield
+    assert state() == before
+
+
+@pytest.fixture(scope="session")
+def tiny_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the third party's distribution once per session, where nobody else sees it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    site = root / "tiny-site"
+    with filelock.FileLock(root / "tiny-site.lock"):
+        if not site.exists():
+            source = root / "tiny-source"
+            shutil.copytree(HERE / "tiny_backend", source)
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
+            command += ["--no-build-isolation", "--disable-pip-version-check"]
+            command += ["--root-user-action=ignore", "--target", str(site), str(source)]
+            subprocess.run(command, check=True)
+    return site
+
+
+@pytest.fixture
+def meeting_place(tmp_path: Path) -> Path:
+    """A directory for ranks to meet in: private, as pytest's own are."""
+    path = tmp_path / "meet"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """A backend and a world size."""
+    found: Kind = request.param
+    return found
+
+
+@pytest.fixture
+def world(
+    kind: Kind, meeting_place: Path, request: pytest.FixtureRequest
+) -> Generator[Ranks]:
+    """A world of real processes, on every backend and at every size."""
+    site = request.getfixturevalue("tiny_site") if kind.backend == "tiny" else None
+    ranks = Ranks(kind, meeting_place, site)
+    yield ranks
+    ranks.check_nothing_left()
+
+
+@pytest.fixture
+def scripts(meeting_place: Path, tmp_path: Path) -> Scripts:
+    """Three ranks of the file backend, each a Python process of its own."""
+    return Scripts(Kind("file", 3), meeting_place, tmp_path)
+
+
+def several(*ranks: int) -> pytest.MarkDecorator:
+    """Only for worlds in which there is somebody else."""
+    kinds = [kind for kind in KINDS if kind.ranks in (ranks or (2, 4))]
+    return pytest.mark.parametrize("kind", kinds, ids=str, indirect=True)

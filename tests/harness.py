@@ -1,0 +1,222 @@
+"""Worlds of real processes for the tests: forked functions, and started scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+import uuid
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import syncprims
+from syncprims.environment import place_variables, rank_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+PATIENCE = 60.0  # seconds; nothing here should take more than a few
+
+
+class Kind(NamedTuple):
+    """A backend and a world size."""
+
+    backend: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.ranks}"
+
+
+def environment(
+    kind: Kind, rank: int, directory: Path, run_id: str, **more: str
+) -> dict[str, str]:
+    """Return the variables of one rank, and of no other launcher."""
+    outer = place_variables()
+    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+    own = rank_variables(rank, kind.ranks) if kind.backend != "single" else {}
+    return {
+        **clean,
+        **own,
+        "SYNCPRIMS_BACKEND": kind.backend,
+        "SYNCPRIMS_RUN_ID": run_id,
+        "SYNCPRIMS_DIR": str(directory),
+        "SYNCPRIMS_JOIN_TIMEOUT": "30",
+        **more,
+    }
+
+
+class Died(Exception):
+    """A rank ended without a result."""
+
+
+class Ranks:
+    """Runs a function on every rank of a world, each in a forked process."""
+
+    def __init__(self, kind: Kind, directory: Path, site: Path | None = None) -> None:
+        self.kind = kind
+        self.ranks = kind.ranks
+        self.directory = directory
+        self._site = site
+        self._killed = False
+
+    def run(self, program: Callable[[], Any], **variables: str) -> list[Any]:
+        """Return each rank's result; raise the lowest rank's exception if any raised."""
+        outcomes = self.outcomes(program, **variables)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def outcomes(
+        self, program: Callable[[], Any], *, start: bool = True, **variables: str
+    ) -> list[Any]:
+        """Return each rank's result or exception. With `start`, the world runs around it."""
+        run_id = uuid.uuid4().hex
+        pipes: dict[int, int] = {}
+        pids: list[int] = []
+        for rank in range(self.ranks):
+            reader, writer = os.pipe()
+            env = environment(self.kind, rank, self.directory, run_id, **variables)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
+                pid = os.fork()
+            if pid == 0:
+                os.close(reader)
+                for other in pipes:
+                    os.close(other)
+                self._be_rank(program, env, writer, start)
+            os.close(writer)
+            pids.append(pid)
+            pipes[reader] = rank
+        return self._gather(pids, pipes)
+
+    def _be_rank(
+        self, program: Callable[[], Any], env: Mapping[str, str], writer: int, start: bool
+    ) -> None:
+        code = 1
+        try:
+            faulthandler.dump_traceback_later(PATIENCE - 10, exit=True)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.clear()
+            os.environ.update(env)
+            if self._site is not None:
+                sys.path.insert(0, str(self._site))
+            outcome: Any
+            try:
+                if start:
+                    with syncprims.init():
+                        outcome = program()
+                else:
+                    outcome = program()
+            except BaseException as error:  # noqa: BLE001 - all of it is the outcome
+                error.add_note(traceback.format_exc())
+                outcome = error
+            try:
+                data = pickle.dumps(outcome)
+            except Exception:  # noqa: BLE001
+                data = pickle.dumps(Died(repr(outcome)))
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(data)
+            code = 0
+        finally:
+            os._exit(code)
+
+    def _gather(self, pids: Sequence[int], pipes: dict[int, int]) -> list[Any]:
+        deadline = time.monotonic() + PATIENCE
+        data: dict[int, bytes] = dict.fromkeys(pipes, b"")
+        open_pipes = set(pipes)
+        try:
+            while open_pipes:
+                left = deadline - time.monotonic()
+                ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, left))
+                if not ready:
+                    raise AssertionError(f"ranks {[pipes[p] for p in open_pipes]} hang")
+                for pipe in ready:
+                    chunk = os.read(pipe, 1 << 20)
+                    data[pipe] += chunk
+                    if not chunk:
+                        open_pipes.discard(pipe)
+        finally:
+            for pid in pids if open_pipes else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            for pipe in pipes:
+                os.close(pipe)
+        self._killed = self._killed or any(code < 0 for code in codes)
+        return [
+            pickle.loads(data[pipe]) if data[pipe] else Died(f"exit code {codes[rank]}")
+            for pipe, rank in pipes.items()
+        ]
+
+    def check_nothing_left(self) -> None:
+        """Assert that the worlds cleared away what they made; a killed one could not."""
+        left = [p.name for p in self.directory.iterdir() if not p.name.startswith("tiny-")]
+        assert not left or self._killed, left
+
+
+class Ended(NamedTuple):
+    """How a started rank ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Scripts:
+    """Starts a script on every rank, as separate Python processes that no launcher watches."""
+
+    def __init__(self, kind: Kind, directory: Path, folder: Path) -> None:
+        self.kind = kind
+        self.directory = directory
+        self.script = folder / "script.py"
+        self._folder = folder
+
+    def start(self, source: str, **variables: str) -> list[subprocess.Popen[str]]:
+        """Start `source` on all ranks. `rank` and all public names are there already."""
+        head = "from syncprims import *\nimport os, signal, sys, time\nrank = get_rank()\n"
+        self.script.write_text(head + textwrap.dedent(source))
+        run_id = variables.pop("run_id", uuid.uuid4().hex)
+        return [
+            subprocess.Popen(
+                [sys.executable, "-u", str(self.script)],
+                env=environment(self.kind, rank, self.directory, run_id, **variables),
+                cwd=self._folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(self.kind.ranks)
+        ]
+
+    def run(self, source: str, **variables: str) -> list[Ended]:
+        """Start `source` on all ranks and wait for their ends."""
+        return self.wait(self.start(source, **variables))
+
+    def wait(self, processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+        """Wait for the ends of all, and end whoever is late."""
+        begin = time.monotonic()
+        ended: list[Ended] = []
+        try:
+            for process in processes:
+                left = max(0.1, begin + PATIENCE - time.monotonic())
+                out, err = process.communicate(timeout=left)
+                ended.append(Ended(process.returncode, out, err, time.monotonic() - begin))
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+        return ended

@@ -1,0 +1,106 @@
+"""About the smallest backend that keeps the contract: one file per note, one lock for all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from syncprims.interface import Backend, Board, Note, Settings, Status, Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+
+class TinyBackend(Backend):
+    name = "tiny"
+    detects_death = True
+
+    def __init__(self, topology: Topology, settings: Settings) -> None:
+        super().__init__(topology, settings)
+        assert settings.directory is not None
+        self.root = Path(settings.directory) / f"tiny-{topology.run_id}"
+        self.root.mkdir(exist_ok=True)
+        fresh = self.root / f"fresh-{topology.rank}"
+        fresh.write_text(str(os.getpid()))
+        fresh.rename(self.root / f"seat-{topology.rank}")  # whole, or not there
+
+    def board(self, members: Sequence[int]) -> TinyBoard:
+        folder = self.root / "-".join(map(str, members))
+        folder.mkdir(exist_ok=True)
+        return TinyBoard(members, self.topology.rank, folder)
+
+    def close(self, failure: bytes | None = None) -> None:
+        (self.root / f"left-{self.topology.rank}").write_bytes(failure or b"")
+
+
+class TinyBoard(Board):
+    def __init__(self, members: Sequence[int], rank: int, folder: Path) -> None:
+        super().__init__(members)
+        self.rank, self.folder = rank, folder
+        self.posted = self.collected = 0
+
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None]:
+        with (self.folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def post(self, note: Note) -> None:
+        self.posted += 1
+        with self.locked():
+            (self.folder / f"{self.posted}-{self.rank}").write_bytes(note.encode())
+
+    def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
+        number, deadline = self.collected + 1, self.now() + (timeout or 3600)
+        while True:
+            with self.locked():
+                missing = self.missing(number)
+                if self.verdict() is None and not missing:
+                    self.collected = number
+                    return [self.read(number, rank) for rank in self.members]
+                gone = any(self.state(rank)[0] not in ("alive", "unknown") for rank in missing)
+            if self.verdict() is not None or gone or self.now() >= deadline:
+                return None
+            time.sleep(0.0005)
+
+    def missing(self, number: int) -> list[int]:
+        return [r for r in self.members if not (self.folder / f"{number}-{r}").exists()]
+
+    def read(self, number: int, rank: int) -> Note:
+        return Note.decode((self.folder / f"{number}-{rank}").read_bytes())
+
+    def status(self, rank: int) -> Status:
+        rounds = 0
+        while (self.folder / f"{rounds + 1}-{rank}").exists():
+            rounds += 1
+        label = self.read(rounds, rank).label if rounds else None
+        state, failure = self.state(rank)
+        return Status(rounds, label, state, "", failure)  # type: ignore[arg-type]
+
+    def state(self, rank: int) -> tuple[str, bytes]:
+        root = self.folder.parent
+        with contextlib.suppress(FileNotFoundError):
+            failure = (root / f"left-{rank}").read_bytes()
+            return ("failed", failure) if failure else ("finished", b"")
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            pid = int((root / f"seat-{rank}").read_text())
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return ("lost" if state in "ZX" else "alive"), b""
+        return ("lost" if (root / f"seat-{rank}").exists() else "unknown"), b""
+
+    def abort(self, verdict: bytes) -> None:
+        with self.locked():
+            number = self.collected + 1
+            path = self.folder / "verdict"
+            if self.missing(number) and not path.exists():
+                path.write_bytes(b"%d " % number + verdict)
+
+    def verdict(self) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            number, _, text = (self.folder / "verdict").read_bytes().partition(b" ")
+            return text if int(number) <= self.collected + 1 else None
+        return None
