@@ -112,9 +112,14 @@ class SlotBoard(Board):
                 view = memoryview(content)
                 while view:
                     view = view[file.write(view) :]
-        except OSError:
+        except OSError as error:
             self._directory.remove(name)
-            raise
+            raise OSError(
+                error.errno,
+                f"{error.strerror}, writing {len(content)} bytes for the other ranks; free some "
+                f"space, or set SYNCPRIMS_DIR to a place with more",
+                str(self._directory.path / name),
+            ) from error
         self._apart.append((number, name))
 
     def _apart_name(self, number: int, index: int) -> str:

@@ -218,6 +218,8 @@ def _to_array(header: str, raw: bytes) -> Any:
     import numpy
 
     dtype, shape = header.split(";")
+    if dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV":
+        raise ValueError(f"{dtype!r} is no dtype of an array that was sent")
     # A copy: what a caller receives is its own, and can be written to.
     return numpy.frombuffer(raw, dtype=numpy.dtype(dtype)).reshape(_shape(shape)).copy()
 

@@ -49,8 +49,8 @@ class Group:
         self._member = rounds
         self._timeout = timeout
         self._tokens: list[Token[Group | None]] = []
-        # A world of one has nobody to wait for, as long as it is open.
-        self._alone = rounds is not None and len(self.ranks) == 1
+        # Whoever is alone waits for nobody, as long as the world is open.
+        self.alone = rounds is not None and len(self.ranks) == 1  #: and open
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -79,7 +79,7 @@ class Group:
 
     def bar(self, why: Callable[[], SyncError]) -> None:
         """Let every later call raise ``why()``: the world is closed, or this is a forked child."""
-        self._alone = False
+        self.alone = False
         if self._member is not None:
             self._member.bar(why)
 
@@ -92,10 +92,10 @@ class Group:
 
         With `device`, this rank's GPU work is waited for first.
         """
-        if self._alone and name is None and timeout is None and not device:
-            return
         if device:
             _wait_for_device()
+        if self.alone and name is None and timeout is None:
+            return
         rounds = self._rounds
         rounds.meet(Note(rounds.label("barrier", name)), self._seconds(timeout))
 
@@ -251,7 +251,7 @@ class Group:
 
     def _encode(self, label: Label, obj: object, *, canonical: bool = False) -> bytes:
         """Return `obj` as bytes; if it cannot travel, the others are told in this very round."""
-        if self._alone and not canonical:
+        if self.alone and not canonical:
             return b""  # nobody reads it
         allow_pickle = self._rounds.settings.pickle
         try:

@@ -119,8 +119,7 @@ class Rounds:
             if self._barred is not None:
                 raise self._barred()
             self._make_room(timeout)
-            self._board.post(note)
-            self.posted += 1
+            self._post(note)
             mine = self.posted
             while True:
                 notes = self._collect(timeout)
@@ -143,8 +142,7 @@ class Rounds:
             if self._barred is not None:
                 raise self._barred()
             self._make_room(timeout)
-            self._board.post(note)
-            self.posted += 1
+            self._post(note)
             meeting = self._meetings[self.posted] = Meeting(timeout)
             return meeting
         finally:
@@ -185,6 +183,17 @@ class Rounds:
     def bar(self, why: Callable[[], SyncError]) -> None:
         """Let every later call raise ``why()``."""
         self._barred = why
+
+    def _post(self, note: Note) -> None:
+        """Post the note; if it does not fit on the disk, post that instead, and raise."""
+        try:
+            self._board.post(note)
+        except OSError as error:
+            failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(note.label))
+            self._board.post(Note(note.label, failure=errors.dump(failed)))
+            self.posted += 1
+            raise
+        self.posted += 1
 
     # -- waiting ------------------------------------------------------------------------------
 

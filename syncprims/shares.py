@@ -13,7 +13,7 @@ def share(items: Any, index: int, count: int, *, pad: bool = False) -> Any:
     With `pad`, the last of all items is repeated until all shares are equally long.
 
     :raises TypeError: if `items` cannot be cut, or is a `str` or `bytes`.
-    :raises ValueError: if a dict's values differ in length, or `pad` has nothing to repeat.
+    :raises ValueError: if a dict's values differ in length.
     """
     if is_dict(items):
         return _share_dict(items, index, count, pad)
@@ -22,8 +22,6 @@ def share(items: Any, index: int, count: int, *, pad: bool = False) -> Any:
     begin = index * size + min(index, extras)
     end = begin + size + (index < extras)
     missing = -(-length // count) - (end - begin) if pad else 0
-    if missing and length == 0:
-        raise ValueError("pad=True repeats the last item, and there is none")
     if missing:
         return _pick(items, [*range(begin, end), *[length - 1] * missing])
     return items.select(range(begin, end)) if _has_select(items) else items[begin:end]

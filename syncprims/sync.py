@@ -1,6 +1,7 @@
 """What users call: who am I, and the collectives of the current group.
 
-Each function is one line, so that a :class:`~syncprims.Group` and the module can never differ.
+Each function hands on to the method of the same name, so that a :class:`~syncprims.Group` and the
+module can never differ.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def barrier(
     device: bool = False,
 ) -> None:
     """Return when every member has arrived. See :meth:`Group.barrier`."""
-    (group or active_group()).barrier(name, timeout=timeout, device=device)
+    members = group or active_group()
+    if members.alone and name is None and timeout is None and not device:
+        return  # as the Group's method would; in a world of one the extra call is half the price
+    members.barrier(name, timeout=timeout, device=device)
 
 
 def broadcast(

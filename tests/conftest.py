@@ -74,9 +74,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.fixture
-def world(
-    kind: Kind, meeting_place: Path, request: pytest.FixtureRequest
-) -> Generator[Ranks]:
+def world(kind: Kind, meeting_place: Path, request: pytest.FixtureRequest) -> Generator[Ranks]:
     """A world of real processes, on every backend and at every size."""
     site = request.getfixturevalue("tiny_site") if kind.backend == "tiny" else None
     ranks = Ranks(kind, meeting_place, site)

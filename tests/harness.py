@@ -37,9 +37,7 @@ class Kind(NamedTuple):
         return f"{self.backend}-{self.ranks}"
 
 
-def environment(
-    kind: Kind, rank: int, directory: Path, run_id: str, **more: str
-) -> dict[str, str]:
+def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str) -> dict[str, str]:
     """Return the variables of one rank, and of no other launcher."""
     outer = place_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
@@ -71,7 +69,13 @@ class Ranks:
 
     def run(self, program: Callable[[], Any], **variables: str) -> list[Any]:
         """Return each rank's result; raise the lowest rank's exception if any raised."""
-        outcomes = self.outcomes(program, **variables)
+        return self._results(self.outcomes(program, start=True, **variables))
+
+    def run_alone(self, program: Callable[[], Any], **variables: str) -> list[Any]:
+        """Return each rank's result of a program that starts the world by itself."""
+        return self._results(self.outcomes(program, start=False, **variables))
+
+    def _results(self, outcomes: list[Any]) -> list[Any]:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -118,12 +122,12 @@ class Ranks:
                         outcome = program()
                 else:
                     outcome = program()
-            except BaseException as error:  # noqa: BLE001 - all of it is the outcome
+            except BaseException as error:
                 error.add_note(traceback.format_exc())
                 outcome = error
             try:
                 data = pickle.dumps(outcome)
-            except Exception:  # noqa: BLE001
+            except Exception:
                 data = pickle.dumps(Died(repr(outcome)))
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(data)

@@ -42,7 +42,10 @@ def test_queries_know_the_place(world: Ranks) -> None:
     def program() -> tuple[Any, ...]:
         w = sp.current()
         assert (w.rank, w.world_size) == (sp.get_rank(), sp.get_world_size())
-        assert (w.local_rank, w.local_world_size) == (sp.get_local_rank(), sp.get_local_world_size())
+        assert (w.local_rank, w.local_world_size) == (
+            sp.get_local_rank(),
+            sp.get_local_world_size(),
+        )
         assert (w.node_rank, w.num_nodes) == (sp.get_node_rank(), sp.get_num_nodes()) == (0, 1)
         return sp.get_rank(), sp.get_world_size(), sp.is_main(), sp.is_local_main(), sp.is_last()
 
@@ -84,7 +87,9 @@ def test_broadcast_returns_the_very_object_on_src(world: Ranks) -> None:
 def test_arrays_travel_and_belong_to_their_receivers(world: Ranks) -> None:
     def program() -> None:
         for dtype in ("f8", "f4", "f2", "i1", "u8", "?", "c16", "U5", "M8[s]"):
-            sent = np.arange(6).astype(dtype).reshape(2, 3) if dtype != "M8[s]" else np.zeros(3, dtype)
+            sent = (
+                np.arange(6).astype(dtype).reshape(2, 3) if dtype != "M8[s]" else np.zeros(3, dtype)
+            )
             got = sp.broadcast(sent if sp.is_main() else None)
             assert got is not None
             assert got.dtype == sent.dtype
@@ -162,7 +167,7 @@ def test_all_reduce_of_bools_counts(world: Ranks) -> None:
 def test_all_reduce_of_trees_leaves_the_callers_alone(world: Ranks) -> None:
     def program() -> None:
         n, r = sp.get_world_size(), sp.get_rank()
-        tree = {"loss": 1.0, "parts": [np.full(3, r), (2, {"deep": np.ones((2, 2), "f4")})]}
+        tree: Any = {"loss": 1.0, "parts": [np.full(3, r), (2, {"deep": np.ones((2, 2), "f4")})]}
         before = repr(tree)
         got = sp.all_reduce(tree)
         assert repr(tree) == before
@@ -339,7 +344,7 @@ def test_cpu_tensors_travel(world: Ranks) -> None:
         torch.set_num_threads(1)
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
             sent = torch.arange(6).to(dtype).reshape(2, 3)
-            got = sp.broadcast(sent if sp.is_main() else None)
+            got: Any = sp.broadcast(sent if sp.is_main() else None)
             assert got.dtype is dtype
             assert torch.equal(got, sent)
         n = sp.get_world_size()

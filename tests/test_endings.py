@@ -1,0 +1,296 @@
+"""How a rank can end, and what the others hear: separate Python processes, no `try` anywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import Scripts
+
+WAIT = """
+try:
+    barrier("load")
+except SyncError as error:
+    print(type(error).__name__, error.rank, 1 in error.missing)
+    print(error)
+"""
+
+
+def others(scripts: Scripts, ending: str, *, clears: bool = True) -> list[str]:
+    """Let rank 1 end in some way while the others wait; return what these say.
+
+    A rank that comes last may itself still be missing when the verdict falls.
+    """
+    source = "init()\nif rank == 1:\n" + ending + WAIT
+    ended = scripts.run(source)
+    if clears:  # the last one out
+        assert not any(scripts.directory.iterdir())
+    for rank in (0, 2):
+        assert ended[rank].code == 0, ended[rank].err
+    assert ended[0].out.split("\n")[0] == ended[2].out.split("\n")[0]
+    return [ended[0].out, ended[2].out]
+
+
+def test_an_uncaught_exception_reaches_the_others(scripts: Scripts) -> None:
+    for out in others(scripts, "    raise ValueError('bad shard')\n"):
+        assert out.startswith("PeerFailed 1 True")
+        assert "ValueError: bad shard" in out
+        assert "raise ValueError('bad shard')" in out
+        assert "while others wait in barrier 'load' (script.py:" in out
+
+
+def test_the_failing_rank_keeps_its_own_traceback(scripts: Scripts) -> None:
+    ended = scripts.run("init()\nif rank == 1:\n    raise ValueError('bad shard')\nbarrier()\n")
+    assert [one.code for one in ended] == [1, 1, 1]
+    assert ended[1].err.rstrip().endswith("ValueError: bad shard")
+    assert "PeerFailed" not in ended[1].err
+    assert "PeerFailed" in ended[0].err
+
+
+@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "sys.exit(3)", "sys.exit('no config')"])
+def test_a_nonzero_exit_is_a_failure(scripts: Scripts, ending: str) -> None:
+    code = 3 if "3" in ending else 1
+    for out in others(scripts, f"    {ending}\n"):
+        assert out.startswith("PeerFailed 1 True")
+        assert f"SystemExit: {code}" in out
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "sys.exit()", "raise SystemExit"])
+def test_a_zero_exit_is_finishing(scripts: Scripts, ending: str) -> None:
+    for out in others(scripts, f"    {ending}\n"):
+        assert out.startswith("PeerLost 1 True")
+        assert "rank 1 finished after round 1" in out
+
+
+def test_keyboard_interrupt_is_a_failure(scripts: Scripts) -> None:
+    for out in others(scripts, "    raise KeyboardInterrupt\n"):
+        assert out.startswith("PeerFailed 1 True")
+        assert "KeyboardInterrupt" in out
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSEGV"])
+def test_a_signal_is_named(scripts: Scripts, name: str) -> None:
+    for out in others(scripts, f"    os.kill(os.getpid(), signal.{name})\n"):
+        assert out.startswith("PeerLost 1 True")
+        assert f"killed by {name}" in out
+
+
+def test_an_exit_without_a_word_is_named(scripts: Scripts) -> None:
+    for out in others(scripts, "    os._exit(7)\n"):
+        assert out.startswith("PeerLost 1 True")
+        assert "exit code 7" in out
+
+
+def test_a_forked_child_that_lives_on_does_not_hide_the_death(scripts: Scripts) -> None:
+    ending = """
+    if os.fork() == 0:
+        time.sleep(1.5)  # it lives on, with every descriptor it inherited
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+"""
+    for out in others(scripts, ending):
+        assert out.startswith("PeerLost 1 True")
+
+
+def test_a_child_of_a_raw_fork_does_not_hide_it_either(scripts: Scripts) -> None:
+    ending = """
+    import ctypes
+    if ctypes.CDLL(None).fork() == 0:  # no at-fork hook of Python runs
+        time.sleep(1.5)
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+"""
+    for out in others(scripts, ending, clears=False):  # the seat's lock is held
+        assert out.startswith("PeerLost 1 True")
+        assert "killed by SIGKILL" in out
+
+
+def test_waiting_can_be_interrupted(scripts: Scripts) -> None:
+    processes = scripts.start(
+        """
+        init()
+        if rank == 0:
+            print("waiting", flush=True)
+            barrier()
+        time.sleep(60)
+        """
+    )
+    assert processes[0].stdout is not None
+    assert processes[0].stdout.readline() == "waiting\n"
+    time.sleep(0.2)  # into the long wait
+    begin = time.monotonic()
+    processes[0].send_signal(signal.SIGINT)
+    processes[0].wait(10)
+    assert time.monotonic() - begin < 5
+    for process in processes[1:]:
+        process.kill()
+    ended = scripts.wait(processes)
+    assert "KeyboardInterrupt" in ended[0].err
+
+
+def test_a_forked_child_is_not_a_rank(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        init()
+        if (pid := os.fork()) == 0:
+            try:
+                barrier()
+            except ForkedProcess as error:
+                assert "not a rank" in str(error) and "shutdown()" in str(error)
+                assert get_rank() == rank and get_world_size() == 3
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        barrier("the parents go on")
+        print("passed")
+        """
+    )
+    assert [one.out for one in ended] == ["passed\n"] * 3, [one.err for one in ended]
+
+
+def test_a_forked_child_that_exits_leaves_the_parents_world_alone(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        init()
+        if (pid := os.fork()) == 0:
+            sys.exit(5)  # with all of Python's exit handlers
+        os.waitpid(pid, 0)
+        for _ in range(100):
+            barrier()
+        if (pid := os.fork()) == 0:
+            raise ValueError("a worker's own trouble")
+        os.waitpid(pid, 0)
+        barrier()
+        print("passed")
+        """
+    )
+    assert [one.out for one in ended] == ["passed\n"] * 3, [one.err for one in ended]
+
+
+def test_two_threads_at_once_are_told_apart(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        import threading
+        init()
+        def late():
+            try:
+                barrier("second")
+            except ConcurrentCall as error:
+                print(error)
+        if rank == 0:
+            waiting = threading.Thread(target=barrier, args=("first",), name="loader")
+            waiting.start()
+            while "first" not in str(current().group._rounds.here()):
+                time.sleep(0.001)
+            late()
+            waiting_for = open("go", "w").close()
+            waiting.join()
+        else:
+            while not os.path.exists("go"):
+                time.sleep(0.001)
+            barrier("first")
+        barrier("in step")
+        """
+    )
+    assert [one.code for one in ended] == [0, 0, 0], [one.err for one in ended]
+    assert "two threads" in ended[0].out
+    assert "barrier 'first' (" in ended[0].out
+    assert "barrier 'second' (script.py:" in ended[0].out
+
+
+def test_calls_after_shutdown_are_refused_and_queries_answer(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        with init() as world:
+            g = group([0, 1, 2])
+            barrier()
+        for call in (barrier, g.barrier, lambda: any_rank(True), current):
+            try:
+                call()
+            except WorldClosed as error:
+                assert "left the world" in str(error)
+            else:
+                sys.exit("passed a closed world")
+        assert (get_rank(), get_world_size()) == (rank, 3)
+        shutdown()
+        print("refused")
+        with init():  # and another world can be started
+            print(all_gather(rank))
+        """
+    )
+    assert [one.out for one in ended] == ["refused\n[0, 1, 2]\n"] * 3, [one.err for one in ended]
+
+
+def test_an_exception_that_leaves_the_block_is_told(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        try:
+            with init():
+                if rank == 1:
+                    raise RuntimeError("left the block")
+                barrier()
+        except RuntimeError as error:
+            print(type(error).__name__, error.args[0].split("\\n")[0])
+        """
+    )
+    assert ended[1].out == "RuntimeError left the block\n"
+    assert ended[0].out.startswith("PeerFailed rank 1 failed")
+    assert "RuntimeError: left the block" in ended[0].out
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_ranks_started_by_multiprocessing(tmp_path: Path, method: str) -> None:
+    """Its children skip atexit and the excepthook, and are heard all the same."""
+    source = f"""
+import multiprocessing as mp, os, sys
+
+def work(rank, ending):
+    os.environ.update(SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="3",
+                      SYNCPRIMS_BACKEND="file", SYNCPRIMS_RUN_ID=ending)
+    import syncprims
+    syncprims.init()
+    if rank == 1:
+        if ending == "raise":
+            raise ValueError("bad shard")
+        sys.exit(int(ending))
+    try:
+        syncprims.barrier()
+    except syncprims.SyncError as error:
+        line = type(error).__name__ + " " + str(error).split(chr(10))[0] + chr(10)
+        os.write(1, line.encode())  # in one piece, beside the others'
+
+if __name__ == "__main__":
+    for ending in ("raise", "0", "3"):
+        context = mp.get_context({method!r})
+        ranks = [context.Process(target=work, args=(r, ending)) for r in range(3)]
+        [rank.start() for rank in ranks]
+        [rank.join() for rank in ranks]
+"""
+    script = tmp_path / "main.py"
+    script.write_text(source)
+    meet = tmp_path / "meet"
+    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**clean, "SYNCPRIMS_DIR": str(meet)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    said = done.stdout.splitlines()
+    assert len(said) == 6, done.stderr
+    for line in said[0:2]:
+        assert line.startswith("PeerFailed rank 1 failed")
+        assert line.endswith("ValueError: bad shard")
+    for line in said[2:4]:
+        assert line.startswith("PeerLost rank 1 finished")
+    for line in said[4:6]:
+        assert line.startswith("PeerFailed rank 1 failed")
+        assert line.endswith("SystemExit: 3")
+    assert not any(meet.iterdir())

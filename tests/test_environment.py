@@ -1,0 +1,247 @@
+"""Who am I? From tables of what real launchers set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from syncprims import ConfigurationError
+from syncprims.environment import detect, rank_variables, read_settings
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "5",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+SLURM_JOB = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "6",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NUM_NODES": "2",
+}
+SLURM = {
+    **SLURM_JOB,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",  # the rank within the node, in spite of its name
+    "PMIX_NAMESPACE": "prterun-host-77@1",
+    "PMIX_RANK": "3",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PALS = {
+    "PALS_RANKID": "3",
+    "PALS_NODEID": "1",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+    "PALS_APID": "abc",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+LSF = {
+    "LSB_JOBID": "9",
+    "JSM_NAMESPACE_RANK": "2",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "0",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+}
+OURS = {"SYNCPRIMS_RANK": "1", "SYNCPRIMS_WORLD_SIZE": "2"}
+
+PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
+    ("nobody", {"PATH": "/bin"}, ("none", 0, 1, 0, 1, 0, 1)),
+    ("ours, the short form", OURS, ("syncprims", 1, 2, 1, 2, 0, 1)),
+    ("syncprims run", rank_variables(3, 4), ("syncprims", 3, 4, 3, 4, 0, 1)),
+    ("torchrun", TORCHRUN, ("torchrun", 5, 8, 1, 4, 1, 2)),
+    ("RANK and WORLD_SIZE", {"RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 1, 2, 1, 2, 0, 1)),
+    ("srun", SLURM, ("SLURM", 5, 6, 1, 2, 1, 2)),
+    (
+        "srun, tasks per node repeated",
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_LOCALID": "2"},
+        ("SLURM", 5, 6, 2, 3, 1, 2),
+    ),
+    ("sbatch's own script", {**SLURM_JOB, "SLURM_PROCID": "0"}, ("none", 0, 1, 0, 1, 0, 1)),
+    ("salloc's shell", {**SLURM, "SLURM_JOB_NAME": "bash"}, ("none", 0, 1, 0, 1, 0, 1)),
+    ("interactive", {**SLURM, "SLURM_JOB_NAME": "interactive"}, ("none", 0, 1, 0, 1, 0, 1)),
+    ("mpirun", OPEN_MPI, ("Open MPI", 3, 4, 1, 2, 1, 2)),
+    ("mpiexec of MPICH", MPICH, ("MPICH", 1, 2, 1, 2, 0, 1)),
+    ("aprun of PALS", PALS, ("PALS", 3, 4, 1, 2, 1, 2)),
+    ("jsrun", LSF, ("LSF", 2, 4, 0, 2, 1, 2)),
+    (
+        "torchrun on each node of a SLURM step",
+        {
+            **TORCHRUN,
+            **SLURM,
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_PROCID": "1",
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        },
+        ("torchrun", 5, 8, 1, 4, 1, 2),
+    ),
+    (
+        "mpirun, whose daemons are a SLURM step",
+        {
+            **OPEN_MPI,
+            **SLURM,
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_PROCID": "1",
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        },
+        ("Open MPI", 3, 4, 1, 2, 1, 2),
+    ),
+    (
+        "srun with PMI, saying the same",
+        {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "6"},
+        ("SLURM", 5, 6, 1, 2, 1, 2),
+    ),
+    (
+        "syncprims run inside one SLURM task",
+        {
+            **rank_variables(1, 4),
+            **SLURM,
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "1",
+        },
+        ("syncprims", 1, 4, 1, 4, 0, 1),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"), [p[1:] for p in PLACES], ids=[p[0] for p in PLACES]
+)
+def test_places(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
+    place = detect(environ)
+    found = (
+        place.launcher,
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        place.local_world_size,
+        place.node_rank,
+        place.num_nodes,
+    )
+    assert found == expected
+
+
+WRONG: list[tuple[str, dict[str, str], list[str]]] = [
+    ("half of torchrun", {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "without RANK", "unset"]),
+    ("the other half", {"RANK": "1", "LOCAL_RANK": "1"}, ["RANK=1", "without WORLD_SIZE"]),
+    ("half of ours", {"SYNCPRIMS_RANK": "0"}, ["SYNCPRIMS_RANK=0", "SYNCPRIMS_WORLD_SIZE"]),
+    ("half of MPICH", {"PMI_SIZE": "2"}, ["PMI_SIZE=2", "PMI_RANK"]),
+    ("half of Open MPI", {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_SIZE"]),
+    ("no number", {"RANK": "one", "WORLD_SIZE": "2"}, ["RANK='one'", "whole number"]),
+    ("no such rank", {"RANK": "2", "WORLD_SIZE": "2"}, ["rank=2", "world_size=2"]),
+    ("negative", {"RANK": "-1", "WORLD_SIZE": "2"}, ["rank=-1"]),
+    ("local rank", {**TORCHRUN, "LOCAL_RANK": "4"}, ["local_rank=4", "local_world_size=4"]),
+    ("local size", {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, ["local_world_size=16", "world_size=8"]),
+    ("SLURM's list", {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, ["'4x2'", "2(x3),1"]),
+    (
+        "torchrun against SLURM",
+        {**TORCHRUN, **SLURM},
+        ["torchrun says RANK=5 WORLD_SIZE=8", "SLURM says SLURM_PROCID=5", "unset"],
+    ),
+    (
+        "ours against torchrun",
+        {**OURS, "RANK": "0", "WORLD_SIZE": "2"},
+        ["SYNCPRIMS_RANK=1", "RANK=0 WORLD_SIZE=2"],
+    ),
+    (
+        "Open MPI against MPICH",
+        {**OPEN_MPI, **MPICH, "PMI_SIZE": "8"},
+        ["OMPI_COMM_WORLD_RANK=3", "PMI_RANK=1 PMI_SIZE=8"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("environ", "words"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+def test_contradictions_name_what_they_are_about(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        detect(environ)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_run_ids_tell_runs_and_restarts_apart() -> None:
+    def run_id(**more: str) -> str | None:
+        return detect({**TORCHRUN, **more}).run_id
+
+    assert run_id() == run_id(RANK="4", LOCAL_RANK="0")
+    ids = {
+        run_id(),
+        run_id(TORCHELASTIC_RESTART_COUNT="1"),
+        run_id(MASTER_PORT="29501"),
+        run_id(TORCHELASTIC_RUN_ID="mine"),
+        run_id(SYNCPRIMS_RUN_ID="mine"),
+        run_id(SYNCPRIMS_RUN_ID="mine", TORCHELASTIC_RESTART_COUNT="1"),
+        detect(SLURM).run_id,
+        detect({**SLURM, "SLURM_STEP_ID": "1"}).run_id,
+        detect({**SLURM, "SLURM_RESTART_COUNT": "1"}).run_id,
+        detect(OPEN_MPI).run_id,
+        detect(PALS).run_id,
+        detect(LSF).run_id,
+    }
+    assert len(ids) == 12
+    assert None not in ids
+    assert detect(MPICH).run_id is None  # it has none to give
+    assert detect({}).run_id is None
+
+
+def test_settings() -> None:
+    settings = read_settings(
+        {
+            "SYNCPRIMS_TIMEOUT": "12.5",
+            "SYNCPRIMS_JOIN_TIMEOUT": "3",
+            "SYNCPRIMS_WARN_AFTER": "1",
+            "SYNCPRIMS_DIR": "/there",
+            "SYNCPRIMS_PICKLE": "0",
+        }
+    )
+    assert settings.timeout == 12.5
+    assert settings.join_timeout == 3
+    assert settings.warn_after == 1
+    assert settings.directory == "/there"
+    assert not settings.pickle
+    assert read_settings({"SYNCPRIMS_TIMEOUT": ""}).timeout is None
+    assert read_settings({}).join_timeout == 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SYNCPRIMS_TIMEOUT", "soon"),
+        ("SYNCPRIMS_TIMEOUT", "-1"),
+        ("SYNCPRIMS_JOIN_TIMEOUT", "0"),
+        ("SYNCPRIMS_WARN_AFTER", "nan"),
+        ("SYNCPRIMS_PICKLE", "yes"),
+    ],
+)
+def test_bad_settings_name_variable_and_value(name: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}='{value}'"):
+        read_settings({name: value})

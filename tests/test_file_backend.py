@@ -1,0 +1,324 @@
+"""What only the file backend promises: its directory, its leftovers, its limits."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import PATIENCE, Died, Kind, Ranks, Scripts
+
+import syncprims as sp
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+
+
+@pytest.fixture
+def world(meeting_place: Path) -> Ranks:
+    return Ranks(Kind("file", 4), meeting_place)
+
+
+def count(folder: str) -> int:
+    return len(list(Path(folder).iterdir()))
+
+
+def refusal(directory: Path, **variables: str) -> str:
+    """Return what a rank says that may not meet in `directory`."""
+
+    def program() -> str:
+        with pytest.raises(sp.SyncError) as caught:
+            sp.init()
+        assert isinstance(caught.value, sp.ConfigurationError | sp.BackendUnavailable)
+        return str(caught.value)
+
+    (said,) = Ranks(Kind("file", 1), directory).run_alone(program, **variables)
+    return str(said)
+
+
+def test_generations_never_mix(world: Ranks) -> None:
+    """10,000 barriers with random delays, each with its round's number in a flag's payload."""
+
+    def program() -> tuple[int, int]:
+        jitter = random.Random(sp.get_rank())
+        fds = count("/proc/self/fd")
+        files = sum(len(names) for _, _, names in os.walk(os.environ["SYNCPRIMS_DIR"]))
+        for k in range(10_000):
+            if jitter.random() < 0.001:
+                time.sleep(jitter.random() * 0.003)  # the delay under test
+            sp.barrier()
+            if k % 500 == 0:
+                assert sp.all_gather(k) == [k] * 4
+                assert sp.broadcast((k, "x" * 3000), src=k // 500 % 4)[0] == k
+        sp.barrier("before counting")
+        grown = sum(len(names) for _, _, names in os.walk(os.environ["SYNCPRIMS_DIR"])) - files
+        return count("/proc/self/fd") - fds, grown
+
+    for fds, files in world.run(program):
+        # Each rank keeps a bounded tail of files for what did not fit into a cell.
+        assert fds <= 3 + 1  # an eye on each peer
+        assert files <= 4 * 8
+    world.check_nothing_left()
+
+
+@pytest.mark.soak
+def test_a_million_barriers_grow_nothing(world: Ranks) -> None:
+    def program() -> tuple[int, int]:
+        for _ in range(1000):
+            sp.barrier()
+        fds = count("/proc/self/fd")
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(1_000_000):
+            sp.barrier()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+        return count("/proc/self/fd") - fds, grown
+
+    for fds, kilobytes in world.run(program):
+        assert fds == 0
+        assert kilobytes < 1024
+    world.check_nothing_left()
+
+
+def test_large_payloads_leave_only_a_bounded_tail(world: Ranks) -> None:
+    def program() -> int:
+        most = 0
+        for k in range(60):
+            data = sp.broadcast(os.urandom(100_000) if k % 4 == sp.get_rank() else None, src=k % 4)
+            assert data is not None
+            assert len(data) == 100_000
+            found = [n for _, _, names in os.walk(os.environ["SYNCPRIMS_DIR"]) for n in names]
+            most = max(most, len(found))
+        return most
+
+    assert max(world.run(program)) < 30
+    world.check_nothing_left()
+
+
+def test_everything_is_private(world: Ranks) -> None:
+    def program() -> list[tuple[str, int]]:
+        sp.broadcast("x" * 5000)
+        root = Path(os.environ["SYNCPRIMS_DIR"])
+        modes = [(p.name, stat.S_IMODE(p.stat().st_mode)) for p in root.rglob("*")]
+        sp.barrier("all have looked")
+        return modes
+
+    os.umask(before := os.umask(0))
+    previous = os.umask(0)
+    try:
+        (modes, *_) = world.run(program)
+    finally:
+        os.umask(previous)
+    assert before == previous
+    assert len(modes) > 7
+    assert {mode for _, mode in modes} == {0o700, 0o600}
+
+
+def test_the_next_run_starts_clean_wherever_the_last_was_killed(meeting_place: Path) -> None:
+    """The same directory, the same run id; every rank of the last run killed at some point."""
+    points = random.Random(7)
+
+    def doomed() -> None:
+        at = points.randrange(40)
+        sp.init()
+        for k in range(50):
+            if k == at:
+                os.kill(os.getpid(), 9)
+            sp.any_rank(False)
+
+    def healthy() -> Any:
+        begin = time.monotonic()
+        with sp.init():
+            return sp.all_gather(sp.get_rank()), time.monotonic() - begin
+
+    world = Ranks(Kind("file", 2), meeting_place)
+    for _ in range(8):
+        points.random()
+        world.outcomes(doomed, start=False, SYNCPRIMS_RUN_ID="same")
+        for everyone, seconds in world.outcomes(healthy, start=False, SYNCPRIMS_RUN_ID="same"):
+            assert everyone == [0, 1]
+            assert seconds < 5
+        assert not any(meeting_place.iterdir())
+
+
+def test_a_killed_run_is_swept_up_by_the_next_of_another_name(meeting_place: Path) -> None:
+    world = Ranks(Kind("file", 2), meeting_place)
+
+    def doomed() -> None:
+        sp.barrier()
+        os.kill(os.getpid(), 9)
+
+    assert all(isinstance(outcome, Died) for outcome in world.outcomes(doomed))
+    assert any(meeting_place.iterdir())
+    world.run(lambda: sp.barrier())
+    assert not any(meeting_place.iterdir())
+
+
+def test_two_runs_in_one_directory_never_meet(tmp_path: Path, meeting_place: Path) -> None:
+    scripts = [Scripts(Kind("file", 2), meeting_place, tmp_path) for _ in range(2)]
+    started = [
+        one.start(
+            "for _ in range(200): assert set(all_gather(os.environ['WHO'])) == {os.environ['WHO']}",
+            WHO=str(number),
+            run_id=f"run {number}",
+        )
+        for number, one in enumerate(scripts)
+    ]
+    for one, processes in zip(scripts, started, strict=True):
+        assert [ended.code for ended in one.wait(processes)] == [0, 0]
+    assert not any(meeting_place.iterdir())
+
+
+def test_without_a_run_id_an_explicit_directory_will_do(scripts: Scripts) -> None:
+    for _ in range(2):
+        ended = scripts.run("print(all_gather(rank))", run_id="")
+        assert [one.out for one in ended] == ["[0, 1, 2]\n"] * 3, [one.err for one in ended]
+
+
+def test_two_processes_of_one_rank_are_told(meeting_place: Path, tmp_path: Path) -> None:
+    scripts = Scripts(Kind("file", 2), meeting_place, tmp_path)
+    first = scripts.start("init()\nprint('in', flush=True)\ntime.sleep(60)\n", run_id="one")
+    for process in first:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+    second = scripts.start("init()", run_id="one", SYNCPRIMS_JOIN_TIMEOUT="0.3")
+    for ended in scripts.wait(second):
+        assert ended.code == 1
+        assert "is taken by another living process" in ended.err
+        assert "SYNCPRIMS_RUN_ID" in ended.err
+    for process in first:
+        process.kill()
+    scripts.wait(first)
+
+
+def test_a_restarted_run_never_reads_the_old_ones_notes(scripts: Scripts) -> None:
+    source = "print(all_gather(os.environ['TORCHELASTIC_RESTART_COUNT']))"
+    started = [
+        scripts.start(source, run_id="torchrun's", TORCHELASTIC_RESTART_COUNT=count)
+        for count in "01"
+    ]
+    for count, processes in zip("01", started, strict=True):
+        out = {ended.out for ended in scripts.wait(processes)}
+        assert out == {f"{[count] * 3}\n"}
+
+
+# -- directories that will not do -----------------------------------------------------------------
+
+
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    loose.chmod(0o777)
+    said = refusal(loose)
+    assert f"{loose} has mode 0777" in said
+    assert f"chmod 700 {loose}" in said
+
+
+def test_a_link_a_file_and_an_unwritable_place_are_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    assert f"{link} cannot be used as a meeting place: it is a link" in refusal(link)
+    plain = tmp_path / "plain"
+    plain.write_text("mine")
+    assert "it is no directory" in refusal(plain)
+    assert plain.read_text() == "mine"
+    assert "SYNCPRIMS_DIR" in refusal(plain / "below")
+    assert "SYNCPRIMS_DIR" in refusal(Path("/proc/nowhere"))
+
+
+@needs_root
+def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir(mode=0o700)
+    os.chown(foreign, 65534, 65534)
+    said = refusal(foreign)
+    assert "belongs to user 65534" in said
+    assert "SYNCPRIMS_DIR" in said
+
+
+def test_planted_files_are_refused_and_left_alone(meeting_place: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+
+    def plant_link(path: Path) -> None:
+        path.symlink_to(victim)
+
+    def plant_hard_link(path: Path) -> None:
+        path.hardlink_to(victim)
+
+    for plant in (plant_link, plant_hard_link, os.mkfifo, Path.mkdir):
+        for name in ("seats", "seat-0"):
+            table = meeting_place / "planted" / "table-1"
+            table.mkdir(parents=True, mode=0o700)
+            table.parent.chmod(0o700)
+            plant(table / name)
+            begin = time.monotonic()
+
+            def program() -> str:
+                try:
+                    with sp.init():
+                        return "joined"
+                except (sp.SyncError, OSError) as error:
+                    return str(error)
+
+            world = Ranks(Kind("file", 1), meeting_place)
+            (said,) = world.outcomes(program, start=False, SYNCPRIMS_RUN_ID="planted")
+            assert time.monotonic() - begin < PATIENCE / 4
+            assert said == "joined" or name in said
+            assert victim.read_text() == "precious"
+            for path in sorted(meeting_place.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_a_full_disk_is_a_shared_failure(tmp_path: Path) -> None:
+    """The file that is too large is cut off by a limit of the process, as by a full disk."""
+    place = tmp_path / "meet"
+    place.mkdir(mode=0o700)
+
+    def program() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sp.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
+        try:
+            sp.broadcast(np.zeros(1_000_000) if sp.is_main() else None)
+        except OSError as error:
+            said = f"own {error.errno}"
+        except sp.PeerFailed as error:
+            said = error.failures[0].type
+        return said, sp.all_gather("still in step")
+
+    first, second = Ranks(Kind("file", 2), place).run(program)
+    assert first == ("own 27", ["still in step"] * 2)
+    assert second == ("OSError", ["still in step"] * 2)
+
+
+def test_a_long_wait_costs_little(meeting_place: Path) -> None:
+    def program() -> float:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            time.sleep(2)  # the long wait
+        used = time.process_time()
+        sp.barrier()
+        return time.process_time() - used
+
+    waited, _ = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert waited < 0.5  # seconds of processor, a bound far above what it takes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_thread_is_started(world: Ranks) -> None:
+    def program() -> int:
+        sp.barrier()
+        return count("/proc/self/task")
+
+    before = count("/proc/self/task")
+    assert before >= 1
+    assert all(count <= 2 for count in world.run(program))  # itself, and the tests' watchdog

@@ -1,0 +1,114 @@
+"""What is installed works away from the checkout: wheel, sdist, and spawned children."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import filelock
+import pytest
+
+ROOT = Path(__file__).parent.parent
+JOB = """
+import multiprocessing as mp, os, syncprims
+
+def work(rank):
+    os.environ.update(SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="2", SYNCPRIMS_RUN_ID="job",
+                      SYNCPRIMS_BACKEND="file")
+    assert syncprims.all_gather(rank) == [0, 1]
+
+if __name__ == "__main__":
+    assert "site" in syncprims.__file__, syncprims.__file__
+    ranks = [mp.get_context("spawn").Process(target=work, args=(r,)) for r in range(2)]
+    [rank.start() for rank in ranks]
+    [rank.join() for rank in ranks]
+    print([rank.exitcode for rank in ranks])
+"""
+
+
+def pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build sdist and wheel once, from a copy of what is under version control or new."""
+    pytest.importorskip("setuptools_scm")
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    dist = root / "dist"
+    with filelock.FileLock(root / "dist.lock"):
+        if not dist.exists():
+            source = root / "source"
+            ignore = shutil.ignore_patterns(
+                ".venv", "*.egg-info", "build", "__pycache__", ".*_cache"
+            )
+            shutil.copytree(ROOT, source, ignore=ignore)
+            script = (
+                "from setuptools import build_meta as b; import sys; dist = sys.argv[1]; "
+                "b.build_sdist(dist); b.build_wheel(dist)"
+            )
+            done = subprocess.run(
+                [sys.executable, "-c", script, str(dist)],
+                cwd=source, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+    return dist
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {n for n in names if n.endswith((".py", "py.typed")) and ".dist-info" not in n}
+    expected = {f"syncprims/{p.name}" for p in (ROOT / "syncprims").glob("*.py")}
+    expected |= {f"syncprims/backends/{p.name}" for p in (ROOT / "backends").glob("*.py")}
+    assert modules == {*expected, "syncprims/py.typed"}
+    metadata = (
+        zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    )
+    assert "Requires-Dist: filelock" in metadata
+    for extra in ("torch", "progress", "test", "trace", "all"):
+        assert f"Provides-Extra: {extra}" in metadata
+
+
+def test_the_sdist_holds_all_that_a_builder_needs(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"backends/file_lock.py", "syncprims/py.typed", "LICENSE", "README.md"} <= names
+    assert {"tests/conftest.py", "docs/changelog.md", "examples/digits.py", "Makefile"} <= names
+
+
+@pytest.mark.parametrize("kind", ["whl", "tar.gz"])
+def test_installed_it_works_outside_the_checkout(built: Path, tmp_path: Path, kind: str) -> None:
+    (package,) = built.glob(f"*.{kind}")
+    site = tmp_path / "site"
+    pip("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
+        "--root-user-action=ignore", "--target", str(site), str(package))  # fmt: skip
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site), "SYNCPRIMS_DIR": str(tmp_path / "meet")},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "[0, 0]\n", done.stderr
+
+
+def test_a_bare_checkout_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "syncprims", tmp_path / "syncprims")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import syncprims; syncprims.barrier()"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "pip install -e ." in done.stderr
