@@ -57,6 +57,7 @@ soak: $(VENV)/test ## the long loops
 	$(BIN)/python -m pytest -m soak
 
 bench: $(VENV)/test ## measure, and write bench/RESULTS.md
+	$(BIN)/python -m compileall -q syncprims backends
 	$(BIN)/python bench/essentials.py --write
 
 clean: ## remove what was made

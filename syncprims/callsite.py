@@ -1,4 +1,4 @@
-"""Where in the user's program a primitive was called."""
+"""Where in the user's program a primitive was called: of interest, unlike our own frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import FrameType, TracebackType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - pathlib is slow to import
 
@@ -18,6 +18,20 @@ def calling_frame() -> FrameType:
     while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` down to the user's last line: what the library did then helps nobody."""
+    frames: list[TracebackType] = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_HERE):
+        frames.pop()
+    short: TracebackType | None = None
+    for one in reversed(frames):
+        short = type(one)(short, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return short
 
 
 def describe(frame: FrameType) -> str:

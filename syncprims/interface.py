@@ -84,8 +84,8 @@ class Label:
         text = self.kind
         if self.name is not None:
             text += f" {self.name!r}"
-        if self.op is not None:
-            text += f" ({self.op})"
+        if self.op not in (None, "sum"):
+            text += f" with op {self.op!r}"
         if self.src is not None:
             text += f" from rank {self.src}"
         return text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
@@ -85,6 +86,20 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _read_together(fd: int) -> bytes:
+    """Return the next bytes, with what follows at once: a traceback comes in many small writes."""
+    data = os.read(fd, 65536)
+    deadline = time.monotonic() + 0.1
+    while data and len(data) < 65536 and time.monotonic() < deadline:
+        if not select.select([fd], [], [], 0.01)[0]:
+            break
+        more = os.read(fd, 65536)
+        if not more:
+            break
+        data += more
+    return data
 
 
 class _Rank:
@@ -182,7 +197,7 @@ class _Run:
     ) -> None:
         """Pass on what a rank writes, line by line; a progress bar's returns end a line too."""
         rest = b""
-        while chunk := os.read(source.fileno(), 65536):
+        while chunk := _read_together(source.fileno()):
             *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
             self._say(rank, lines, sink, tail)
         if rest:

@@ -12,6 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .callsite import users_part
 from .environment import claims_of_size, detect, read_settings
 from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed
 from .group import entered
@@ -241,6 +242,8 @@ def _on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     show = _state.excepthook or sys.__excepthook__
+    if isinstance(error, SyncError):
+        trace = users_part(trace) or trace
     try:
         _end(error.with_traceback(trace))
     finally:
