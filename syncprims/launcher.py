@@ -309,7 +309,7 @@ class _Run:
             lines.append(f"then rank {one.rank} ({one.how}){why}")
         stopped = [str(one.rank) for one in self._ranks if one.stopped]
         if stopped:
-            lines.append(f"then ranks {', '.join(stopped)} were ended: they had not by themselves")
+            lines.append(f"still running then, and ended: rank {', '.join(stopped)}")
         with contextlib.suppress(BrokenPipeError):
             print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
         code = root.process.returncode

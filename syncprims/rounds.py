@@ -321,8 +321,7 @@ class Rounds:
         left = errors.load(status.failure).failures if status.failure else {}
         unknown = Failure(rank, "an exception", "its words were lost", "")
         error = PeerFailed.from_failure(left.get(rank, unknown), waiting=self.here())
-        error.missing = self._missing()
-        error.arrived = [r for r in self.members if r not in error.missing]
+        error.missing, error.arrived = self._gone_and_arrived()
         error.waited = waited
         return error
 
@@ -338,15 +337,22 @@ class Rounds:
                 f"Look at the output of rank {rank} and the system log (out of memory?), "
                 f"then restart the run."
             )
-        missing = self._missing()
+        missing, arrived = self._gone_and_arrived()
         return PeerLost(
             f"{what}\n  {self._seen(rank)}\n{cure}",
             rank=rank,
             call=call,
             missing=missing,
-            arrived=[r for r in self.members if r not in missing],
+            arrived=arrived,
             waited=waited,
         )
+
+    def _gone_and_arrived(self) -> tuple[list[int], list[int]]:
+        """Return the ranks that will never come, and those that have; others are on their way."""
+        missing = self._missing()
+        states = {rank: self._board.status(rank).state for rank in missing}
+        gone = [rank for rank in missing if states[rank] not in ("alive", "unknown")]
+        return gone, [rank for rank in self.members if rank not in missing]
 
     def _mismatch(self, notes: Sequence[Note]) -> CollectiveMismatch:
         lines = "\n".join(

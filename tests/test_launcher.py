@@ -177,7 +177,7 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(
     report = done.err[done.err.index("syncprims run:") :]
     assert "rank 1 failed first" in report
     assert "No module named 'no_such_module'" in report
-    assert "ranks 0, 2 were ended" in report
+    assert "still running then, and ended: rank 0, 2" in report
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
