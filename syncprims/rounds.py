@@ -260,7 +260,7 @@ class Rounds:
 
     def _explain_absence(self, missing: list[int], waited: float) -> SyncError | None:
         """Return why a missing rank will never come, the likeliest root cause first."""
-        told = self._whereabouts.told_deadlock(self, missing)
+        told = self._whereabouts.told_deadlock(missing)
         if told is not None:
             return told
         statuses = {rank: self._board.status(rank) for rank in missing}

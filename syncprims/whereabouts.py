@@ -79,12 +79,12 @@ class Whereabouts:
             return None
         return self._report(board, cycle, words)
 
-    def told_deadlock(self, board: Waiter, missing: list[int]) -> SyncError | None:
-        """Return the verdict of a missing rank that found a deadlock with this one in it."""
+    def told_deadlock(self, missing: list[int]) -> SyncError | None:
+        """Return the verdict of a missing rank that found itself in a deadlock."""
         for rank in missing:
             word = _parse(self._backend.published(rank))
-            if board.rank in word.get("deadlock", ()):
-                return errors.load(word["verdict"].encode())
+            if "deadlock" in word:
+                return errors.load(word["deadlock"].encode())
         return None
 
     def _cycle(self, start: int) -> list[int]:
@@ -128,8 +128,7 @@ class Whereabouts:
 
         # The others may look only after this rank has raised: leave them the verdict.
         self._published = False
-        verdict = {"deadlock": cycle, "verdict": errors.dump(error).decode()}
-        self._backend.publish(json.dumps(verdict).encode())
+        self._backend.publish(json.dumps({"deadlock": errors.dump(error).decode()}).encode())
         return error
 
 

@@ -1,18 +1,15 @@
 """The world of this process: started once, found by every primitive, and ended.
 
-The one place with mutable state, and the one place that reads ``os.environ``. It also sees to it
-that the world hears of this rank's end: an uncaught exception, a normal exit and a fork each leave
-a word, without any ``try`` in the user's program.
+The one place with mutable state, and the one place that reads ``os.environ``.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .callsite import users_part
+from .endings import Endings
 from .environment import claims_of_size, detect, read_settings
 from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed
 from .group import entered
@@ -23,7 +20,6 @@ from .rounds import seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
-    from types import TracebackType
 
     from .group import Group
     from .interface import Topology
@@ -38,8 +34,6 @@ class _State:
         self.world: World | None = None
         self.ended: Callable[[], SyncError] | None = None
         self.topology: Topology | None = None  # of a world that has ended
-        self.hooks = False
-        self.excepthook: Callable[..., Any] | None = None
 
 
 _state = _State()
@@ -147,7 +141,7 @@ def _start(environ: Mapping[str, str], backend: str | None, timeout: float | Non
     made = cls(place, settings)
     try:
         world = World(made, name, settings, place, end=_end_block)
-        _install_hooks()
+        _endings.watch()
         _state.world, _state.ended, _state.topology = world, None, place
         world.join()
     except BaseException as error:
@@ -195,7 +189,7 @@ def _end(error: BaseException | None) -> None:
     _state.world = None
     _state.ended = _closed
     world.bar(_closed)
-    _remove_hooks()
+    _endings.unwatch()
     world.leave(error)
 
 
@@ -212,51 +206,6 @@ def _closed() -> SyncError:
     )
 
 
-# -- how a rank ends ---------------------------------------------------------------------------
-
-
-def _install_hooks() -> None:
-    _state.excepthook = sys.excepthook
-    sys.excepthook = _on_uncaught
-    if _state.hooks:
-        return
-    _state.hooks = True
-    atexit.register(_on_exit)
-    os.register_at_fork(after_in_child=_on_fork)
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None and process.parent_process() is not None:
-        # A child of multiprocessing catches what it raises and skips atexit, but runs finalizers,
-        # and while the exception is on its way.
-        from multiprocessing.util import Finalize
-
-        Finalize(None, _on_exit, exitpriority=100)
-
-
-def _remove_hooks() -> None:
-    if sys.excepthook is _on_uncaught and _state.excepthook is not None:
-        sys.excepthook = _state.excepthook
-        _state.excepthook = None
-
-
-def _on_uncaught(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    show = _state.excepthook or sys.__excepthook__
-    if isinstance(error, SyncError):
-        trace = users_part(trace) or trace
-    try:
-        _end(error.with_traceback(trace))
-    finally:
-        show(kind, error, trace)
-
-
-def _on_exit() -> None:
-    error = sys.exc_info()[1]
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        error = None
-    _end(error)
-
-
 def _on_fork() -> None:
     world = _state.world
     if world is None:
@@ -264,7 +213,7 @@ def _on_fork() -> None:
     _state.world = None
     _state.ended = _forked
     world.bar(_forked)
-    _remove_hooks()
+    _endings.unwatch()
     world.abandon()
 
 
@@ -274,3 +223,6 @@ def _forked() -> SyncError:
         f"it cannot synchronize. Call primitives in the parent, or, to make the child a rank of "
         f"another world, call shutdown() in it first"
     )
+
+
+_endings = Endings(_end, _on_fork)

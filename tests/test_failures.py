@@ -271,11 +271,10 @@ def test_a_deadlock_across_groups_is_found(world: Ranks) -> None:
         return type(error).__name__, str(error)
 
     said = world.run(program)
-    for name, text in said[:2]:
+    for name, text in said:
         assert name == "CollectiveMismatch"
         assert "rank 0: barrier 'low' (tests/test_failures.py:" in text
         assert "rank 1: barrier 'all' (tests/test_failures.py:" in text
-    assert all(name in ("CollectiveMismatch", "PeerFailed", "PeerLost") for name, _ in said[2:])
 
 
 @several()

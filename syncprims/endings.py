@@ -1,0 +1,88 @@
+"""How a process ends, so that its world can be told without any ``try`` in the user's program.
+
+An uncaught exception passes the excepthook, a normal end atexit, and a fork the at-fork hook.
+Children of multiprocessing are special: they catch what they raise, and skip both. Up to Python
+3.12 they run finalizers while the exception is still on its way; from 3.13 on they run them after
+they have printed it, so the printing is watched instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .callsite import users_part
+from .errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+
+class Endings:
+    """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children."""
+
+    def __init__(
+        self, on_end: Callable[[BaseException | None], None], on_fork: Callable[[], None]
+    ) -> None:
+        self._on_end = on_end
+        self._on_fork = on_fork
+        self._show: Callable[..., Any] | None = None  # the excepthook that was there before
+        self._watches_forks = False
+        self._process = 0  # whose exit is watched: a forked child has lost the handlers
+
+    def watch(self) -> None:
+        """From now on this process's end is seen."""
+        self._show = sys.excepthook
+        sys.excepthook = self._uncaught
+        if not self._watches_forks:
+            self._watches_forks = True
+            os.register_at_fork(after_in_child=self._on_fork)
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            atexit.register(self._exit)
+            process = sys.modules.get("multiprocessing.process")
+            if process is not None and process.parent_process() is not None:
+                self._watch_child_of_multiprocessing()
+
+    def unwatch(self) -> None:
+        """Put back the excepthook that was there before."""
+        if self._show is not None and sys.excepthook == self._uncaught:
+            sys.excepthook = self._show
+            self._show = None
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        show = self._show or sys.__excepthook__
+        if isinstance(error, SyncError):
+            trace = users_part(trace) or trace
+        try:
+            self._on_end(error.with_traceback(trace))
+        finally:
+            show(kind, error, trace)
+
+    def _exit(self) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None
+        self._on_end(error)
+
+    def _watch_child_of_multiprocessing(self) -> None:
+        from multiprocessing.util import Finalize
+
+        Finalize(None, self._exit, exitpriority=100)
+        if sys.version_info < (3, 13):
+            return
+        import traceback
+
+        print_exc = traceback.print_exc
+
+        def print_exc_and_end(*args: Any, **kwargs: Any) -> None:
+            if sys._getframe(1).f_code.co_name == "_bootstrap":  # pyright: ignore[reportPrivateUsage]
+                self._exit()
+            print_exc(*args, **kwargs)
+
+        traceback.print_exc = print_exc_and_end
