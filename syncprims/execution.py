@@ -20,12 +20,47 @@ class _Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 
 
-class _Place(NamedTuple):
-    """The rank that runs, and this one, both counted in the world or on the node."""
+class _Choice(NamedTuple):
+    """The one rank that runs, of the world or of each node."""
 
-    chosen: int
-    mine: int
-    among: int
+    call: str
+    local: bool
+    number: int | None  #: None is the last
+
+    def runs_here(self) -> bool:
+        """Tell whether this is the rank.
+
+        :raises ValueError: if there is no such rank.
+        """
+        place = topology()
+        mine, count = place.rank, place.world_size
+        if self.local:
+            mine, count = place.local_rank, place.local_world_size
+        chosen = self._of(count)
+        if not 0 <= chosen < count:
+            where = "on this node" if self.local else "in this world"
+            raise ValueError(
+                f"{self.call}({chosen}): there are {count} ranks {where}, 0 to {count - 1}"
+            )
+        return chosen == mine
+
+    def _of(self, count: int) -> int:
+        return count - 1 if self.number is None else self.number
+
+    def group(self) -> Group:
+        """Return the ranks that share the result."""
+        world = current()
+        return world.node_group if self.local else world.group
+
+    def share(self, result: Any) -> Any:
+        """Return the chosen rank's result on every rank."""
+        group = self.group()
+        return group.send(self.call, result, group.ranks[self._of(len(group.ranks))])
+
+    def share_failure(self, error: BaseException) -> None:
+        """Let the others know that the chosen rank, this one, has raised."""
+        group = self.group()
+        group.send_failure(self.call, error, group.ranks[self._of(len(group.ranks))])
 
 
 @overload
@@ -41,7 +76,8 @@ def on_main(
     rank 0 raises that, and the others `PeerFailed` with its traceback. Works with and without
     parentheses, and on ``async def``.
     """
-    return _only("on_main", _world(lambda size: 0), fn, default, share)
+    choice = _Choice("on_main", False, 0)
+    return _decorate(fn, choice, default=default, share=share)
 
 
 @overload
@@ -52,7 +88,8 @@ def on_last(
     fn: Callable[..., Any] | None = None, /, *, default: Any = None, share: bool = False
 ) -> Any:
     """Make a function run on the highest rank only. Otherwise as :func:`on_main`."""
-    return _only("on_last", _world(lambda size: size - 1), fn, default, share)
+    choice = _Choice("on_last", False, None)
+    return _decorate(fn, choice, default=default, share=share)
 
 
 @overload
@@ -66,7 +103,8 @@ def on_local_main(
 
     With ``share=True`` the ranks of a node share; no node waits for another.
     """
-    return _only("on_local_main", _node(0), fn, default, share)
+    choice = _Choice("on_local_main", True, 0)
+    return _decorate(fn, choice, default=default, share=share)
 
 
 def on_rank(n: int, /, *, default: Any = None, share: bool = False) -> _Decorator:
@@ -74,63 +112,23 @@ def on_rank(n: int, /, *, default: Any = None, share: bool = False) -> _Decorato
 
     The decorated function raises ValueError on every rank if there is no rank `n`.
     """
-    decorator: _Decorator = _only("on_rank", _world(lambda size: n), None, default, share)
+    choice = _Choice("on_rank", False, n)
+    decorator: _Decorator = _decorate(None, choice, default=default, share=share)
     return decorator
 
 
 def on_local_rank(n: int, /, *, default: Any = None, share: bool = False) -> _Decorator:
     """Make a function run on local rank `n` of each node only. As :func:`on_local_main`."""
-    decorator: _Decorator = _only("on_local_rank", _node(n), None, default, share)
+    choice = _Choice("on_local_rank", True, n)
+    decorator: _Decorator = _decorate(None, choice, default=default, share=share)
     return decorator
 
 
-def _world(choose: Callable[[int], int]) -> Callable[[], _Place]:
-    def place() -> _Place:
-        here = topology()
-        return _Place(choose(here.world_size), here.rank, here.world_size)
-
-    return place
-
-
-def _node(n: int) -> Callable[[], _Place]:
-    def place() -> _Place:
-        here = topology()
-        return _Place(n, here.local_rank, here.local_world_size)
-
-    return place
-
-
-def _only(
-    kind: str,
-    place: Callable[[], _Place],
-    fn: Callable[..., Any] | None,
-    default: Any,
-    share: bool,
-) -> Any:
+def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, share: bool) -> Any:
     if fn is None:
-        return functools.partial(_only, kind, place, default=default, share=share)
+        return functools.partial(_decorate, choice=choice, default=default, share=share)
     if not callable(fn):
-        raise TypeError(f"{kind} decorates a function, not a {type(fn).__name__}")
-
-    def group() -> Group:
-        world = current()
-        return world.node_group if "local" in kind else world.group
-
-    def runs_here() -> bool:
-        chosen, mine, among = place()
-        if not 0 <= chosen < among:
-            where = "on this node" if "local" in kind else "in this world"
-            raise ValueError(f"{kind}({chosen}): there are {among} ranks {where}, 0 to {among - 1}")
-        return chosen == mine
-
-    def share_result(result: Any) -> Any:
-        members = group()
-        return members.send(kind, result, members.ranks[place().chosen])
-
-    def share_failure(error: BaseException) -> None:
-        members = group()
-        members.send_failure(kind, error, members.ranks[place().chosen])
-
+        raise TypeError(f"{choice.call} decorates a function, not a {type(fn).__name__}")
     import inspect  # slow to import: not before something is decorated
 
     if inspect.iscoroutinefunction(fn):
@@ -138,27 +136,27 @@ def _only(
         @functools.wraps(fn)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             result = default
-            if runs_here():
+            if choice.runs_here():
                 try:
                     result = await fn(*args, **kwargs)
                 except BaseException as error:
                     if share:
-                        share_failure(error)
+                        choice.share_failure(error)
                     raise
-            return share_result(result) if share else result
+            return choice.share(result) if share else result
 
         return call_async
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = default
-        if runs_here():
+        if choice.runs_here():
             try:
                 result = fn(*args, **kwargs)
             except BaseException as error:
                 if share:
-                    share_failure(error)
+                    choice.share_failure(error)
                 raise
-        return share_result(result) if share else result
+        return choice.share(result) if share else result
 
     return call

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from . import errors
 from .callsite import calling_frame, describe
-from .errors import CollectiveMismatch, ConcurrentCall, Failure, PeerFailed, PeerLost, SyncTimeout
+from .diagnosis import Diagnosis
+from .errors import Failure, PeerFailed
 from .interface import Label, Note
 
 if TYPE_CHECKING:
@@ -24,15 +25,11 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from .errors import SyncError
-    from .interface import Board, Settings, Status
+    from .interface import Board, Settings
     from .whereabouts import Whereabouts
 
 _LOOK_AROUND = 1.0  # seconds of waiting after which boards are compared
 _LOOK_AGAIN = 0.25
-_CURE_MISMATCH = (
-    "Every rank must make the same calls in the same order: look for a branch, an early return or "
-    "a loop count that differs between ranks."
-)
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
@@ -53,6 +50,12 @@ def _check_name(name: object) -> None:
         raise TypeError(f"name={name!r}: a name is a str")
     if name is not None and ("\0" in name or len(name) > 200):
         raise ValueError(f"name={name!r}: a name has at most 200 characters, none of them NUL")
+
+
+def _warn(text: str) -> None:
+    import logging  # slow to import, and only who waits for long needs it
+
+    logging.getLogger("syncprims").warning(text)
 
 
 class Meeting:
@@ -79,6 +82,7 @@ class Rounds:
         self.settings = settings
         self._index = board.members.index(rank)
         self._board = board
+        self._diagnosis = Diagnosis(board, rank)
         self._whereabouts = whereabouts
         self._meetings: dict[int, Meeting] = {}  # round -> who still wants its notes
         self._labels: dict[tuple[object, ...], tuple[Label, CodeType]] = {}
@@ -114,7 +118,7 @@ class Rounds:
             broken before.
         """
         if not self._turnstile.acquire(blocking=False):
-            raise self._two_at_once(note.label)
+            raise self._diagnosis.two_at_once(note.label)
         try:
             if self._barred is not None:
                 raise self._barred()
@@ -137,7 +141,7 @@ class Rounds:
     def defer(self, note: Note, timeout: float | None = None) -> Meeting:
         """Post `note` and return at once; :meth:`settle` collects its round."""
         if not self._turnstile.acquire(blocking=False):
-            raise self._two_at_once(note.label)
+            raise self._diagnosis.two_at_once(note.label)
         try:
             if self._barred is not None:
                 raise self._barred()
@@ -151,7 +155,7 @@ class Rounds:
     def settle(self, meeting: Meeting) -> Sequence[Note]:
         """Return the notes of a deferred round, as :meth:`meet` would have."""
         if not self._turnstile.acquire(blocking=False):
-            raise self._two_at_once(None)
+            raise self._diagnosis.two_at_once(None)
         try:
             while meeting.notes is None:
                 if self._barred is not None:
@@ -212,7 +216,7 @@ class Rounds:
         mine = notes[self._index]
         for note in notes:
             if note is not mine and note.label is not mine.label and note.label != mine.label:
-                self._tear(errors.dump(self._mismatch(notes)))
+                self._tear(errors.dump(self._diagnosis.mismatch(self.collected, notes)))
         if self._meetings:
             meeting = self._meetings.pop(self.collected, None)
             if meeting is not None:
@@ -231,20 +235,16 @@ class Rounds:
                 verdict = board.verdict()
                 if verdict is not None:
                     self._tear(verdict)
-                missing = self._missing()
+                missing = self._diagnosis.missing(self.collected + 1)
                 now = board.now()
                 if missing:
-                    error = self._explain_absence(missing, now - begin)
-                    if error is None and now >= deadline:
-                        error = self._timeout(missing, now - begin)
-                    if error is None and now - begin >= _LOOK_AROUND:
-                        error = self._whereabouts.deadlock(self)
+                    error = self._explain(missing, now - begin, now >= deadline)
                     if error is not None:
                         board.abort(errors.dump(error))
                         if board.verdict() is not None:
                             continue
                     elif now >= warn_at:
-                        self._warn(missing, now - begin)
+                        _warn(self._diagnosis.warning(missing, now - begin))
                         warn_every *= 2
                         warn_at = now + warn_every
                 pause = min(_LOOK_AGAIN, max(0.0, deadline - now), max(0.0, warn_at - now))
@@ -254,125 +254,20 @@ class Rounds:
         finally:
             self._whereabouts.moved_on()
 
-    def _missing(self) -> list[int]:
-        number = self.collected + 1
-        return [r for r in self.members if self._board.status(r).rounds < number]
-
-    def _explain_absence(self, missing: list[int], waited: float) -> SyncError | None:
-        """Return why a missing rank will never come, the likeliest root cause first."""
-        told = self._whereabouts.told_deadlock(missing)
-        if told is not None:
-            return told
-        statuses = {rank: self._board.status(rank) for rank in missing}
-        number = self.collected + 1
-        consequence: SyncError | None = None
-        for rank, status in statuses.items():
-            if status.state == "failed" and status.rounds < number:
-                error = self._failed(rank, status, waited)
-                if not error.failures[rank].consequence:
-                    return error
-                consequence = consequence or error
-        for state in ("lost", "finished"):
-            for rank, status in statuses.items():
-                if status.state == state and status.rounds < number:
-                    return self._lost(rank, status, waited)
-        return consequence
-
-    # -- what to say ----------------------------------------------------------------------------
+    def _explain(self, missing: list[int], waited: float, late: bool) -> SyncError | None:
+        """Return why this round will not complete, or None while there is hope."""
+        error = self._whereabouts.told_deadlock(missing)
+        if error is None:
+            error = self._diagnosis.absence(self.collected + 1, missing, waited)
+        if error is None and late:
+            error = self._diagnosis.timeout(missing, waited)
+        if error is None and waited >= _LOOK_AROUND:
+            error = self._whereabouts.deadlock(self)
+        return error
 
     def here(self) -> str:
         """Return the call this rank is in, with its call site."""
-        label = self._board.status(self.rank).label
-        return str(label) if label is not None else "its first call"
-
-    def _seen(self, rank: int) -> str:
-        status = self._board.status(rank)
-        if status.label is not None:
-            return f"rank {rank} was last seen at {status.label}"
-        if status.state == "unknown":
-            return f"rank {rank} never joined"
-        return f"rank {rank} has made no call in this group"
-
-    def _warn(self, missing: list[int], waited: float) -> None:
-        import logging  # only who waits for long pays for it
-
-        seen = "; ".join(self._seen(rank) for rank in missing[:8])
-        logging.getLogger("syncprims").warning(
-            "still waiting for ranks %s at %s for %.0f s; %s", missing, self.here(), waited, seen
-        )
-
-    def _timeout(self, missing: list[int], waited: float) -> SyncTimeout:
-        call = self.here()
-        arrived = [rank for rank in self.members if rank not in missing]
-        lines = "\n".join(f"  {self._seen(rank)}" for rank in missing)
-        return SyncTimeout(
-            f"{call} timed out after {waited:.1f} s: ranks {missing} did not come, "
-            f"ranks {arrived} did\n{lines}\n"
-            f"See what keeps ranks {missing}. If they are only slow, allow more: timeout=, "
-            f"or SYNCPRIMS_TIMEOUT (SYNCPRIMS_JOIN_TIMEOUT for the start).",
-            rank=self.rank,
-            call=call,
-            missing=missing,
-            arrived=arrived,
-            waited=waited,
-        )
-
-    def _failed(self, rank: int, status: Status, waited: float) -> PeerFailed:
-        left = errors.load(status.failure).failures if status.failure else {}
-        unknown = Failure(rank, "an exception", "its words were lost", "")
-        error = PeerFailed.from_failure(left.get(rank, unknown), waiting=self.here())
-        error.missing, error.arrived = self._gone_and_arrived()
-        error.waited = waited
-        return error
-
-    def _lost(self, rank: int, status: Status, waited: float) -> PeerLost:
-        call = self.here()
-        if status.state == "finished":
-            what = f"rank {rank} finished after round {status.rounds} while others wait in {call}"
-            cure = f"Rank {rank} made fewer calls than the others. {_CURE_MISMATCH}"
-        else:
-            how = f": {status.detail}" if status.detail else ""
-            what = f"rank {rank} was lost{how}, while others wait in {call}"
-            cure = (
-                f"Look at the output of rank {rank} and the system log (out of memory?), "
-                f"then restart the run."
-            )
-        missing, arrived = self._gone_and_arrived()
-        return PeerLost(
-            f"{what}\n  {self._seen(rank)}\n{cure}",
-            rank=rank,
-            call=call,
-            missing=missing,
-            arrived=arrived,
-            waited=waited,
-        )
-
-    def _gone_and_arrived(self) -> tuple[list[int], list[int]]:
-        """Return the ranks that will never come, and those that have; others are on their way."""
-        missing = self._missing()
-        states = {rank: self._board.status(rank).state for rank in missing}
-        gone = [rank for rank in missing if states[rank] not in ("alive", "unknown")]
-        return gone, [rank for rank in self.members if rank not in missing]
-
-    def _mismatch(self, notes: Sequence[Note]) -> CollectiveMismatch:
-        lines = "\n".join(
-            f"  rank {rank}: {note.label}" for rank, note in zip(self.members, notes, strict=True)
-        )
-        return CollectiveMismatch(
-            f"ranks met in different calls (round {self.collected}):\n{lines}\n{_CURE_MISMATCH}",
-            rank=self.rank,
-            call=str(notes[self._index].label),
-            arrived=list(self.members),
-        )
-
-    def _two_at_once(self, label: Label | None) -> ConcurrentCall:
-        return ConcurrentCall(
-            f"two threads call primitives of the same group at once: one is in {self.here()}, and "
-            f"thread {threading.current_thread().name!r} comes with {label or 'another call'}. "
-            f"Rounds have one order: call from one thread, or give the other a group of its own",
-            rank=self.rank,
-            call=str(label),
-        )
+        return self._diagnosis.here()
 
     # -- failures -------------------------------------------------------------------------------
 
