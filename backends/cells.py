@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CELLS = 2 * Board.depth
 FACE_SIZE = 64
 BODY_SIZE = 1024
-FACES_AT = 16 * 1024  #: before it: the header, and room for a verdict
+FACES_AT = 16 * 1024  #: before it: the header, and room for the longest verdict
 
 FLAG, FAILED, APART = 1, 2, 4
 
@@ -57,7 +57,7 @@ class Face(NamedTuple):
     def decode(cls, raw: bytes) -> Face | None:
         """Return the face in `raw`, or None if its checksum does not prove it whole."""
         (check,) = _CHECK.unpack_from(raw, _FACE.size)
-        if zlib.crc32(raw[: _FACE.size]) != check or check == 0:
+        if zlib.crc32(raw[: _FACE.size]) != check:
             return None
         return cls(*_FACE.unpack_from(raw))
 
@@ -79,12 +79,10 @@ class Cells:
         size = self._bodies_at + CELLS * count * BODY_SIZE
         self.fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
         try:
-            if os.fstat(self.fd).st_size == 0:
-                allocate(self.fd, size)
-                os.pwrite(self.fd, _HEADER.pack(_MAGIC, count), 0)
+            lay(self.fd, size, _HEADER.pack(_MAGIC, count))
             header = os.pread(self.fd, _HEADER.size, 0).ljust(_HEADER.size)
             magic, found = _HEADER.unpack(header)
-            if magic.rstrip(b"\0") != _MAGIC or found != count:
+            if magic.rstrip(b"\0") != _MAGIC or found != count or os.fstat(self.fd).st_size < size:
                 raise ConfigurationError(
                     f"{directory.path / name} is no board of {count} ranks; remove the file, and "
                     f"start all ranks from one installation"
@@ -122,8 +120,18 @@ class Cells:
         os.close(self.fd)
 
 
-def allocate(fd: int, size: int) -> None:
-    """Give the empty file `size` bytes that are really there: a map of it can never fault."""
+def lay(fd: int, size: int, header: bytes) -> None:
+    """Make a new file of `size` bytes with this header; one that is there already stays.
+
+    A rank that was killed in here leaves one without a header, which is as good as new.
+    """
+    if os.fstat(fd).st_size == 0 or os.pread(fd, len(header), 0) == bytes(len(header)):
+        _allocate(fd, size)
+        os.pwrite(fd, header, 0)
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Give the file `size` bytes that are really there: a map of it can never fault."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
     else:

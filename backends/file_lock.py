@@ -17,14 +17,13 @@ import os
 import re
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import filelock
 
 from syncprims import errors
-from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
+from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
 from syncprims.interface import Backend, Settings, Topology
 
 from .private_dir import PrivateDirectory, default_base
@@ -34,8 +33,7 @@ from .slots import SlotBoard, refuse
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-_LOCK = ".lock"
-_FIRST_TABLE = "table-1"
+_PREFIX, _LOCK = "syncprims-", ".lock"  # of what we make, beside whatever else stands there
 _LOCK_PATIENCE = 30.0  # seconds; the lock is held for milliseconds
 _SEAT_PATIENCE = 5.0  # seconds for the last holder of a seat to end
 
@@ -58,7 +56,20 @@ class FileBackend(Backend):
         self._boards: list[SlotBoard] = []
         self._table: PrivateDirectory
         self._seats: Seats
-        self._take_seat(topology.rank, topology.world_size)
+        try:
+            self._take_seat(topology.rank, topology.world_size)
+        except OSError as error:
+            if isinstance(error, SyncError):
+                raise
+            raise BackendUnavailable(
+                f"{self._run_path} cannot hold what the ranks need to meet: {error}; free some "
+                f"space, or set SYNCPRIMS_DIR to a place with more"
+            ) from error
+
+    @property
+    def meeting_place(self) -> str:
+        """The directory of this run."""
+        return str(self._run_path)
 
     def board(self, members: Sequence[int]) -> SlotBoard:
         """Return the board of `members`, making it if this is the first of them."""
@@ -101,7 +112,7 @@ class FileBackend(Backend):
     def _take_seat(self, rank: int, world_size: int) -> None:
         deadline = time.monotonic() + min(_SEAT_PATIENCE, self.settings.join_timeout)
         while True:
-            with _locked(self._run_path) as run:
+            with _locked(self._run_path, min(_LOCK_PATIENCE, self.settings.join_timeout)) as run:
                 name = _table_for(run, rank)
                 if name is not None:
                     self._table = run.sub(name)
@@ -114,14 +125,30 @@ class FileBackend(Backend):
                     _clear(run, but=name)
                     break
             if time.monotonic() > deadline:
-                raise ConfigurationError(
-                    f"rank {rank} of this run is taken by another living process, in "
-                    f"{self._run_path}: give every process its own rank, and every run its own "
-                    f"SYNCPRIMS_RUN_ID"
-                )
+                raise self._no_seat()
             time.sleep(0.02)  # it may be on its way out
-        if name == _FIRST_TABLE:
+        if name == _table(1):
             _sweep(self._run_path.parent)
+
+    def _no_seat(self) -> SyncError:
+        rank = self.topology.rank
+        with _locked(self._run_path) as run:
+            newest = run.sub(_table(_tables(run)[-1]))
+            seats = taken(newest)
+            newest.close()
+        if seats.get(rank):
+            return ConfigurationError(
+                f"rank {rank} of this run is taken by another living process, in "
+                f"{self._run_path}: give every process its own rank, and every run its own "
+                f"SYNCPRIMS_RUN_ID"
+            )
+        dead = [other for other, lives in seats.items() if not lives]
+        return PeerLost(
+            f"ranks {dead} of this run, in {self._run_path}, ended before rank {rank} joined; look "
+            f"at their output, then restart the run",
+            rank=dead[0] if dead else None,
+            missing=dead,
+        )
 
     def _check_world_size(self) -> None:
         """Refuse a table laid for another number of ranks, and tell those who sit there."""
@@ -151,9 +178,12 @@ def _locked(path: Path, patience: float = _LOCK_PATIENCE) -> Generator[PrivateDi
     )
     try:
         lock.acquire(timeout=patience, poll_interval=0.002)
+    except filelock.Timeout:
+        raise BackendUnavailable(
+            f"another process has held {lock.lock_file} for {patience:g} s, where milliseconds "
+            f"would do: is a rank of this run stopped? End it, or set another SYNCPRIMS_RUN_ID"
+        ) from None
     except (NotImplementedError, OSError) as error:
-        if isinstance(error, filelock.Timeout):
-            raise
         raise BackendUnavailable(
             f"{lock.lock_file} cannot be locked: {error}. Set SYNCPRIMS_DIR to a directory on a "
             f"local file system with working locks"
@@ -181,30 +211,39 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
     base = Path(settings.directory or default_base(settings.runtime_directory)).absolute()
     name = run_id or "run"
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60]
-    if safe != name or safe.startswith("."):
-        safe = f"run-{safe}-{hashlib.blake2b(name.encode(), digest_size=6).hexdigest()}"
-    return base / safe
+    if safe != name:
+        digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=6)
+        safe = f"{safe}-{digest.hexdigest()}"
+    return base / f"{_PREFIX}{safe}"
 
 
 def _board_name(members: Sequence[int]) -> str:
-    return f"board-{zlib.crc32(repr(tuple(members)).encode()):08x}"
+    digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=8)
+    return f"board-{digest.hexdigest()}"
+
+
+def _table(number: int) -> str:
+    return f"table-{number}"
 
 
 def _table_for(run: PrivateDirectory, rank: int) -> str | None:
-    """Return the table where `rank` sits down, or None while its seat is not free yet."""
+    """Return the table where `rank` sits down, or None while that is not settled."""
     numbers = _tables(run)
     if not numbers:
-        return _FIRST_TABLE
-    newest = run.sub(f"table-{numbers[-1]}")
+        return _table(1)
+    newest = run.sub(_table(numbers[-1]))
     try:
         seats = taken(newest)
     finally:
         newest.close()
-    if seats and rank not in seats and all(seats.values()):
-        return f"table-{numbers[-1]}"
-    if seats.get(rank):
+    lives = any(seats.values())
+    if seats.get(rank) or (lives and rank not in seats and not all(seats.values())):
+        # Somebody has this seat, or somebody died while the others still waited for this rank:
+        # in both cases the living are about to leave.
         return None
-    return f"table-{numbers[-1] + 1}"
+    if lives and rank not in seats:
+        return _table(numbers[-1])
+    return _table(numbers[-1] + 1)
 
 
 def _tables(run: PrivateDirectory) -> list[int]:
@@ -215,7 +254,7 @@ def _clear(run: PrivateDirectory, but: str | None = None) -> None:
     """Remove the tables where nobody sits any more, and the run's directory with the last."""
     left = False
     for number in _tables(run):
-        name = f"table-{number}"
+        name = _table(number)
         table = run.sub(name)
         try:
             used = name == but or any(taken(table).values())
@@ -233,7 +272,7 @@ def _clear(run: PrivateDirectory, but: str | None = None) -> None:
 
 def _sweep(base: Path) -> None:
     """Clear away runs of which nobody is left: killed ones cannot do it themselves."""
-    for lock in base.glob("*" + _LOCK):
+    for lock in base.glob(f"{_PREFIX}*{_LOCK}"):
         with (
             contextlib.suppress(OSError, SyncError),
             _locked(lock.with_name(lock.name.removesuffix(_LOCK)), patience=0) as run,

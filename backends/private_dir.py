@@ -93,7 +93,7 @@ class PrivateDirectory:
 
     def remove(self, name: str) -> None:
         """Remove the file `name`, if it is there."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(name, dir_fd=self.fd)
 
     def remove_tree(self, name: str) -> None:
@@ -107,7 +107,7 @@ class PrivateDirectory:
                 inner.remove(inside)
         finally:
             inner.close()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # it is gone, or holds what is not ours
             os.rmdir(name, dir_fd=self.fd)
 
     def close(self) -> None:

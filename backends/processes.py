@@ -66,6 +66,11 @@ class Watch:
             self.close()  # the number has passed on to another process
 
     @property
+    def fd(self) -> int:
+        """The descriptor that becomes readable; negative where there is none."""
+        return self._fd
+
+    @property
     def sees(self) -> bool:
         """False where it cannot tell."""
         return self._fd >= 0

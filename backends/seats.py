@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import select
 import struct
 import time
 import zlib
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING
 from syncprims import errors
 from syncprims.errors import ConfigurationError, Failure, PeerFailed
 
-from .cells import allocate
+from .cells import lay
 from .processes import Identity, Watch, describe_exit, myself
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from syncprims.interface import State
 
     from .private_dir import PrivateDirectory
@@ -57,6 +60,9 @@ class Seats:
         self._world_size = world_size
         self._watches: dict[int, Watch] = {}
         self._finished_at: dict[int, float] = {}
+        self._ended: dict[int, tuple[State, str, bytes]] = {}  # what is known for good
+        self._eyes = select.poll()  # on all watches at once
+        self._eye_of: dict[int, int] = {}  # descriptor -> rank
         self._table = self._open_table()
         self._lock_fd = directory.open_file(seat_name(rank), os.O_RDWR | os.O_CREAT)
         try:
@@ -70,10 +76,7 @@ class Seats:
         size = _PAGE + self._world_size * _SEAT_SIZE
         fd = self._directory.open_file(_TABLE, os.O_RDWR | os.O_CREAT)
         try:
-            found = os.fstat(fd).st_size
-            if found == 0:
-                allocate(fd, size)
-                os.pwrite(fd, _HEADER.pack(_MAGIC, self._world_size), 0)
+            lay(fd, size, _HEADER.pack(_MAGIC, self._world_size))
             magic, world_size = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size))
             if magic.rstrip(b"\0") != _MAGIC or world_size != self._world_size:
                 raise ConfigurationError(
@@ -106,6 +109,7 @@ class Seats:
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
+        self._eye_of.clear()
         os.close(self._lock_fd)
         self._table.close()
 
@@ -120,14 +124,36 @@ class Seats:
         for rank in range(self._world_size):
             if rank != self._rank and rank not in self._watches:
                 _, *who = self._person(rank)
-                self._watches[rank] = Watch(Identity(*who))
+                watch = self._watches[rank] = Watch(Identity(*who))
+                if watch.sees:
+                    self._eyes.register(watch.fd, select.POLLIN)
+                    self._eye_of[watch.fd] = rank
 
-    def is_gone(self, rank: int) -> bool:
-        """Tell whether `rank` will never post again."""
-        return self.state(rank)[0] not in ("alive", "unknown")
+    def departed(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
+        """Return those of `ranks` that are no longer there, and how they went."""
+        closed = {self._eye_of[fd] for fd, _ in self._eyes.poll(0)} if self._eye_of else set[int]()
+        found: list[tuple[int, State]] = []
+        for rank in ranks:
+            watched = rank in self._watches and self._watches[rank].sees
+            if rank == self._rank or (
+                watched and rank not in closed and self._person(rank)[0] == _ALIVE
+            ):
+                continue  # the common case, at the price of one system call for all
+            state = self.state(rank)[0]
+            if state not in ("alive", "unknown"):
+                found.append((rank, state))
+        return found
 
     def state(self, rank: int) -> tuple[State, str, bytes]:
         """Return the state of `rank`, how it ended where known, and the failure it left."""
+        known = self._ended.get(rank)
+        if known is None:
+            known = self._look(rank)
+            if known[0] not in ("alive", "unknown"):
+                self._ended[rank] = known
+        return known
+
+    def _look(self, rank: int) -> tuple[State, str, bytes]:
         said = self._person(rank)[0]
         if said == _EMPTY:
             return "unknown", "", b""
@@ -175,14 +201,15 @@ class Seats:
         return _PERSON.unpack_from(self._table, self._at(rank))
 
     def _write_person(self, state: int) -> None:
-        who = myself()
-        _PERSON.pack_into(self._table, self._at(self._rank), state, *who)
+        # In one piece: packing in place would clear the bytes first, for others to see.
+        at = self._at(self._rank)
+        self._table[at : at + _PERSON.size] = _PERSON.pack(state, *myself())
 
     def _write_text(self, at: int, size: int, text: bytes) -> None:
         if len(text) > size - _TEXT.size:
             text = b""
         self._table[at + _TEXT.size : at + _TEXT.size + len(text)] = text
-        _TEXT.pack_into(self._table, at, len(text), zlib.crc32(text))
+        self._table[at : at + _TEXT.size] = _TEXT.pack(len(text), zlib.crc32(text))
 
     def _read_text(self, at: int, size: int) -> bytes:
         """Return the text at `at`, whole: one that is being written is waited for, briefly."""

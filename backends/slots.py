@@ -50,7 +50,6 @@ class SlotBoard(Board):
         self._collected = 0
         self._mine: dict[int, tuple[Note, bytes]] = {}  # uncollected rounds: own note and face
         self._written: list[Label | None] = [None] * CELLS  # whose label alone is in the body
-        self._encoded: dict[int, tuple[Label, bytes, int]] = {}  # by id: label, text, checksum
         self._apart: list[tuple[int, str]] = []  # own files with what did not fit in: round, name
         self._cells = Cells(directory, name, len(self.members))
         self._memory = self._cells.memory
@@ -64,7 +63,10 @@ class SlotBoard(Board):
         """Write the note into this rank's next cell: the body first, then the face."""
         number = self._posted + 1
         label = note.label
-        _, text, check = self._encoded.get(id(label)) or self._encode(label)
+        text = label.encode()
+        if len(text) > BODY_SIZE:
+            raise ValueError(f"the label {label} is longer than the {BODY_SIZE} bytes of a cell")
+        check = zlib.crc32(text)
         cell = number % CELLS
         flags = FLAG if note.flag else 0
         if note.payload or note.failure:
@@ -87,24 +89,12 @@ class SlotBoard(Board):
         self._mine[number] = note, face
         self._posted = number
 
-    def _encode(self, label: Label) -> tuple[Label, bytes, int]:
-        if len(self._encoded) > 4096:  # labels made from a counter: forget, do not grow
-            self._encoded.clear()
-        text = label.encode()
-        known = self._encoded[id(label)] = (label, text, zlib.crc32(text))
-        return known
-
     def _write_body(self, cell: int, body: bytes) -> None:
         at = self._cells.body_at(cell, self._index)
         self._memory[at : at + len(body)] = body
 
     def _write_apart(self, number: int, content: bytes) -> None:
-        """Write what does not fit into a cell to a file; remove those that all have read."""
-        if self._apart:
-            faces = [self._cells.last_face(index) for index in range(len(self.members))]
-            read_by_all = min(face.collected for face in faces)
-            while self._apart and self._apart[0][0] <= read_by_all:
-                self._directory.remove(self._apart.pop(0)[1])
+        """Write what does not fit into a cell to a file."""
         name = self._apart_name(number, self._index)
         fd = self._directory.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
@@ -121,6 +111,14 @@ class SlotBoard(Board):
                 str(self._directory.path / name),
             ) from error
         self._apart.append((number, name))
+
+    def _remove_apart(self, number: int) -> None:
+        """Remove the files that all had read when they posted round `number`."""
+        cell = number % CELLS
+        faces = [Face.decode(self._cells.raw_face(cell, i)) for i in range(len(self.members))]
+        read_by_all = min(face.collected if face is not None else 0 for face in faces)
+        while self._apart and self._apart[0][0] <= read_by_all:
+            self._directory.remove(self._apart.pop(0)[1])
 
     def _apart_name(self, number: int, index: int) -> str:
         return f"{self._name}-{self.members[index]}-{number}"
@@ -162,13 +160,13 @@ class SlotBoard(Board):
             if timeout is not None and now - start >= timeout:
                 return None
             if now >= look_for_death:
-                if any(self._seats.is_gone(self.members[i]) for i in absent):
-                    # Its note may have arrived just before it went.
+                if self._in_vain(absent):
+                    # The last notes may have arrived just before.
                     absent = [i for i in absent if not self._take(notes, i, number)]
                     if absent:
                         return None
                     continue
-                look_for_death = now + max(_LOOK_FOR_DEATH_EVERY, nap)
+                look_for_death = now + _LOOK_FOR_DEATH_EVERY * (1 if now - start < 1 else 3)
             if now - start < _YIELD_FOR:
                 os.sched_yield()
             else:
@@ -176,6 +174,14 @@ class SlotBoard(Board):
                 time.sleep(max(0.0, left))
                 nap = min(nap * 1.5, _LONGEST_NAP)
             now = self.now()
+
+    def _in_vain(self, absent: list[int]) -> bool:
+        """Tell whether a member is lost or has failed, or an absent one has finished."""
+        missing = [self.members[i] for i in absent]
+        return any(
+            state in ("lost", "failed") or (state == "finished" and rank in missing)
+            for rank, state in self._seats.departed(self.members)
+        )
 
     def _take(self, notes: list[Note | None], index: int, number: int) -> bool:
         """Read the note of one member for round `number`, if it is there and whole."""
@@ -218,13 +224,15 @@ class SlotBoard(Board):
     def _decode(self, text: bytes) -> Label:
         """Return the label; the very object, if this rank came with the same one."""
         mine = self._mine.get(self._collected + 1)
-        if mine is not None and self._encoded[id(mine[0].label)][1] == text:
+        if mine is not None and mine[0].label.encode() == text:
             return mine[0].label
         return Label.decode(text)
 
     def _count(self, number: int) -> None:
         self._collected = number
         del self._mine[number]
+        if self._apart:
+            self._remove_apart(number)
         if number == 1:
             self._seats.watch()  # all have come: now is the time to keep an eye on each
 
@@ -233,12 +241,13 @@ class SlotBoard(Board):
     def status(self, rank: int) -> Status:
         """Tell what is known of `rank`: its cells say how far it is, its seat how it is."""
         index = self.members.index(rank)
+        state = self._seats.state(rank)  # first: what it posted before it went is there then
         face = self._cells.last_face(index)
         label = None
         if face.round:
             note = self._read(face, face.round % CELLS, index)
             label = note.label if note is not None else None
-        return Status(face.round, label, *self._seats.state(rank))
+        return Status(face.round, label, *state)
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it completes after all."""

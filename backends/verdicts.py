@@ -32,8 +32,9 @@ ABORT_AT = 64  #: where the abort word stands, on a cache line of its own
 _ABORT = struct.Struct("<Q")
 WHOLE = _ABORT.pack(0)  #: the abort word of an unbroken board
 _TEXT_AT = 128
-_TEXT = struct.Struct("<II")  # length, checksum
+_TEXT = struct.Struct("<III")  # decided, length, checksum
 _TEXT_SIZE = FACES_AT - _TEXT_AT - _TEXT.size
+_WEIGHED, _DECIDED = 0, 1
 _PAUSE = 0.001
 
 
@@ -50,31 +51,46 @@ class Verdict:
 
     def give(self, number: int, text: bytes) -> None:
         """Abort round `number` with `text`, unless it is too late or another came first."""
-        memory = self._cells.memory
         with self._deciding():
-            if memory[ABORT_AT : ABORT_AT + 8] != WHOLE:
-                return
-            memory[ABORT_AT : ABORT_AT + 8] = _ABORT.pack(number)
-            time.sleep(_PAUSE)
-            if self._cells.all_posted(number):
-                memory[ABORT_AT : ABORT_AT + 8] = WHOLE
-                return
-            text = text[:_TEXT_SIZE]
-            at = _TEXT_AT + _TEXT.size
-            memory[at : at + len(text)] = text
-            _TEXT.pack_into(memory, _TEXT_AT, len(text), zlib.crc32(text))
+            if self._cells.memory[ABORT_AT : ABORT_AT + 8] == WHOLE:
+                # The text first: should this rank die here, the next one finds it whole.
+                self._write(_WEIGHED, text[:_TEXT_SIZE])
+                self._cells.memory[ABORT_AT : ABORT_AT + 8] = _ABORT.pack(number)
+                self._weigh(text[:_TEXT_SIZE])
 
     def on(self, number: int) -> bytes | None:
         """Return the text that bars round `number`, once it is decided; None if nothing does."""
         if not self.bars(number):
             return None
         with self._deciding():  # an abort that is being weighed may still be taken back
-            if not self.bars(number):
-                return None
-            length, check = _TEXT.unpack_from(self._cells.memory, _TEXT_AT)
-            at = _TEXT_AT + _TEXT.size
-            text = self._cells.memory[at : at + min(length, _TEXT_SIZE)]
-        return text if zlib.crc32(text) == check else None
+            decided, text = self._read()
+            if decided == _WEIGHED and self.bars(number):
+                self._weigh(text)  # whoever began to has died over it
+            return text if self.bars(number) else None
+
+    def _weigh(self, text: bytes) -> None:
+        """Take the abort back if all notes have come after all; else it stands."""
+        memory = self._cells.memory
+        time.sleep(_PAUSE)
+        (aborted,) = _ABORT.unpack_from(memory, ABORT_AT)
+        if self._cells.all_posted(aborted):
+            memory[ABORT_AT : ABORT_AT + 8] = WHOLE
+        else:
+            self._write(_DECIDED, text)
+
+    def _write(self, decided: int, text: bytes) -> None:
+        memory = self._cells.memory
+        at = _TEXT_AT + _TEXT.size
+        memory[at : at + len(text)] = text
+        memory[_TEXT_AT:at] = _TEXT.pack(decided, len(text), zlib.crc32(text))
+
+    def _read(self) -> tuple[int, bytes]:
+        """Return whether it is decided, and the text; an empty one if that is damaged."""
+        memory = self._cells.memory
+        decided, length, check = _TEXT.unpack_from(memory, _TEXT_AT)
+        at = _TEXT_AT + _TEXT.size
+        text = memory[at : at + min(length, _TEXT_SIZE)]
+        return decided, text if zlib.crc32(text) == check else b""
 
     @contextlib.contextmanager
     def _deciding(self) -> Generator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -9,13 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - pathlib is slow to import
+# pathlib is slow to import
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
+#: Frames of these stand between the user's line and ours.
+_BETWEEN = (_HERE, contextlib.__file__, os.path.dirname(os.__file__) + os.sep + "asyncio")  # noqa: PTH120
+_LONGEST = 200
 
 
 def calling_frame() -> FrameType:
-    """Return the nearest frame that is not the library's own."""
+    """Return the nearest frame that is the user's."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
@@ -43,4 +48,4 @@ def describe(frame: FrameType) -> str:
         relative = path
     if relative.startswith(os.pardir):
         relative = os.path.basename(path)  # noqa: PTH119
-    return f"{relative}:{frame.f_lineno}"
+    return f"{relative[-_LONGEST:]}:{frame.f_lineno}"

@@ -22,6 +22,7 @@ _COMPLEX = struct.Struct("<dd")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
+_PATHS = {"PosixPath": b"p", "PurePosixPath": b"q"}
 _MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SEQUENCES.items()}
 
 
@@ -30,7 +31,23 @@ def encode(obj: object, *, allow_pickle: bool = True, canonical: bool = False) -
 
     :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it.
     """
-    return _Encoder(allow_pickle, canonical).encode(obj)
+    try:
+        return _Encoder(allow_pickle, canonical).encode(obj)
+    except _Entangled:
+        return _pickled(obj, allow_pickle)
+
+
+def is_plain(obj: object) -> bool:
+    """Tell whether `obj` can travel without pickle."""
+    try:
+        encode(obj, allow_pickle=False)
+    except EncodingError:
+        return False
+    return True
+
+
+class _Entangled(Exception):
+    """A container holds itself, or one seen before, or too many others: left to pickle."""
 
 
 def decode(data: bytes, *, allow_pickle: bool = True) -> Any:
@@ -59,6 +76,8 @@ class _Encoder:
     def __init__(self, allow_pickle: bool, canonical: bool) -> None:
         self._allow_pickle = allow_pickle
         self._canonical = canonical
+        self._open: set[int] = set()  # containers that are being written
+        self._seen: set[int] = set()  # and that have been: written again, they could be huge
 
     def encode(self, obj: object, depth: int = 0) -> bytes:
         out: list[bytes] = []
@@ -82,23 +101,35 @@ class _Encoder:
         elif kind is complex:
             out.append(b"c" + _COMPLEX.pack(obj.real, obj.imag))
         elif depth >= _DEEPEST:
-            out.append(_pickled(obj, self._allow_pickle))
-        elif kind in _SEQUENCES:
-            out.append(_SEQUENCES[kind] + _LENGTH.pack(len(obj)))
-            if kind in (set, frozenset):  # no order of its own, and no two runs give the same
-                out += sorted(self.encode(item, depth + 1) for item in obj)
-            else:
-                for item in obj:
-                    self._write(item, out, depth + 1)
-        elif kind is dict:
-            out.append(b"d" + _LENGTH.pack(len(obj)))
-            self._write_items(obj, out, depth + 1)
-        elif kind.__name__ == "PosixPath" and kind.__module__.startswith("pathlib"):
-            out.append(_sized(b"p", str(obj).encode("utf-8", "surrogatepass")))
+            raise _Entangled
+        elif kind in _SEQUENCES or kind is dict:
+            self._write_container(kind, obj, out, depth + 1)
+        elif kind.__name__ in _PATHS and kind.__module__.startswith("pathlib"):
+            body = str(obj).encode("utf-8", "surrogatepass")
+            out.append(_sized(_PATHS[kind.__name__], body))
         elif (parts := _array(obj) or _tensor(obj)) is not None:
             out += parts
         else:
             out.append(_pickled(obj, self._allow_pickle))
+
+    def _write_container(self, kind: type, obj: Any, out: list[bytes], depth: int) -> None:
+        key = id(obj)
+        again = key in self._seen and self._allow_pickle and kind is not tuple
+        if key in self._open or (again and not self._canonical):
+            raise _Entangled
+        self._open.add(key)
+        self._seen.add(key)
+        if kind is dict:
+            out.append(b"d" + _LENGTH.pack(len(obj)))
+            self._write_items(obj, out, depth)
+        else:
+            out.append(_SEQUENCES[kind] + _LENGTH.pack(len(obj)))
+            if kind in (set, frozenset):  # no order of its own, and no two runs give the same
+                out += sorted(self.encode(item, depth) for item in obj)
+            else:
+                for item in obj:
+                    self._write(item, out, depth)
+        self._open.discard(key)
 
     def _write_items(self, obj: dict[Any, Any], out: list[bytes], depth: int) -> None:
         if self._canonical:
@@ -120,8 +151,8 @@ def _array(obj: Any) -> tuple[bytes, ...] | None:
     if not scalar and type(obj) is not numpy.ndarray:
         return None
     array = numpy.asarray(obj)
-    if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.isnative:
-        return None
+    if array.dtype.hasobject or numpy.dtype(array.dtype.str) != array.dtype:
+        return None  # objects, records, and other people's dtypes
     header = f"{array.dtype.str};{','.join(map(str, array.shape))}".encode()
     return (b"g" if scalar else b"a", _sized(b"", header), _sized(b"", array.tobytes()))
 
@@ -189,10 +220,11 @@ def _read(data: bytes, at: int, allow_pickle: bool) -> tuple[Any, int]:
         return body.decode("utf-8", "surrogatepass"), at
     if tag == b"b":
         return body, at
-    if tag == b"p":
-        from pathlib import Path
+    if tag in (b"p", b"q"):
+        from pathlib import Path, PurePosixPath
 
-        return Path(body.decode("utf-8", "surrogatepass")), at
+        make_path = Path if tag == b"p" else PurePosixPath
+        return make_path(body.decode("utf-8", "surrogatepass")), at
     if tag == b"P":
         return _unpickle(body, allow_pickle), at
     if tag in (b"a", b"g", b"x"):

@@ -9,7 +9,7 @@ from . import errors
 from .errors import CollectiveMismatch, ConcurrentCall, Failure, PeerFailed, PeerLost, SyncTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .errors import SyncError
     from .interface import Board, Label, Note, Status
@@ -32,114 +32,153 @@ class Diagnosis:
         label = self._board.status(self._rank).label
         return str(label) if label is not None else "its first call"
 
-    def missing(self, number: int) -> list[int]:
-        """Return the ranks that have not posted round `number`."""
-        return [r for r in self._board.members if self._board.status(r).rounds < number]
-
-    def warning(self, missing: list[int], waited: float) -> str:
-        """Return what a long wait says of itself."""
-        seen = "; ".join(self._seen(rank) for rank in missing[:8])
-        return f"still waiting for ranks {missing} at {self.here()} for {waited:.0f} s; {seen}"
-
-    def absence(self, number: int, missing: list[int], waited: float) -> SyncError | None:
-        """Return why a missing rank will never come, the likeliest root cause first; or None."""
-        statuses = {rank: self._board.status(rank) for rank in missing}
-        # Its note may have come while we looked around.
-        statuses = {rank: status for rank, status in statuses.items() if status.rounds < number}
-        consequence: SyncError | None = None
-        for rank, status in statuses.items():
-            if status.state == "failed":
-                error = self._failed(number, rank, status, waited)
-                if not error.failures[rank].consequence:
-                    return error
-                consequence = consequence or error
-        for state in ("lost", "finished"):
-            for rank, status in statuses.items():
-                if status.state == state:
-                    return self._lost(number, rank, status, waited)
-        return consequence
-
-    def timeout(self, missing: list[int], waited: float) -> SyncTimeout:
-        """Return the error of a wait that has run out of time."""
-        call = self.here()
-        arrived = [rank for rank in self._board.members if rank not in missing]
-        lines = "\n".join(f"  {self._seen(rank)}" for rank in missing)
-        return SyncTimeout(
-            f"{call} timed out after {waited:.1f} s: ranks {missing} did not come, "
-            f"ranks {arrived} did\n{lines}\n"
-            f"See what keeps ranks {missing}. If they are only slow, allow more: timeout=, "
-            f"or SYNCPRIMS_TIMEOUT (SYNCPRIMS_JOIN_TIMEOUT for the start).",
-            rank=self._rank,
-            call=call,
-            missing=missing,
-            arrived=arrived,
-            waited=waited,
-        )
+    def look(self, number: int, waited: float) -> Look:
+        """Return how things stand for round `number`, after a wait of so many seconds."""
+        seen = {rank: self._board.status(rank) for rank in self._board.members}
+        return Look(self._rank, number, waited, seen)
 
     def mismatch(self, number: int, notes: Sequence[Note]) -> CollectiveMismatch:
         """Return the error of ranks that met in different calls, a line for each."""
         members = self._board.members
-        lines = "\n".join(
-            f"  rank {rank}: {note.label}" for rank, note in zip(members, notes, strict=True)
-        )
-        return CollectiveMismatch(
-            f"ranks met in different calls (round {number}):\n{lines}\n{_CURE_MISMATCH}",
-            rank=self._rank,
-            call=str(notes[members.index(self._rank)].label),
-            arrived=list(members),
-        )
+        calls = {r: str(note.label) for r, note in zip(members, notes, strict=True)}
+        return _mismatch(self._rank, number, calls)
 
-    def two_at_once(self, label: Label | None) -> ConcurrentCall:
-        """Return the error of a thread that comes while another is in a call."""
+    def two_at_once(self, label: Label | None, threads: Iterable[int]) -> ConcurrentCall:
+        """Return the error of a call that comes while another is under way."""
+        if len(set(threads)) > 1:
+            who = f"thread {threading.current_thread().name!r} comes with"
+            what, cure = "two threads call", "call from one thread, or give the other its own group"
+        else:
+            who, what = "a signal handler of the same thread comes with", "a signal handler calls"
+            cure = "let the handler set a flag, as Trigger.set_on_signal does"
         return ConcurrentCall(
-            f"two threads call primitives of the same group at once: one is in {self.here()}, and "
-            f"thread {threading.current_thread().name!r} comes with {label or 'another call'}. "
-            f"Rounds have one order: call from one thread, or give the other a group of its own",
+            f"{what} primitives of one group at once: one is in {self.here()}, and {who} "
+            f"{label or 'another call'}. Rounds have one order: {cure}",
             rank=self._rank,
             call=str(label),
         )
 
-    def _seen(self, rank: int) -> str:
-        status = self._board.status(rank)
+
+class Look:
+    """One look at all members of a board that this rank waits at."""
+
+    def __init__(self, rank: int, number: int, waited: float, seen: dict[int, Status]) -> None:
+        self._rank = rank
+        self._number = number
+        self._waited = waited
+        self._seen = seen
+        label = seen[rank].label
+        self._here = str(label) if label is not None else "its first call"
+        self.missing = [rank for rank, status in seen.items() if status.rounds < number]
+
+    @property
+    def warning(self) -> str:
+        """What a long wait says of itself."""
+        last = "; ".join(self._last_seen(rank) for rank in self.missing[:8])
+        return (
+            f"still waiting for ranks {self.missing} at {self._here} for {self._waited:.0f} s; "
+            f"{last}"
+        )
+
+    def absence(self) -> SyncError | None:
+        """Return why the round will not complete, the likeliest root cause first; or None.
+
+        A rank that is lost or failed breaks a round even if its note is up: nobody should wait
+        for the others, only to hear of it in the next one.
+        """
+        consequence: SyncError | None = None
+        for rank, status in self._seen.items():
+            if status.state == "failed":
+                error = self._failed(rank, status)
+                if not error.failures[rank].consequence:
+                    return error
+                consequence = consequence or error
+        for state in ("lost", "finished"):
+            for rank, status in self._seen.items():
+                if status.state == state and (state == "lost" or rank in self.missing):
+                    return self._lost(rank, status)
+        return consequence
+
+    def early_mismatch(self) -> CollectiveMismatch | None:
+        """Return the mismatch of the notes that are up already, if they differ."""
+        up = {r: s.label for r, s in self._seen.items() if s.rounds == self._number}
+        labels = [label for label in up.values() if label is not None]
+        if self._rank not in up or all(label == labels[0] for label in labels):
+            return None
+        absent = dict.fromkeys(self.missing, "not here yet")
+        calls = {rank: absent.get(rank) or str(up.get(rank) or "?") for rank in self._seen}
+        return _mismatch(self._rank, self._number, calls)
+
+    def timeout(self) -> SyncTimeout:
+        """Return the error of a wait that has run out of time."""
+        arrived = [rank for rank in self._seen if rank not in self.missing]
+        lines = "\n".join(f"  {self._last_seen(rank)}" for rank in self.missing)
+        return SyncTimeout(
+            f"{self._here} timed out after {self._waited:.1f} s: ranks {self.missing} did not "
+            f"come, ranks {arrived} did\n{lines}\n"
+            f"See what keeps ranks {self.missing}. If they are only slow, allow more: timeout=, "
+            f"or SYNCPRIMS_TIMEOUT (SYNCPRIMS_JOIN_TIMEOUT for the start).",
+            rank=self._rank,
+            call=self._here,
+            missing=self.missing,
+            arrived=arrived,
+            waited=self._waited,
+        )
+
+    def _last_seen(self, rank: int) -> str:
+        status = self._seen[rank]
         if status.label is not None:
             return f"rank {rank} was last seen at {status.label}"
         if status.state == "unknown":
             return f"rank {rank} never joined"
         return f"rank {rank} has made no call in this group"
 
-    def _failed(self, number: int, rank: int, status: Status, waited: float) -> PeerFailed:
+    def _failed(self, rank: int, status: Status) -> PeerFailed:
         left = errors.load(status.failure).failures if status.failure else {}
         unknown = Failure(rank, "an exception", "its words were lost", "")
-        error = PeerFailed.from_failure(left.get(rank, unknown), waiting=self.here())
-        error.missing, error.arrived = self._gone_and_arrived(number)
-        error.waited = waited
+        error = PeerFailed.from_failure(left.get(rank, unknown), waiting=self._here)
+        error.missing, error.arrived = self._gone_and_arrived()
+        error.waited = self._waited
         return error
 
-    def _lost(self, number: int, rank: int, status: Status, waited: float) -> PeerLost:
-        call = self.here()
+    def _lost(self, rank: int, status: Status) -> PeerLost:
         if status.state == "finished":
-            what = f"rank {rank} finished after round {status.rounds} while others wait in {call}"
+            what = f"rank {rank} finished after round {status.rounds} while others wait in"
             cure = f"Rank {rank} made fewer calls than the others. {_CURE_MISMATCH}"
         else:
             how = f": {status.detail}" if status.detail else ""
-            what = f"rank {rank} was lost{how}, while others wait in {call}"
+            what = f"rank {rank} was lost{how}, while others wait in"
             cure = (
                 f"Look at the output of rank {rank} and the system log (out of memory?), "
                 f"then restart the run."
             )
-        gone, arrived = self._gone_and_arrived(number)
+        gone, arrived = self._gone_and_arrived()
         return PeerLost(
-            f"{what}\n  {self._seen(rank)}\n{cure}",
+            f"{what} {self._here}\n  {self._last_seen(rank)}\n{cure}",
             rank=rank,
-            call=call,
+            call=self._here,
             missing=gone,
             arrived=arrived,
-            waited=waited,
+            waited=self._waited,
         )
 
-    def _gone_and_arrived(self, number: int) -> tuple[list[int], list[int]]:
-        """Return the ranks that will never come, and those that have; others are on their way."""
-        missing = self.missing(number)
-        states = {rank: self._board.status(rank).state for rank in missing}
-        gone = [rank for rank in missing if states[rank] not in ("alive", "unknown")]
-        return gone, [rank for rank in self._board.members if rank not in missing]
+    def _gone_and_arrived(self) -> tuple[list[int], list[int]]:
+        """Return the ranks that will never come (again), and those that are here."""
+        gone = [
+            rank
+            for rank, status in self._seen.items()
+            if status.state in ("lost", "failed")
+            or (status.state == "finished" and rank in self.missing)
+        ]
+        here = [r for r in self._seen if r not in gone and r not in self.missing]
+        return gone, here
+
+
+def _mismatch(rank: int, number: int, calls: dict[int, str]) -> CollectiveMismatch:
+    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
+    return CollectiveMismatch(
+        f"ranks met in different calls (round {number}):\n{lines}\n{_CURE_MISMATCH}",
+        rank=rank,
+        call=calls[rank],
+        arrived=[rank for rank, call in calls.items() if call != "not here yet"],
+    )

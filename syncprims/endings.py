@@ -9,6 +9,7 @@ they have printed it, so the printing is watched instead.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+def reason(error: BaseException | None) -> BaseException | None:
+    """Return `error`, unless it is a ``sys.exit(0)``: that is a normal end."""
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return None
+    return error
+
+
 class Endings:
     """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children."""
 
@@ -29,14 +37,17 @@ class Endings:
     ) -> None:
         self._on_end = on_end
         self._on_fork = on_fork
-        self._show: Callable[..., Any] | None = None  # the excepthook that was there before
+        self._hook: Callable[..., Any] | None = None  # our excepthook
+        self._before: Callable[..., Any] | None = None  # the one that was there before
         self._watches_forks = False
         self._process = 0  # whose exit is watched: a forked child has lost the handlers
 
     def watch(self) -> None:
         """From now on this process's end is seen."""
-        self._show = sys.excepthook
-        sys.excepthook = self._uncaught
+        self._before = sys.excepthook
+        # One per call, each with its own predecessor: somebody may have wrapped the last one.
+        self._hook = functools.partial(self._uncaught, sys.excepthook)
+        sys.excepthook = self._hook
         if not self._watches_forks:
             self._watches_forks = True
             os.register_at_fork(after_in_child=self._on_fork)
@@ -49,14 +60,17 @@ class Endings:
 
     def unwatch(self) -> None:
         """Put back the excepthook that was there before."""
-        if self._show is not None and sys.excepthook == self._uncaught:
-            sys.excepthook = self._show
-            self._show = None
+        if self._before is not None and sys.excepthook is self._hook:
+            sys.excepthook = self._before
+        self._before = self._hook = None
 
     def _uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        show: Callable[..., Any],
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
-        show = self._show or sys.__excepthook__
         if isinstance(error, SyncError):
             trace = users_part(trace) or trace
         try:
@@ -66,9 +80,10 @@ class Endings:
 
     def _exit(self) -> None:
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            error = None
-        self._on_end(error)
+        if error is None and not hasattr(sys, "ps1"):
+            # Somebody put another excepthook over ours, but Python has kept what it was given.
+            error = getattr(sys, "last_value", None)
+        self._on_end(reason(error))
 
     def _watch_child_of_multiprocessing(self) -> None:
         from multiprocessing.util import Finalize

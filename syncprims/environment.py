@@ -111,6 +111,7 @@ LAUNCHERS = (
 )
 
 _INTERACTIVE_JOBS = ("bash", "interactive")
+_RESOURCE_MANAGERS = ("SLURM", "Open MPI", "PALS", "MPICH", "LSF")
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
@@ -133,12 +134,14 @@ def detect(environ: Mapping[str, str]) -> Topology:
         else:
             _check_agreement(environ, *chosen, *found)
     if chosen is None:
-        return Topology(run_id=environ.get("SYNCPRIMS_RUN_ID"))
+        return Topology(run_id=environ.get("SYNCPRIMS_RUN_ID") or None)
     return chosen[1]
 
 
 def _is_interactive(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    return launcher.name == "SLURM" and environ.get("SLURM_JOB_NAME") in _INTERACTIVE_JOBS
+    # `srun -n 4 bash -c ...` has that name, too, but then its step says how many there are.
+    named = launcher.name == "SLURM" and environ.get("SLURM_JOB_NAME") in _INTERACTIVE_JOBS
+    return named and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
@@ -225,7 +228,7 @@ def _local_world_size(launcher: Launcher, environ: Mapping[str, str], node_rank:
 
 def _run_id(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return what tells this run from others: the user's word, or all that the launcher knows."""
-    own = environ.get("SYNCPRIMS_RUN_ID")
+    own = environ.get("SYNCPRIMS_RUN_ID") or None
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if own is not None:
         return f"{own}-{restart}" if restart != "0" else own
@@ -243,8 +246,11 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _started_one_per_node(outer: Topology, within: Topology) -> bool:
-    """Tell whether `outer` may have started one task on each node of `within`."""
-    return outer.world_size == within.num_nodes
+    """Tell whether `outer` may have started one task on each node of `within`.
+
+    Resource managers are used that way, to start another launcher; the others start the ranks.
+    """
+    return outer.launcher in _RESOURCE_MANAGERS and outer.world_size == within.num_nodes
 
 
 def _check_agreement(
@@ -267,12 +273,14 @@ def _check_agreement(
 
 
 def place_variables() -> set[str]:
-    """Return every variable by which any launcher tells a process its place."""
-    names: set[str] = {"SYNCPRIMS_RUN_ID"}
+    """Return every variable by which any launcher tells a process its place.
+
+    What only describes the job stays out: users' scripts read it.
+    """
+    names: set[str] = {"SYNCPRIMS_RUN_ID", *LAUNCHERS[1].run_id, *LAUNCHERS[1].num_nodes}
     for launcher in LAUNCHERS:
         names |= {launcher.rank, *launcher.world_size, launcher.local_rank}
-        names |= {launcher.local_world_size, *launcher.num_nodes, *launcher.run_id, *launcher.needs}
-        names |= {launcher.node_rank} if launcher.node_rank is not None else set()
+        names |= {launcher.local_world_size, launcher.node_rank or launcher.rank}
     return names
 
 

@@ -161,6 +161,8 @@ class PeerFailed(SyncError, RuntimeError):
             quoted = "\n".join(f"  | {line}" for line in failure.traceback.rstrip().splitlines())
             message += f"\n  traceback of rank {failure.rank}:\n{quoted}\n"
             message += f"Mend what rank {failure.rank} raised; this rank only reports it."
+        else:
+            message += f"\nSee the output of rank {failure.rank}; this rank only reports it."
         return cls(
             message, rank=failure.rank, call=call or waiting, failures={failure.rank: failure}
         )
@@ -189,24 +191,41 @@ _BY_NAME: dict[str, type[SyncError]] = {
 }
 
 
+#: No dumped error is longer, so that a backend can set room aside for one.
+LONGEST_DUMP = 12 * 1024
+
+
 def dump(error: SyncError) -> bytes:
-    """Return `error` as bytes that :func:`load` understands on any rank."""
+    """Return `error` as at most :data:`LONGEST_DUMP` bytes, its texts cut where they must be."""
     import json  # slow to import, and only a failure needs it
 
-    facts = error.facts()
-    facts["failures"] = [list(failure) for failure in error.failures.values()]
-    text = json.dumps([type(error).__name__, str(error), facts], ensure_ascii=False)
-    return text.encode(errors="backslashreplace")
+    for most in (8000, 4000, 2000, 1000, 500, 200, 50):
+        facts = error.facts()
+        facts["failures"] = [
+            (f.rank, _cut(f.type, most), _cut(f.message, most), _cut(f.traceback, most), f[4])
+            for f in list(error.failures.values())[: most // 50]
+        ]
+        fields = [type(error).__name__, _cut(str(error), most), facts]
+        data = json.dumps(fields, ensure_ascii=False).encode(errors="backslashreplace")
+        if len(data) <= LONGEST_DUMP:
+            break
+    return data
 
 
 def load(data: bytes) -> SyncError:
-    """Return the error that :func:`dump` wrote."""
+    """Return the error that :func:`dump` wrote; damaged bytes give an error that says so."""
     import json
 
-    name, message, facts = json.loads(data)
-    failures = [Failure(*fields) for fields in facts["failures"]]
-    facts["failures"] = {failure.rank: failure for failure in failures}
-    return _BY_NAME.get(name, SyncError)(message, **facts)
+    try:
+        name, message, facts = json.loads(data)
+        failures = [Failure(*fields) for fields in facts["failures"]]
+        facts["failures"] = {failure.rank: failure for failure in failures}
+        return _BY_NAME.get(name, SyncError)(message, **facts)
+    except (ValueError, TypeError, KeyError):
+        return SyncError(
+            "the group is broken, and the words that say why were lost; look at the output of "
+            "the other ranks"
+        )
 
 
 for _kind in (*_BY_NAME.values(), WorldClosed, ForkedProcess, ConcurrentCall, EncodingError):

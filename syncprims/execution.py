@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
+from .kinds import require
 from .world import current, topology
 
 if TYPE_CHECKING:
@@ -107,18 +108,20 @@ def on_local_main(
     return _decorate(fn, choice, default=default, share=share)
 
 
-def on_rank(n: int, /, *, default: Any = None, share: bool = False) -> _Decorator:
+def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
     """Make a function run on rank `n` only. Otherwise as :func:`on_main`.
 
     The decorated function raises ValueError on every rank if there is no rank `n`.
     """
+    require(n, int, "on_rank takes a rank, a whole number")
     choice = _Choice("on_rank", False, n)
     decorator: _Decorator = _decorate(None, choice, default=default, share=share)
     return decorator
 
 
-def on_local_rank(n: int, /, *, default: Any = None, share: bool = False) -> _Decorator:
+def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
     """Make a function run on local rank `n` of each node only. As :func:`on_local_main`."""
+    require(n, int, "on_local_rank takes a rank, a whole number")
     choice = _Choice("on_local_rank", True, n)
     decorator: _Decorator = _decorate(None, choice, default=default, share=share)
     return decorator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -151,7 +152,12 @@ class Group:
             self._rounds.fail(label, error)
             raise
         values = self._gather(label, value, self._seconds(timeout))
-        result: Any = reduction.reduce(values, op, self.ranks)
+        try:
+            result: Any = reduction.reduce(values, op, self.ranks)
+        except RankMismatch as error:
+            raise RankMismatch(
+                f"{label}: {error}", rank=self._rank, call=str(label), arrived=list(self.ranks)
+            ) from None
         return result if out is None else reduction.copy_into(out, result)  # type: ignore[no-any-return]
 
     def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
@@ -178,11 +184,13 @@ class Group:
         label = self._rounds.label("assert_same", name)
         data = self._encode(label, value, canonical=True)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        seen = self._gather(label, (digest, _shorten(value)), self._seconds(timeout))
-        if any(other != digest for other, _ in seen):
+        # Equal objects may have different pickles: those are sent, to be compared themselves.
+        whole = None if codec.is_plain(value) else value
+        seen = self._gather(label, (digest, _shorten(value), whole), self._seconds(timeout))
+        if any(other[0] != digest for other in seen) and not _all_equal([w for _, _, w in seen]):
             lines = "\n".join(
                 f"  rank {rank}: {text}  (digest {other[:8]})"
-                for rank, (other, text) in zip(self.ranks, seen, strict=True)
+                for rank, (other, text, _) in zip(self.ranks, seen, strict=True)
             )
             raise RankMismatch(
                 f"{name} differs between ranks, at {label}:\n{lines}\n"
@@ -212,12 +220,15 @@ class Group:
 
     # -- for the rest of the library ------------------------------------------------------------
 
-    def send(self, kind: str, obj: T, src: int, *, timeout: Seconds = None) -> T:
-        """Broadcast under another call's name, so that errors show what the user wrote."""
+    def send(self, kind: str, obj: T, src: int) -> T:
+        """Broadcast under another call's name, so that errors show what the user wrote.
+
+        As in `main_first`, the others wait for a body, however long it takes.
+        """
         rounds = self._rounds
         label = rounds.label(kind, src=src)
         payload = self._encode(label, obj) if src == rounds.rank else b""
-        notes = rounds.meet(Note(label, payload=payload), self._seconds(timeout))
+        notes = rounds.meet(Note(label, payload=payload), math.inf)
         return obj if src == rounds.rank else self._decode(notes[self.ranks.index(src)].payload)
 
     def send_failure(self, kind: str, error: BaseException, src: int) -> None:
@@ -271,6 +282,14 @@ class Group:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
+
+
+def _all_equal(values: list[Any]) -> bool:
+    """Tell whether all values were sent, and are equal in their own eyes."""
+    try:
+        return all(value is not None and bool(value == values[0]) for value in values)
+    except Exception:  # a comparison is the object's own code: it may raise anything
+        return False
 
 
 def _shorten(value: object) -> str:

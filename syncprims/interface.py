@@ -49,7 +49,7 @@ class Label:
     the call, is shown but never compared: `barrier()` in two branches of an `if` is one barrier.
     """
 
-    __slots__ = ("kind", "name", "op", "site", "src")
+    __slots__ = ("_encoded", "kind", "name", "op", "site", "src")
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Label:
         self.src = src
         self.op = op
         self.site = site
+        self._encoded: bytes | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Label):
@@ -95,13 +96,18 @@ class Label:
 
     def encode(self) -> bytes:
         """Return the label as bytes; equal labels at equal sites give equal bytes."""
-        parts = (self.kind, self.name, self.src, self.op, self.site)
-        return "\0".join("" if part is None else f"={part}" for part in parts).encode()
+        if self._encoded is None:
+            parts = (self.kind, self.name, self.src, self.op, self.site)
+            text = "\0".join("" if part is None else f"={part}" for part in parts)
+            # Names and paths may hold what is no valid UTF-8; it must come back the same.
+            self._encoded = text.encode("utf-8", "surrogatepass")
+        return self._encoded
 
     @classmethod
     def decode(cls, data: bytes) -> Label:
         """Return the label that :meth:`encode` wrote."""
-        kind, name, src, op, site = (p[1:] or None for p in data.decode().split("\0"))
+        parts = data.decode("utf-8", "surrogatepass").split("\0")
+        kind, name, src, op, site = (part[1:] if part else None for part in parts)
         return cls(kind or "?", name, None if src is None else int(src), op, site or "?")
 
 
@@ -165,9 +171,9 @@ class Board(ABC):
         """Return the notes of this rank's oldest uncollected round, in member order.
 
         Returns None, and the round stays uncollected, when `timeout` seconds have passed, and
-        earlier when it cannot complete: the board was aborted at this round or before, or a
-        member whose note is missing is gone. Every member that collects round *k* collects equal
-        notes, and nobody collects it before all have posted it.
+        earlier when waiting is in vain: the board was aborted at this round or before, a member is
+        lost or failed, or one whose note is missing has finished. Every member that collects round
+        *k* collects equal notes, and nobody collects it before all have posted it.
         """
 
     @abstractmethod
@@ -215,6 +221,11 @@ class Backend(ABC):
     @abstractmethod
     def close(self, failure: bytes | None = None) -> None:
         """Leave: from now on others see this rank as finished, or as failed with `failure`."""
+
+    @property
+    def meeting_place(self) -> str:
+        """Where ranks find each other, for messages; empty if there is nothing to say."""
+        return ""
 
     def publish(self, word: bytes) -> None:  # noqa: B027 - optional
         """Let others read `word`, of at most 4 KB, as this rank's latest.

@@ -1,14 +1,16 @@
 """Start the ranks of one machine, pass on what they say, and see that none is left behind.
 
 When a rank fails the others get :data:`GRACE` seconds to meet their own error and report it, then
-SIGTERM, then SIGKILL. The rank that failed first by itself, not as a consequence of another, is the
-root cause: it is shown first, and its exit code returned.
+SIGTERM, then SIGKILL. A signal to the launcher is passed on once, and the ranks get
+:data:`STOP_GRACE` seconds to stop as they see fit. The rank that failed first by itself, not as a
+consequence of another, is the root cause: it is shown first, and its exit code returned.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import select
 import shutil
@@ -21,20 +23,21 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple, TextIO
 
 from . import errors
 from .environment import place_variables, rank_variables
 from .errors import ConfigurationError
+from .registry import backend_class
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
-    from types import FrameType
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
+STOP_GRACE = 30.0  # between a signal to the launcher and SIGKILL
 _LOOK_EVERY = 0.02
-#: An ended rank stays a zombie for this long: older kernels tell its exit code only meanwhile.
-_REAP_AFTER = 0.3
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is made
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
 
@@ -56,7 +59,9 @@ def launch(what: Launch, environ: Mapping[str, str]) -> int:
         raise ConfigurationError(
             f"--backend {what.backend} contradicts SYNCPRIMS_BACKEND={named}; drop one of them"
         )
-    with _scratch() as scratch:
+    if what.backend or named:
+        backend_class(what.backend or named or "")  # unknown ones are told once, not by every rank
+    with _signals() as received, _scratch() as scratch:
         outer = place_variables()  # what an outer launcher said holds for us, not for our ranks
         common = {k: v for k, v in environ.items() if k not in outer}
         common["SYNCPRIMS_BACKEND"] = what.backend or named or "file"
@@ -68,7 +73,23 @@ def launch(what: Launch, environ: Mapping[str, str]) -> int:
             # As torchrun does: every rank's math library would start a thread per processor.
             threads = max(1, (os.cpu_count() or 1) // what.ranks)
             common.setdefault("OMP_NUM_THREADS", str(threads))
-        return _Run(what, common, scratch).wait()
+        return _Run(what, common, scratch, received).wait()
+
+
+@contextlib.contextmanager
+def _signals() -> Generator[list[int]]:
+    """Collect the signals that ask us to end; those that are ignored, as by nohup, stay ignored."""
+    received: list[int] = []
+    before = {signum: signal.getsignal(signum) for signum in (*_SIGNALS, signal.SIGCHLD)}
+    try:
+        for signum in _SIGNALS:
+            if before[signum] is not signal.SIG_IGN:
+                signal.signal(signum, lambda number, frame: received.append(number))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, children could not be waited for
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextlib.contextmanager
@@ -125,9 +146,8 @@ class _Rank:
 
     def send(self, signum: int) -> None:
         """Signal the rank and the children it started, which share its process group."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signum)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signum)
 
     @property
     def failure(self) -> errors.Failure | None:
@@ -150,23 +170,19 @@ class _Rank:
 
 
 class _Run:
-    def __init__(self, what: Launch, common: Mapping[str, str], scratch: Path) -> None:
+    def __init__(
+        self, what: Launch, common: Mapping[str, str], scratch: Path, received: list[int]
+    ) -> None:
         self._ranks: list[_Rank] = []
         self._pumps: list[threading.Thread] = []
         self._voice = threading.Lock()
-        self._received: list[int] = []
+        self._received = received
         self._first_failed: list[_Rank] = []
-        # Before the first rank starts: from now on a signal to us is a signal to them.
-        self._handlers = {
-            signum: signal.signal(signum, self._on_signal)
-            for signum in (signal.SIGINT, signal.SIGTERM)
-        }
         try:
             for rank in range(what.ranks):
                 self._start(what, rank, common, scratch)
         except BaseException:
             self._kill_all()
-            self._restore()
             raise
 
     def _start(self, what: Launch, rank: int, common: Mapping[str, str], scratch: Path) -> None:
@@ -193,30 +209,35 @@ class _Run:
             self._pumps.append(pump)
 
     def _pump(
-        self, rank: int, source: IO[bytes], sink: IO[str], tail: collections.deque[str] | None
+        self, rank: int, source: IO[bytes], sink: TextIO, tail: collections.deque[str] | None
     ) -> None:
         """Pass on what a rank writes, line by line; a progress bar's returns end a line too."""
-        rest = b""
+        begun: list[bytes] = []  # of a line that has not ended
         while chunk := _read_together(source.fileno()):
-            *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-            self._say(rank, lines, sink, tail)
-        if rest:
-            self._say(rank, [rest], sink, tail)
+            if chunk.endswith(b"\r"):
+                chunk += os.read(source.fileno(), 1)  # is it half of an end of line?
+            first, *more = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+            begun.append(first)
+            if more:
+                self._say(rank, [b"".join(begun), *more[:-1]], sink, tail)
+                begun = [more[-1]]
+            elif sum(map(len, begun)) > _LONGEST_LINE:
+                self._say(rank, [b"".join(begun)], sink, tail)
+                begun = []
+        if any(begun):
+            self._say(rank, [b"".join(begun)], sink, tail)
         source.close()
 
     def _say(
-        self, rank: int, lines: list[bytes], sink: IO[str], tail: collections.deque[str] | None
+        self, rank: int, lines: list[bytes], sink: TextIO, tail: collections.deque[str] | None
     ) -> None:
-        texts = [line.decode(errors="replace") for line in lines]
         if tail is not None:
-            tail.extend(texts)
-        # A closed pipe behind us must not stop the ranks: their output is then nobody's.
-        with self._voice, contextlib.suppress(BrokenPipeError, ValueError):
-            sink.write("".join(f"[rank {rank}] {text}\n" for text in texts))
+            tail.extend(line.decode(errors="replace") for line in lines)
+        data = b"".join(b"[rank %d] %b\n" % (rank, line) for line in lines)
+        # A closed pipe or a full disk behind us must not stop the ranks: we read on.
+        with self._voice, contextlib.suppress(OSError, ValueError):
+            sink.buffer.write(data)
             sink.flush()
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._received.append(signum)
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -225,62 +246,58 @@ class _Run:
         try:
             self._watch()
         finally:
+            # Ended ranks were left as zombies until now, so that their numbers are still theirs:
+            # what is killed is what they started, and nobody else.
             self._kill_all()
             for one in self._ranks:
                 one.process.wait()
+            deadline = time.monotonic() + GRACE
             for pump in self._pumps:
-                pump.join(timeout=GRACE)
-            self._restore()
+                pump.join(timeout=max(0.0, deadline - time.monotonic()))
         if self._received and not self._first_failed:
             return 128 + self._received[0]
         return self._report()
 
     def _watch(self) -> None:
         """Return when all have ended, or when none can be waited for any longer."""
-        deadline: float | None = None
-        forwarded = escalation = 0
+        kill_at = term_at = math.inf
+        forwarded = 0
         while True:
             for one in self._ranks:
                 if one.look() and self._code_of(one) != 0 and not one.stopped:
                     self._first_failed.append(one)
             running = [one for one in self._ranks if one.ended_at is None]
-            now = time.monotonic()
-            self._reap(now)
             if not running:
                 return
+            now = time.monotonic()
             for signum in self._received[forwarded:]:
-                for one in running:
-                    one.stopped = True
-                    one.send(signum)
+                self._stop(running, signum)
+                kill_at = min(kill_at, now + STOP_GRACE)
             forwarded = len(self._received)
-            if deadline is None and (self._first_failed or self._received):
-                deadline = now + GRACE
-            elif deadline is not None and now >= deadline:
-                escalation += 1
-                deadline = now + GRACE
-                for one in running:
-                    one.stopped = True
-                    one.send(signal.SIGTERM if escalation == 1 else signal.SIGKILL)
+            if self._first_failed and kill_at == math.inf:
+                term_at, kill_at = now + GRACE, now + 2 * GRACE
+            if now >= term_at:
+                self._stop(running, signal.SIGTERM)
+                term_at = math.inf
+            if now >= kill_at:
+                self._stop(running, signal.SIGKILL)
+                kill_at = now + GRACE
             time.sleep(_LOOK_EVERY)
+
+    def _stop(self, running: list[_Rank], signum: int) -> None:
+        for one in running:
+            one.stopped = True
+            one.send(signum)
 
     def _code_of(self, one: _Rank) -> int:
         found = os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return 0 if found is None else int(found.si_status)
-
-    def _reap(self, now: float) -> None:
-        for one in self._ranks:
-            if one.ended_at is not None and now - one.ended_at >= _REAP_AFTER:
-                one.process.poll()
 
     def _kill_all(self) -> None:
         """Leave nobody: neither ranks nor what they started and left running."""
         for one in self._ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(one.process.pid, signal.SIGKILL)
-
-    def _restore(self) -> None:
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
 
     # -- reporting ------------------------------------------------------------------------------
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .errors import ConfigurationError, Failure, PeerFailed
+from .errors import ConfigurationError, Failure, PeerFailed, SyncTimeout
 from .group import Group
 from .interface import Note
+from .kinds import require
 from .rounds import Rounds
 from .version import version
 from .whereabouts import Whereabouts
@@ -131,7 +134,17 @@ class World:
         }
         rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
         note = Note(rounds.label("init"), payload=json.dumps([mine, top.node_rank]).encode())
-        notes = rounds.meet(note, self.settings.join_timeout)
+        try:
+            notes = rounds.meet(note, self.settings.join_timeout)
+        except SyncTimeout as error:
+            place = self._backend.meeting_place
+            where = f" in {place}" if place else ""
+            more = (
+                f"This rank waits with backend {self.backend_name!r}{where}, run id "
+                f"{top.run_id!r}: a rank that was started with others never meets it."
+            )
+            error.args = (f"{error}\n{more}",)
+            raise
         said = [json.loads(other.payload) for other in notes]
         self._nodes = [node for _, node in said]
         for fact, value in mine.items():
@@ -139,8 +152,11 @@ class World:
             if any(other != value for other in values):
                 shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
                 raise ConfigurationError(
-                    f"the ranks disagree about {fact}: {shown}; start all ranks from one "
-                    f"installation with the same settings"
+                    f"the ranks disagree about {fact}, at {note.label}: {shown}; start all ranks "
+                    f"from one installation with the same settings",
+                    rank=self.rank,
+                    call=str(note.label),
+                    arrived=list(range(self.world_size)),
                 )
 
     def bar(self, why: Callable[[], SyncError]) -> None:
@@ -154,18 +170,22 @@ class World:
         if error is not None:
             failed = PeerFailed.from_failure(Failure.of(self.rank, error))
             failure = errors.dump(failed)
-            self._report(failure)
+        self._report(failure)
         self._backend.close(failure)
 
-    def _report(self, failure: bytes) -> None:
-        """Leave the reason where the launcher looks for it."""
-        if self.settings.error_file is None:
+    def _report(self, failure: bytes | None) -> None:
+        """Leave the reason where the launcher looks; a good end takes back an earlier one."""
+        path = self.settings.error_file
+        if path is None:
             return
-        try:
-            with open(self.settings.error_file, "xb") as file:  # noqa: PTH123 - pathlib is slow to import
+        # If it cannot be done, the launcher still has the exit code and stderr.
+        with contextlib.suppress(OSError):
+            if failure is None:
+                os.unlink(path)  # noqa: PTH108 - pathlib is slow to import
+                return
+            with open(f"{path}.new", "wb") as file:  # noqa: PTH123
                 file.write(failure)
-        except OSError:
-            pass  # the launcher still has the exit code and stderr
+            os.replace(f"{path}.new", path)  # noqa: PTH105
 
     def abandon(self) -> None:
         """Drop the backend without a word, in a forked child."""
@@ -183,6 +203,8 @@ class World:
 
 
 def _members(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    for rank in ranks:
+        require(rank, int, "a group is made of ranks, whole numbers")
     members = tuple(sorted(ranks))
     bad = [rank for rank in members if not 0 <= rank < world_size]
     if not members or bad or len(set(members)) != len(members):

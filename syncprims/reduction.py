@@ -72,6 +72,8 @@ def _reduce(values: list[Any], op: str, ranks: Sequence[int], where: str) -> Any
             _reduce([value[i] for value in values], op, ranks, f"{where}[{i}]")
             for i in range(len(first))
         ]
+        if hasattr(first, "_fields"):  # a named tuple
+            return type(first)(*parts)
         return parts if isinstance(first, list) else tuple(parts)
     if is_tensor(first):
         return _reduce_tensors(values, op)
@@ -81,7 +83,7 @@ def _reduce(values: list[Any], op: str, ranks: Sequence[int], where: str) -> Any
 
 
 def _describe(value: Any) -> str:
-    """Return what must agree between ranks. Numbers mix: an int on one rank, a float on another."""
+    """Return what must agree between ranks. Python's numbers mix: 0 here, and 0.5 there."""
     if is_dict(value):
         return f"dict with keys {sorted(map(repr, value))}"
     if is_list_or_tuple(value):
@@ -90,14 +92,14 @@ def _describe(value: Any) -> str:
         return f"array of shape {value.shape}, dtype {value.dtype}"
     if is_tensor(value):
         return f"tensor of shape {tuple(value.shape)}, dtype {value.dtype}"
+    if is_scalar(value) and value.dtype not in ("float64", "bool"):
+        return f"number of dtype {value.dtype}"
     return "number"
 
 
 def _reduce_numbers(values: list[Any], op: str) -> Any:
-    if all(is_scalar(value) and value.dtype == values[0].dtype for value in values):
-        import numpy
-
-        return _reduce_arrays([numpy.asarray(value) for value in values], op)[()]
+    if all(is_scalar(value) for value in values):
+        return _reduce_scalars(values, op)
     numbers = [value.item() if is_scalar(value) else value for value in values]
     if op in ("min", "max"):
         nan = next((number for number in numbers if number != number), None)
@@ -107,6 +109,16 @@ def _reduce_numbers(values: list[Any], op: str) -> Any:
         return math.prod(numbers)
     total = sum(numbers)
     return total / len(numbers) if op == "mean" else total
+
+
+def _reduce_scalars(values: list[Any], op: str) -> Any:
+    import numpy
+
+    if values[0].dtype.kind in "iu" and op in ("sum", "prod"):
+        exact = _reduce_numbers([int(value) for value in values], op)
+        bounds = numpy.iinfo(values[0].dtype)
+        return values[0].dtype.type(exact) if bounds.min <= exact <= bounds.max else exact
+    return _reduce_arrays([numpy.asarray(value) for value in values], op)[()]
 
 
 def _reduce_arrays(values: list[Any], op: str) -> Any:
@@ -123,12 +135,14 @@ def _reduce_arrays(values: list[Any], op: str) -> Any:
     combine = {"min": numpy.minimum, "max": numpy.maximum, "prod": numpy.multiply}.get(
         op, numpy.add
     )
-    result = numpy.array(first, dtype=dtype)
+    # Half precision is added up in single: rounded once, and a mean cannot overflow on its way.
+    wide = numpy.dtype("f4") if dtype == numpy.dtype("f2") else dtype
+    result = numpy.array(first, dtype=wide)
     for value in values[1:]:
         combine(result, value, out=result, casting="unsafe")
     if op == "mean":
         result /= len(values)
-    return result
+    return result.astype(dtype, copy=False)
 
 
 def _reduce_tensors(values: list[Any], op: str) -> Any:
@@ -142,10 +156,11 @@ def _reduce_tensors(values: list[Any], op: str) -> Any:
     elif dtype is torch.bool and op in ("sum", "prod"):
         dtype = torch.int64
     combine = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(op, torch.add)
-    result = first.to(dtype, copy=True)
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype  # as for arrays
+    result = first.to(wide, copy=True)
     for value in values[1:]:
-        result = combine(result, value.detach().to(dtype))
-    return result / len(values) if op == "mean" else result
+        result = combine(result, value.detach().to(wide))
+    return (result / len(values) if op == "mean" else result).to(dtype)
 
 
 def copy_into(out: Any, value: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import errors
 from .callsite import calling_frame, describe
@@ -21,25 +21,32 @@ from .interface import Label, Note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
     from types import CodeType
 
+    from .diagnosis import Look
     from .errors import SyncError
     from .interface import Board, Settings
     from .whereabouts import Whereabouts
 
-_LOOK_AROUND = 1.0  # seconds of waiting after which boards are compared
-_LOOK_AGAIN = 0.25
+_FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
+_LONGEST_PAUSE = 0.1
+_LOOK_AROUND = 1.0  # after which boards are compared
 
 
-def seconds(timeout: float | timedelta | None) -> float | None:
-    """Return a user's `timeout` in seconds.
+def seconds(timeout: Any) -> float | None:
+    """Return a user's `timeout`, a number or a timedelta, in seconds.
 
-    :raises ValueError: if it is not a positive number.
+    :raises TypeError: if it is neither.
+    :raises ValueError: if it is not positive.
     """
     if timeout is None:
         return None
-    value = float(timeout) if isinstance(timeout, int | float) else timeout.total_seconds()
+    if hasattr(timeout, "total_seconds"):
+        value = float(timeout.total_seconds())
+    elif hasattr(timeout, "__float__"):
+        value = float(timeout)
+    else:
+        raise TypeError(f"timeout={timeout!r}: it takes seconds, or a timedelta")
     if not value > 0:
         raise ValueError(f"timeout={timeout!r}: it takes seconds above 0, or None for the default")
     return value
@@ -48,8 +55,8 @@ def seconds(timeout: float | timedelta | None) -> float | None:
 def _check_name(name: object) -> None:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name={name!r}: a name is a str")
-    if name is not None and ("\0" in name or len(name) > 200):
-        raise ValueError(f"name={name!r}: a name has at most 200 characters, none of them NUL")
+    if name is not None and ("\0" in name or len(name.encode("utf-8", "surrogatepass")) > 200):
+        raise ValueError(f"name={name!r}: a name has at most 200 bytes of UTF-8, and no NUL")
 
 
 def _warn(text: str) -> None:
@@ -86,9 +93,12 @@ class Rounds:
         self._whereabouts = whereabouts
         self._meetings: dict[int, Meeting] = {}  # round -> who still wants its notes
         self._labels: dict[tuple[object, ...], tuple[Label, CodeType]] = {}
-        self._turnstile = threading.Lock()  # never waited for: it only tells two threads apart
+        self.inside_main_first = 0  # how many such blocks this rank is in, as the first
+        self.thread = 0  # that called last
+        # Who is in a call. A dict, since one operation on it is atomic, also for an interrupt: a
+        # lock taken just before a `try` can stay taken for ever.
+        self._inside: dict[object, int] = {}
         self._barred: Callable[[], SyncError] | None = None  # closed, forked or torn: why
-        self._first_look = min(_LOOK_AROUND, settings.warn_after)
         whereabouts.add(self)
 
     # -- what the primitives use ------------------------------------------------------------
@@ -97,6 +107,8 @@ class Rounds:
         self, kind: str, name: str | None = None, src: int | None = None, op: str | None = None
     ) -> Label:
         """Return the label of a call, with the user's call site."""
+        if name.__class__ is not str and name is not None:
+            _check_name(name)
         frame = calling_frame()
         code = frame.f_code
         key = (kind, name, src, op, id(code), frame.f_lasti)
@@ -117,11 +129,9 @@ class Rounds:
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: if the group breaks, or was
             broken before.
         """
-        if not self._turnstile.acquire(blocking=False):
-            raise self._diagnosis.two_at_once(note.label)
+        turn = object()
         try:
-            if self._barred is not None:
-                raise self._barred()
+            self._enter(turn, note.label)
             self._make_room(timeout)
             self._post(note)
             mine = self.posted
@@ -130,7 +140,7 @@ class Rounds:
                 if self.collected == mine:
                     break
         finally:
-            self._turnstile.release()
+            self._inside.pop(turn, None)
         for other in notes:
             if other.failure:
                 error = self._shared_failure(notes)
@@ -140,29 +150,25 @@ class Rounds:
 
     def defer(self, note: Note, timeout: float | None = None) -> Meeting:
         """Post `note` and return at once; :meth:`settle` collects its round."""
-        if not self._turnstile.acquire(blocking=False):
-            raise self._diagnosis.two_at_once(note.label)
+        turn = object()
         try:
-            if self._barred is not None:
-                raise self._barred()
+            self._enter(turn, note.label)
             self._make_room(timeout)
             self._post(note)
             meeting = self._meetings[self.posted] = Meeting(timeout)
             return meeting
         finally:
-            self._turnstile.release()
+            self._inside.pop(turn, None)
 
     def settle(self, meeting: Meeting) -> Sequence[Note]:
         """Return the notes of a deferred round, as :meth:`meet` would have."""
-        if not self._turnstile.acquire(blocking=False):
-            raise self._diagnosis.two_at_once(None)
+        turn = object()
         try:
+            self._enter(turn, None)
             while meeting.notes is None:
-                if self._barred is not None:
-                    raise self._barred()
                 self._collect(meeting.timeout)
         finally:
-            self._turnstile.release()
+            self._inside.pop(turn, None)
         if meeting.error is not None:
             raise meeting.error
         return meeting.notes
@@ -170,7 +176,8 @@ class Rounds:
     def fail(self, label: Label, error: BaseException) -> None:
         """Tell the others, in the round of `label`, that this rank raised `error`.
 
-        Does not wait, and never raises: the caller is about to raise `error` itself.
+        Never raises: the caller is about to raise `error` itself. Waits only if as many rounds
+        are outstanding as the board can hold.
         """
         if self.torn:
             return  # everybody knows already
@@ -187,6 +194,14 @@ class Rounds:
     def bar(self, why: Callable[[], SyncError]) -> None:
         """Let every later call raise ``why()``."""
         self._barred = why
+
+    def _enter(self, turn: object, label: Label | None) -> None:
+        """Let one call in at a time, and none that is barred."""
+        self.thread = self._inside[turn] = threading.get_ident()
+        if len(self._inside) > 1:
+            raise self._diagnosis.two_at_once(label, self._inside.values())
+        if self._barred is not None:
+            raise self._barred()
 
     def _post(self, note: Note) -> None:
         """Post the note; if it does not fit on the disk, post that instead, and raise."""
@@ -208,15 +223,23 @@ class Rounds:
     def _collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, check that all came for the same, and count it."""
         begin = self._board.now()
-        limit = self._first_look if timeout is None else min(self._first_look, timeout)
-        notes = self._board.collect(limit)
-        if notes is None:
-            notes = self._wait(timeout, begin)
+        limit = _FIRST_LOOK if timeout is None else min(_FIRST_LOOK, timeout)
+        try:
+            notes = self._board.collect(limit)
+            if notes is None:
+                notes = self._wait(timeout, begin)
+        except errors.SyncError:
+            raise
+        except BaseException as error:
+            self._break_off(error)
+            raise
         self.collected += 1
         mine = notes[self._index]
         for note in notes:
             if note is not mine and note.label is not mine.label and note.label != mine.label:
                 self._tear(errors.dump(self._diagnosis.mismatch(self.collected, notes)))
+        if self._whereabouts.told:
+            self._whereabouts.take_back()
         if self._meetings:
             meeting = self._meetings.pop(self.collected, None)
             if meeting is not None:
@@ -227,43 +250,61 @@ class Rounds:
     def _wait(self, timeout: float | None, begin: float) -> Sequence[Note]:
         """Wait on: for the notes, a verdict, a death, a deadlock or the deadline."""
         board = self._board
+        number = self.collected + 1
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
         warn_at = begin + warn_every
+        pause = _FIRST_LOOK
         try:
             while True:
                 verdict = board.verdict()
                 if verdict is not None:
                     self._tear(verdict)
-                missing = self._diagnosis.missing(self.collected + 1)
                 now = board.now()
-                if missing:
-                    error = self._explain(missing, now - begin, now >= deadline)
-                    if error is not None:
-                        board.abort(errors.dump(error))
-                        if board.verdict() is not None:
-                            continue
-                    elif now >= warn_at:
-                        _warn(self._diagnosis.warning(missing, now - begin))
-                        warn_every *= 2
-                        warn_at = now + warn_every
-                pause = min(_LOOK_AGAIN, max(0.0, deadline - now), max(0.0, warn_at - now))
-                notes = board.collect(pause)
+                look = self._diagnosis.look(number, now - begin)
+                error = self._explain(look, now - begin, now >= deadline)
+                if error is not None:
+                    board.abort(errors.dump(error))
+                    if board.verdict() is not None:
+                        continue
+                    if not look.missing and now >= deadline:
+                        raise error  # all notes are up, and one cannot be read
+                elif now >= warn_at:
+                    _warn(look.warning)
+                    warn_every *= 2
+                    warn_at = now + warn_every
+                notes = board.collect(min(pause, max(0.0, deadline - now), warn_at - now))
                 if notes is not None:
                     return notes
+                pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
             self._whereabouts.moved_on()
 
-    def _explain(self, missing: list[int], waited: float, late: bool) -> SyncError | None:
+    def _explain(self, look: Look, waited: float, late: bool) -> SyncError | None:
         """Return why this round will not complete, or None while there is hope."""
-        error = self._whereabouts.told_deadlock(missing)
+        error = self._whereabouts.told_deadlock(self, look.missing)
         if error is None:
-            error = self._diagnosis.absence(self.collected + 1, missing, waited)
+            error = look.absence() or look.early_mismatch()
         if error is None and late:
-            error = self._diagnosis.timeout(missing, waited)
-        if error is None and waited >= _LOOK_AROUND:
+            error = look.timeout()
+        if error is None and waited >= _LOOK_AROUND and look.missing:
             error = self._whereabouts.deadlock(self)
         return error
+
+    def _break_off(self, error: BaseException) -> None:
+        """Break the group after an exception in the middle of a wait.
+
+        This rank's note is up, and the others may have gone on: if it made the call again, all
+        later rounds would be paired off by one. So nobody passes another.
+        """
+        if self._barred is not None:
+            raise self._barred() from error  # a signal handler has shut the world down
+        failed = PeerFailed.from_failure(Failure.of(self.rank, error), self.here())
+        verdict = errors.dump(failed)
+        self._barred = lambda: errors.load(verdict)
+        while self.collected < self.posted and self._board.collect(0.0) is not None:
+            self.collected += 1
+        self._board.abort(verdict)
 
     def here(self) -> str:
         """Return the call this rank is in, with its call site."""

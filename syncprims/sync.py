@@ -97,7 +97,7 @@ def barrier(
     device: bool = False,
 ) -> None:
     """Return when every member has arrived. See :meth:`Group.barrier`."""
-    members = group or active_group()
+    members = group or active_group(timeout)
     if members.alone and name is None and timeout is None and not device:
         return  # as the Group's method would; in a world of one the extra call is half the price
     members.barrier(name, timeout=timeout, device=device)
@@ -107,12 +107,12 @@ def broadcast(
     obj: T, src: int = 0, *, out: Any = None, timeout: Seconds = None, group: Group | None = None
 ) -> T:
     """Return `src`'s object on every member. See :meth:`Group.broadcast`."""
-    return (group or active_group()).broadcast(obj, src, out=out, timeout=timeout)
+    return (group or active_group(timeout)).broadcast(obj, src, out=out, timeout=timeout)
 
 
 def all_gather(obj: T, *, timeout: Seconds = None, group: Group | None = None) -> list[T]:
     """Return every member's object, in rank order. See :meth:`Group.all_gather`."""
-    return (group or active_group()).all_gather(obj, timeout=timeout)
+    return (group or active_group(timeout)).all_gather(obj, timeout=timeout)
 
 
 def all_reduce(
@@ -124,24 +124,24 @@ def all_reduce(
     group: Group | None = None,
 ) -> T:
     """Return the sum, mean, min, max or prod over all members. See :meth:`Group.all_reduce`."""
-    return (group or active_group()).all_reduce(value, op, out=out, timeout=timeout)
+    return (group or active_group(timeout)).all_reduce(value, op, out=out, timeout=timeout)
 
 
 def any_rank(flag: object, *, timeout: Seconds = None, group: Group | None = None) -> bool:
     """Return True everywhere if `flag` is true on at least one member."""
-    return (group or active_group()).any_rank(flag, timeout=timeout)
+    return (group or active_group(timeout)).any_rank(flag, timeout=timeout)
 
 
 def all_ranks(flag: object, *, timeout: Seconds = None, group: Group | None = None) -> bool:
     """Return True everywhere if `flag` is true on all members."""
-    return (group or active_group()).all_ranks(flag, timeout=timeout)
+    return (group or active_group(timeout)).all_ranks(flag, timeout=timeout)
 
 
 def assert_same(
     value: object, name: str, *, timeout: Seconds = None, group: Group | None = None
 ) -> None:
     """Return only if `value` is the same on every member. See :meth:`Group.assert_same`."""
-    (group or active_group()).assert_same(value, name, timeout=timeout)
+    (group or active_group(timeout)).assert_same(value, name, timeout=timeout)
 
 
 def main_first(
@@ -156,13 +156,13 @@ def main_first(
     With `local`, the first rank of each node goes first, and no node waits for another.
     """
     if local:
-        return current().node_group.main_first(name=name, timeout=timeout)
-    return (group or active_group()).main_first(name=name, timeout=timeout)
+        return current(timeout).node_group.main_first(name=name, timeout=timeout)
+    return (group or active_group(timeout)).main_first(name=name, timeout=timeout)
 
 
 def in_turn(*, timeout: Seconds = None, group: Group | None = None) -> InTurn:
     """Return a context manager: ranks run the block one after another. See `Group.in_turn`."""
-    return (group or active_group()).in_turn(timeout=timeout)
+    return (group or active_group(timeout)).in_turn(timeout=timeout)
 
 
 def split(items: Any, *, pad: bool = False) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import codec
+from .kinds import require
 from .world import active_group, current
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ class Trigger:
         """Raise the flag on this rank; every rank sees it at its next check. Waits for nobody.
 
         Safe in a signal handler. The first reason given before a check is the one that counts.
+
+        :raises TypeError: if the reason is no text.
         """
+        if reason is not None:
+            require(reason, str, "a reason is a str")
         if not self._set:
             self._why = reason
         self._set = True
@@ -56,8 +61,8 @@ class Trigger:
         meeting = group.raise_flag("trigger", self._name, flag, payload, lag=bool(self._lag))
         if self._lag:
             before, self._before = self._before, (group, meeting)
-            if before is None:
-                return False
+            if before is None or before[0] is not group:
+                return False  # the first check of this group, or of another world
             group, meeting = before
         raised = group.flags(meeting)
         if not raised:

@@ -33,9 +33,15 @@ class MainFirst:
         return self._rounds.rank == self._rounds.members[0]
 
     def __enter__(self) -> None:
-        self._label = self._rounds.label("main_first", self._name)
-        if not self._goes_first:
-            self._rounds.meet(Note(self._label), self._timeout)
+        rounds = self._rounds
+        # While main is in its block, the others wait in theirs: an inner one would pair with an
+        # outer one, so that they have different names.
+        kind = "main_first" if not rounds.inside_main_first else "main_first inside of main_first"
+        self._label = rounds.label(kind, self._name)
+        if self._goes_first:
+            rounds.inside_main_first += 1
+        else:
+            rounds.meet(Note(self._label), self._timeout)
 
     def __exit__(
         self,
@@ -45,6 +51,7 @@ class MainFirst:
     ) -> None:
         if not self._goes_first or self._label is None:
             return
+        self._rounds.inside_main_first -= 1
         if error is not None:
             self._rounds.fail(self._label, error)
         else:

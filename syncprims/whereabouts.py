@@ -5,11 +5,11 @@ rank 1, and rank 1 in the world's for rank 0, both boards only see somebody slow
 waited for a second publishes where it waits and how many rounds it has posted at each board, and
 looks at the others' words. Everybody waits for *all* missing members, and a waiting rank posts
 nothing, so a cycle of ranks that each lack the next one's note is a deadlock, and stays one.
+(A rank that uses several threads may post while it waits; it takes no part.)
 """
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import errors
@@ -26,6 +26,7 @@ class Waiter(Protocol):
     members: tuple[int, ...]
     posted: int
     collected: int
+    thread: int
 
     def here(self) -> str:
         """Return the call this rank is in."""
@@ -36,6 +37,7 @@ class Whereabouts:
     """This rank's published words, and what it makes of the others'."""
 
     def __init__(self, backend: Backend) -> None:
+        self.told = False  #: this rank has found a deadlock, and its word still says so
         self._backend = backend
         self._boards: list[Waiter] = []
         self._waits = 0  # tells one wait from the next, so that two looks can be compared
@@ -54,22 +56,26 @@ class Whereabouts:
             self._suspected = []
             self._backend.publish(b"")
 
+    def take_back(self) -> None:
+        """Take back the word of a deadlock: this rank has passed a round since."""
+        self.told = False
+        self._backend.publish(b"")
+
     def deadlock(self, board: Waiter) -> SyncError | None:
         """Publish that this rank waits at `board`; return an error once a deadlock is certain."""
         if len(self._boards) < 2:
             return None  # one board: nobody can wait elsewhere
+        if len({b.thread for b in self._boards if b.thread}) > 1:
+            return None  # several threads: while one waits, another may post
+        self._published = True
         word = {
             "wait": self._waits,
-            "at": _key(board),
-            "round": board.collected + 1,
+            "at": _wait_of(board),
             "members": board.members,
             "here": board.here(),
             "posted": {_key(b): b.posted for b in self._boards},
         }
-        import json  # slow to import, and only who waits for long needs it
-
-        self._published = True
-        self._backend.publish(json.dumps(word).encode())
+        self._publish(word)
         cycle = self._cycle(board.rank)
         # Words are read one after another. Only if the same ones stand at a second look did they
         # all stand at one time.
@@ -77,14 +83,14 @@ class Whereabouts:
         if not cycle or words != self._suspected:
             self._suspected = words
             return None
-        return self._report(board, cycle, words)
+        return self._report(board, cycle, [_parse(word) for word in words])
 
-    def told_deadlock(self, missing: list[int]) -> SyncError | None:
-        """Return the verdict of a missing rank that found itself in a deadlock."""
+    def told_deadlock(self, board: Waiter, missing: list[int]) -> SyncError | None:
+        """Return the verdict of a missing rank that has found this very wait in a deadlock."""
         for rank in missing:
             word = _parse(self._backend.published(rank))
-            if "deadlock" in word:
-                return errors.load(word["deadlock"].encode())
+            if _wait_of(board) in word.get("waits", ()):
+                return errors.load(word["verdict"].encode())
         return None
 
     def _cycle(self, start: int) -> list[int]:
@@ -97,9 +103,10 @@ class Whereabouts:
             if "at" not in word:
                 return False
             trail.append(rank)
+            key, number = word["at"]
             for other in word["members"]:
                 posted = _parse(self._backend.published(other)).get("posted")
-                if posted is None or posted.get(word["at"], 0) >= word["round"]:
+                if posted is None or posted.get(key, 0) >= number:
                     continue
                 if other == start:
                     return True
@@ -112,11 +119,10 @@ class Whereabouts:
 
         return trail if reaches(start) else []
 
-    def _report(self, board: Waiter, cycle: list[int], words: list[bytes]) -> SyncError:
-        parsed = [_parse(word) for word in words]
+    def _report(self, board: Waiter, cycle: list[int], words: list[dict[str, Any]]) -> SyncError:
         lines = "\n".join(
             f"  rank {rank}: {word['here']} in group {word['members']}"
-            for rank, word in zip(cycle, parsed, strict=True)
+            for rank, word in zip(cycle, words, strict=True)
         )
         error = CollectiveMismatch(
             f"ranks wait for each other in different groups, and none can go on:\n{lines}\n"
@@ -124,16 +130,24 @@ class Whereabouts:
             rank=board.rank,
             call=board.here(),
         )
-        import json
-
         # The others may look only after this rank has raised: leave them the verdict.
-        self._published = False
-        self._backend.publish(json.dumps({"deadlock": errors.dump(error).decode()}).encode())
+        self._published, self.told = False, True
+        waits = [word["at"] for word in words]
+        self._publish({"waits": waits, "verdict": errors.dump(error).decode()})
         return error
+
+    def _publish(self, word: dict[str, Any]) -> None:
+        import json  # slow to import, and only who waits for long needs it
+
+        self._backend.publish(json.dumps(word).encode())
 
 
 def _key(board: Waiter) -> str:
-    return f"{zlib.crc32(repr(board.members).encode()):08x}"
+    return ",".join(map(str, board.members))
+
+
+def _wait_of(board: Waiter) -> list[Any]:
+    return [_key(board), board.collected + 1]
 
 
 def _parse(word: bytes) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING
 
-from .endings import Endings
+from .endings import Endings, reason
 from .environment import claims_of_size, detect, read_settings
 from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed
 from .group import entered
@@ -34,6 +35,7 @@ class _State:
         self.world: World | None = None
         self.ended: Callable[[], SyncError] | None = None
         self.topology: Topology | None = None  # of a world that has ended
+        self.starting = threading.RLock()  # two threads may make the first call
 
 
 _state = _State()
@@ -51,17 +53,20 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     :raises BackendUnavailable: if the backend cannot work here.
     :raises SyncTimeout: naming the ranks that did not come within ``SYNCPRIMS_JOIN_TIMEOUT``.
     """
-    running = _state.world
-    if running is not None:
-        _check_same(running, backend, seconds(timeout))
-        return running
-    if _state.ended is not None and isinstance(_state.ended(), ForkedProcess):
-        raise _state.ended()
-    return _start(os.environ, backend, seconds(timeout))
+    with _state.starting:
+        running = _state.world
+        if running is not None:
+            _check_same(running, backend, seconds(timeout))
+            return running
+        if _state.ended is not None and isinstance(_state.ended(), ForkedProcess):
+            raise _state.ended()
+        return _start(os.environ, backend, seconds(timeout))
 
 
-def current() -> World:
+def current(timeout: float | timedelta | None = None) -> World:
     """Return the running world; the first call starts it from the environment.
+
+    With `timeout`, that of a primitive that starts it, the others have no longer to join.
 
     :raises WorldClosed: after :func:`shutdown`.
     :raises ForkedProcess: in a forked child, which is not a rank.
@@ -71,7 +76,8 @@ def current() -> World:
         return world
     if _state.ended is not None:
         raise _state.ended()
-    return init()
+    with _state.starting:
+        return _state.world or _start(os.environ, None, None, join_within=seconds(timeout))
 
 
 def shutdown() -> None:
@@ -87,9 +93,9 @@ def shutdown() -> None:
         _state.topology = None
 
 
-def active_group() -> Group:
+def active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else all ranks."""
-    return entered.get() or (_state.world or current()).group
+    return entered.get() or (_state.world or current(timeout)).group
 
 
 def topology() -> Topology:
@@ -112,8 +118,16 @@ def _check_same(running: World, backend: str | None, timeout: float | None) -> N
         )
 
 
-def _start(environ: Mapping[str, str], backend: str | None, timeout: float | None) -> World:
+def _start(
+    environ: Mapping[str, str],
+    backend: str | None,
+    timeout: float | None,
+    *,
+    join_within: float | None = None,
+) -> World:
     settings = read_settings(environ)
+    if join_within is not None:
+        settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
     if timeout is not None and settings.timeout not in (None, timeout):
         raise ConfigurationError(
             f"init(timeout={timeout:g}) contradicts SYNCPRIMS_TIMEOUT={settings.timeout:g}; "
@@ -196,7 +210,7 @@ def _end(error: BaseException | None) -> None:
 def _end_block(world: World, error: BaseException | None) -> None:
     """End the world whose ``with`` block has ended, unless it has been ended inside."""
     if _state.world is world:
-        _end(error)
+        _end(reason(error))
 
 
 def _closed() -> SyncError:

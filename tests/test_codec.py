@@ -54,7 +54,7 @@ def test_cycles_and_depth_are_left_to_pickle() -> None:
     with pytest.raises(EncodingError):
         encode(cycle, allow_pickle=False)
     deep: Any = 0
-    for _ in range(500):
+    for _ in range(300):
         deep = [deep]
     assert decode(encode(deep)) == deep
 

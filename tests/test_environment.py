@@ -40,6 +40,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
+SHELL = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -81,8 +82,9 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
         ("SLURM", 5, 6, 2, 3, 1, 2),
     ),
     ("sbatch's own script", {**SLURM_JOB, "SLURM_PROCID": "0"}, ("none", 0, 1, 0, 1, 0, 1)),
-    ("salloc's shell", {**SLURM, "SLURM_JOB_NAME": "bash"}, ("none", 0, 1, 0, 1, 0, 1)),
-    ("interactive", {**SLURM, "SLURM_JOB_NAME": "interactive"}, ("none", 0, 1, 0, 1, 0, 1)),
+    ("salloc's shell", {**SHELL, "SLURM_JOB_NAME": "bash"}, ("none", 0, 1, 0, 1, 0, 1)),
+    ("interactive", {**SHELL, "SLURM_JOB_NAME": "interactive"}, ("none", 0, 1, 0, 1, 0, 1)),
+    ("srun bash -c", {**SLURM, "SLURM_JOB_NAME": "bash"}, ("SLURM", 5, 6, 1, 2, 1, 2)),
     ("mpirun", OPEN_MPI, ("Open MPI", 3, 4, 1, 2, 1, 2)),
     ("mpiexec of MPICH", MPICH, ("MPICH", 1, 2, 1, 2, 0, 1)),
     ("aprun of PALS", PALS, ("PALS", 3, 4, 1, 2, 1, 2)),

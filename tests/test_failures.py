@@ -257,7 +257,8 @@ def test_disagreement_about_settings_is_an_error_on_all_ranks(world: Ranks) -> N
 
     for name, text in world.outcomes(program, start=False):
         assert name == "ConfigurationError"
-        assert "SYNCPRIMS_PICKLE: rank 0: False, rank 1: True" in text
+        assert "disagree about SYNCPRIMS_PICKLE, at init (" in text
+        assert "rank 0: False, rank 1: True" in text
 
 
 @several(4)
@@ -302,6 +303,9 @@ def test_a_long_wait_says_whom_it_waits_for(world: Ranks) -> None:
 
 @several(2)
 def test_a_stopped_rank_is_not_dead(world: Ranks) -> None:
+    if world.kind.backend != "file":
+        pytest.skip("a stopped rank may hold this backend's one lock")
+
     def program() -> Any:
         pid = sp.all_gather(os.getpid())[1]
         if sp.get_rank() == 1:

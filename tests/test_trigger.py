@@ -67,6 +67,9 @@ def test_lagging_checks_mix_with_other_calls(world: Ranks) -> None:
 
 @several(2)
 def test_a_lagging_check_does_not_wait_for_a_peer_one_check_behind(world: Ranks) -> None:
+    if world.kind.backend != "file":
+        pytest.skip("a stopped rank may hold this backend's one lock")
+
     def program() -> None:
         lag = sp.Trigger(lag=1)
         pid = sp.all_gather(os.getpid())[1]
