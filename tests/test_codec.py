@@ -7,7 +7,7 @@ import contextlib
 import enum
 import math
 import random
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -97,3 +97,28 @@ def test_damage_is_an_error_and_never_anything_else() -> None:
         decode(whole + b"x")
     with pytest.raises(EncodingError, match="deeper"):
         decode(b"l\x01\0\0\0\0\0\0\0" * 100_000)
+
+
+def test_shared_containers_do_not_blow_up() -> None:
+    value: list[Any] = [0]
+    for _ in range(60):
+        value = [value, value]
+    assert len(encode(value)) < 10_000
+    again = decode(encode(value))
+    assert again[0] is again[1]
+    root: dict[str, Any] = {"children": []}
+    for _ in range(2):
+        root["children"].append({"parent": root})
+    again = decode(encode(root))
+    assert again["children"][1]["parent"] is again
+    with pytest.raises(EncodingError):
+        encode(root, allow_pickle=False)
+
+
+def test_foreign_byte_orders_and_paths() -> None:
+    array = np.arange(3, dtype=">f8")
+    again = decode(encode(array, allow_pickle=False), allow_pickle=False)
+    assert again.dtype == array.dtype
+    assert again.tolist() == [0, 1, 2]
+    path = PurePosixPath("a/b")
+    assert type(decode(encode(path, allow_pickle=False))) is PurePosixPath

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -356,3 +357,69 @@ def test_cpu_tensors_travel(world: Ranks) -> None:
         assert out.tolist() == [n, n]
 
     world.run(program, SYNCPRIMS_PICKLE="0")
+
+
+class Config(NamedTuple):
+    steps: int
+    rate: float
+
+
+@dataclasses.dataclass
+class Settings:
+    tags: frozenset[str]
+    pair: tuple[str, str]
+
+
+def test_assert_same_compares_what_needs_pickle_by_itself(world: Ranks) -> None:
+    def program() -> None:
+        text = "hello" + str(sp.get_world_size())
+        other = text if sp.get_rank() else "hello" + str(sp.get_world_size())
+        sp.assert_same(Settings(frozenset("abcdef"), (text, other)), "settings")
+        if sp.get_world_size() > 1:
+            with pytest.raises(sp.RankMismatch, match="settings differs"):
+                sp.assert_same(Settings(frozenset("ab"), ("x", str(sp.get_rank()))), "settings")
+
+    world.run(program)
+
+
+def test_reductions_keep_types_and_do_not_overflow_on_their_way(world: Ranks) -> None:
+    def program() -> None:
+        n = sp.get_world_size()
+        half = sp.all_reduce(np.full(2, 40000, "f2"), "mean")
+        assert half.dtype == np.float16
+        assert half.tolist() == [40000, 40000]
+        big = sp.all_reduce(np.int64(2**62))
+        assert int(big) == n * 2**62
+        assert type(sp.all_reduce(np.int32(3))) is np.int32
+        assert sp.all_reduce(Config(1, 0.5)) == Config(n, 0.5 * n)
+
+    world.run(program)
+
+
+@several(2)
+def test_dtypes_of_scalars_must_agree_and_pythons_numbers_mix(world: Ranks) -> None:
+    def program() -> Any:
+        with pytest.raises(sp.RankMismatch, match="float32"):
+            sp.all_reduce(np.float32(1) if sp.is_main() else np.float64(1))
+        return sp.all_reduce(1 if sp.is_main() else 0.5), sp.all_reduce(
+            np.float64(2) if sp.is_main() else 1
+        )
+
+    assert world.run(program) == [(1.5, 3)] * 2
+
+
+def test_arguments_of_other_types(world: Ranks) -> None:
+    def program() -> None:
+        for timeout in (np.int64(30), np.float32(30)):
+            sp.barrier(timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="seconds, or a timedelta"):
+            sp.barrier(timeout="30")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="whole number"):
+            sp.group(["a"])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="whole number"):
+            sp.on_rank("a")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a reason is a str"):
+            sp.Trigger().set(3)  # type: ignore[arg-type]
+        assert sp.on_rank(n=0, default=1)(lambda: 1)() == 1
+
+    world.run(program)

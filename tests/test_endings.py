@@ -291,3 +291,128 @@ if __name__ == "__main__":
         assert line.startswith("PeerFailed rank 1 failed")
         assert line.endswith("SystemExit: 3")
     assert not any(meet.iterdir())
+
+
+def test_a_replaced_excepthook_loses_nothing(scripts: Scripts) -> None:
+    ending = """
+    sys.excepthook = lambda *what: print("somebody's own report")
+    raise ValueError("bad shard")
+"""
+    for out in others(scripts, ending):
+        assert out.startswith("PeerFailed 1 [1]")
+        assert "ValueError: bad shard" in out
+        assert 'raise ValueError("bad shard")' in out
+
+
+def test_a_zero_exit_out_of_the_block_is_finishing(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        with init():
+            if rank == 1:
+                sys.exit(0)
+            try:
+                barrier()
+            except SyncError as error:
+                print(type(error).__name__)
+        """
+    )
+    assert [one.out for one in ended] == ["PeerLost\n", "", "PeerLost\n"]
+    assert [one.code for one in ended] == [0, 0, 0]
+
+
+def test_hooks_that_wrap_ours_survive_several_worlds(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        def wrap(before):
+            def hook(*what):
+                print("wrapped")
+                before(*what)
+            return hook
+        for _ in range(3):
+            init()
+            barrier()
+            sys.excepthook = wrap(sys.excepthook)
+            shutdown()
+        raise ValueError("in the end")
+        """
+    )
+    for one in ended:
+        assert one.out == "wrapped\n" * 3
+        assert one.err.rstrip().endswith("ValueError: in the end")
+        assert "Recursion" not in one.err
+
+
+def test_children_of_a_process_that_had_a_world(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        """
+import multiprocessing as mp, os, syncprims
+
+def work(rank):
+    os.environ.update(SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="2",
+                      SYNCPRIMS_BACKEND="file", SYNCPRIMS_RUN_ID="one")
+    syncprims.init()
+    if rank == 1:
+        raise ValueError("bad shard")
+    try:
+        syncprims.barrier()
+    except syncprims.SyncError as error:
+        print(type(error).__name__, "ValueError: bad shard" in str(error))
+
+if __name__ == "__main__":
+    syncprims.init("single")
+    syncprims.shutdown()
+    ranks = [mp.get_context("fork").Process(target=work, args=(r,)) for r in range(2)]
+    [rank.start() for rank in ranks]
+    [rank.join() for rank in ranks]
+"""
+    )
+    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**clean, "SYNCPRIMS_DIR": str(tmp_path / "meet")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "PeerFailed True\n", done.stderr
+    assert not any((tmp_path / "meet").iterdir())
+
+
+def test_two_threads_may_make_the_first_call(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        import threading
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(current())) for _ in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert found[0] is found[1]
+        barrier()
+        """
+    )
+    assert [one.code for one in ended] == [0, 0, 0], [one.err for one in ended]
+
+
+def test_a_coroutines_call_site_is_the_users(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        import asyncio
+        @on_main(share=True)
+        async def load():
+            return 1
+        init()
+        try:
+            if rank == 1:
+                barrier()
+            else:
+                asyncio.run(load())
+        except CollectiveMismatch as error:
+            print(error)
+        """
+    )
+    for one in ended:
+        assert "asyncio" not in one.out
+        assert "events.py" not in one.out
+        assert "rank 0: on_main from rank 0 (script.py:" in one.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -393,3 +394,268 @@ def test_two_world_sizes_in_one_run_are_an_error_on_both(meeting_place: Path) ->
 
     expected = [("ConfigurationError", True, True)] * 2
     assert world.outcomes(program, start=False, SYNCPRIMS_JOIN_TIMEOUT="5") == expected
+
+
+@several(4)
+def test_a_rank_killed_in_a_barrier_is_reported_while_another_is_late(world: Ranks) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()
+        if sp.get_rank() == 3:
+            time.sleep(1.5)  # late: its note is not what the others wait for in vain
+        begin = time.monotonic()
+        error = caught(lambda: sp.barrier("x"))
+        assert time.monotonic() - begin < 1.3
+        return type(error).__name__, error.rank
+
+    outcomes = world.outcomes(program)
+    assert isinstance(outcomes.pop(1), Died)
+    assert outcomes == [("PeerLost", 1)] * 3
+
+
+@several(4)
+def test_a_mismatch_does_not_wait_for_the_last_rank(world: Ranks) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 2:
+            time.sleep(1.5)
+        begin = time.monotonic()
+        error = caught(lambda: sp.barrier("b" if sp.get_rank() == 1 else "a"))
+        return (
+            type(error).__name__,
+            time.monotonic() - begin < 1,
+            "rank 2: not here yet" in str(error),
+        )
+
+    assert world.run(program) == [("CollectiveMismatch", True, True)] * 4
+
+
+TEXTS = [
+    '"' * 8000,
+    "\\" * 5000,
+    "数据错误" * 2000,
+    "line\n" * 3000,
+    "\0\x1b" * 2000,
+    "\ud800" * 900,
+]
+
+
+@several(2)
+@pytest.mark.parametrize("number", range(len(TEXTS)))
+def test_any_text_of_an_exception_arrives(world: Ranks, number: int) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            raise ValueError(TEXTS[number])
+        error = caught(lambda: sp.barrier("load"))
+        assert isinstance(error, sp.PeerFailed)
+        failure = error.failures[1]
+        return failure.type, failure.message[:10], "Traceback" in failure.traceback
+
+    said, _ = world.outcomes(program)
+    assert said == ("ValueError", TEXTS[number][:10], True)
+
+
+@several(2)
+def test_an_interrupted_wait_breaks_the_group(world: Ranks) -> None:
+    """If the call could be made again, all later rounds would be paired off by one."""
+
+    def program() -> Any:
+        sp.barrier()
+        if sp.is_main():
+
+            def interrupt(signum: int, frame: object) -> None:
+                raise InterruptedError("stop waiting")
+
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(InterruptedError):
+                sp.all_reduce(1)
+        else:
+            time.sleep(0.6)
+        errors = [caught(lambda: sp.all_reduce(1)) for _ in range(2)]
+        return [
+            (type(error).__name__, error.rank, "InterruptedError" in str(error)) for error in errors
+        ]
+
+    assert world.run(program) == [[("PeerFailed", 0, True)] * 2] * 2
+
+
+def test_interrupts_at_any_moment_leave_nobody_inside(meeting_place: Path) -> None:
+    """A signal handler that raises, thousands of times: the next call never meets a ghost."""
+
+    class Tick(Exception):
+        pass
+
+    def program() -> int:
+        def tick(signum: int, frame: object) -> None:
+            raise Tick
+
+        ticks = 0
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            with sp.init():
+                try:
+                    signal.signal(signal.SIGALRM, tick)
+                    signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.00003)
+                    while True:
+                        sp.barrier("again")
+                except (Tick, sp.PeerFailed):
+                    ticks += 1
+                finally:
+                    while True:  # the handler may interrupt even this
+                        try:
+                            signal.setitimer(signal.ITIMER_REAL, 0)
+                            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+                            break
+                        except Tick:
+                            pass
+                group = sp.current().group
+                assert not group._rounds._inside
+        return ticks
+
+    (ticks,) = Ranks(Kind("single", 1), meeting_place).run_alone(program)
+    assert ticks > 100
+
+
+def test_two_threads_in_two_groups_are_no_deadlock(meeting_place: Path) -> None:
+    def program() -> str:
+        pair = sp.group([0, 1])
+        if sp.get_rank() == 0:
+            other = threading.Thread(target=pair.barrier, args=("background",))
+            other.start()
+            time.sleep(2)  # long enough for the others to look around
+            sp.barrier("world")
+            other.join()
+        else:
+            sp.barrier("world")
+            if sp.get_rank() == 1:
+                pair.barrier("background")
+        sp.barrier("end")
+        return "passed"
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == ["passed"] * 3
+
+
+def test_a_deadlock_that_was_caught_does_not_follow_healthy_groups(meeting_place: Path) -> None:
+    def program() -> Any:
+        three, pair = sp.group([0, 1, 2]), sp.group([0, 1])
+        if sp.get_rank() == 0:
+            said = type(caught(three.barrier)).__name__
+        elif sp.get_rank() == 1:
+            said = type(caught(sp.barrier)).__name__
+        else:
+            time.sleep(4)  # neither finished nor in the way
+            return "bystander"
+        if sp.get_rank() == 1:
+            time.sleep(1.5)
+        pair.barrier("healthy")
+        return said
+
+    outcomes = Ranks(Kind("file", 4), meeting_place).outcomes(program)
+    assert outcomes[:2] == ["CollectiveMismatch"] * 2
+
+
+@several(2)
+def test_an_empty_name_is_a_name(world: Ranks) -> None:
+    def program() -> Any:
+        if sp.is_main():
+            sp.barrier("")
+        else:
+            sp.barrier("")
+        error = caught(lambda: sp.barrier("" if sp.is_main() else None))
+        return type(error).__name__
+
+    assert world.run(program) == ["CollectiveMismatch"] * 2
+
+
+@several(2)
+def test_many_names_while_a_round_is_outstanding(world: Ranks) -> None:
+    if world.kind.backend != "file":
+        pytest.skip("it keeps one file per note")
+
+    def program() -> None:
+        lag = sp.Trigger(lag=1)
+        for i in range(5000):
+            if sp.is_main() and i % 3 == 0:
+                lag.set()
+            lag.check()
+            sp.barrier(f"step {i}")
+
+    world.run(program)
+
+
+@several(2)
+def test_the_longest_name_fits_and_a_longer_one_is_refused(world: Ranks, tmp_path: Path) -> None:
+    deep = tmp_path / ("caf\udce9" + "d" * 150) / ("e" * 200)
+    deep.mkdir(parents=True)
+    (deep / "far_away.py").write_text(
+        "import syncprims\ndef call(name): syncprims.barrier(name, timeout=9)\n"
+    )
+
+    def program() -> None:
+        scope: dict[str, Any] = {}
+        path = str(deep / "far_away.py")
+        exec(compile((deep / "far_away.py").read_text(), path, "exec"), scope)
+        for name in ("😀" * 50, "n" * 200, "\udce9", ""):
+            scope["call"](name)
+            sp.any_rank(True)
+        with pytest.raises(ValueError, match="200 bytes"):
+            scope["call"]("😀" * 51)
+        sp.barrier("still in step")
+
+    world.run(program)
+
+
+@several()
+def test_main_first_inside_of_main_first_is_a_mismatch(world: Ranks) -> None:
+    def program() -> Any:
+        def nested() -> None:
+            with sp.main_first(), sp.main_first():
+                pass
+
+        return type(caught(nested)).__name__
+
+    assert world.run(program) == ["CollectiveMismatch"] * world.ranks
+
+
+@several(2)
+def test_a_mismatch_of_values_names_the_call(world: Ranks) -> None:
+    def program() -> Any:
+        error = caught(lambda: sp.all_reduce([1] * (1 + sp.get_rank())))
+        return (
+            "all_reduce (tests/test_failures.py:" in str(error),
+            error.arrived,
+            error.call is None,
+        )
+
+    assert world.run(program) == [(True, [0, 1], False)] * 2
+
+
+def test_the_first_calls_own_timeout_bounds_the_join(meeting_place: Path) -> None:
+    def program() -> Any:
+        if os.environ["SYNCPRIMS_RANK"] == "1":
+            time.sleep(1.5)
+        begin = time.monotonic()
+        error = caught(lambda: sp.barrier("load", timeout=1))
+        return type(error).__name__, error.missing, time.monotonic() - begin < 2
+
+    world = Ranks(Kind("file", 3), meeting_place)
+    first, _, last = world.outcomes(program, start=False)
+    assert first == last == ("SyncTimeout", [1], True)
+
+
+def test_a_death_before_all_have_joined_is_told_at_once(meeting_place: Path) -> None:
+    def program() -> Any:
+        if os.environ["SYNCPRIMS_RANK"] == "0":
+            threading.Timer(0.5, os.kill, (os.getpid(), 9)).start()
+        if os.environ["SYNCPRIMS_RANK"] == "2":
+            time.sleep(1)
+            return None
+        begin = time.monotonic()
+        error = caught(sp.init)
+        return type(error).__name__, error.rank, time.monotonic() - begin < 5
+
+    outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program, start=False)
+    assert outcomes[1] == ("PeerLost", 0, True)

@@ -10,6 +10,7 @@ import stat
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -322,3 +323,59 @@ def test_no_thread_is_started(world: Ranks) -> None:
     before = count("/proc/self/task")
     assert before >= 1
     assert all(count <= 2 for count in world.run(program))  # itself, and the tests' watchdog
+
+
+def test_what_others_keep_in_the_directory_stays(tmp_path: Path) -> None:
+    place = tmp_path / "project"
+    place.mkdir(mode=0o755)
+    (place / "flake" / "table-1").mkdir(parents=True)
+    (place / "flake" / "table-1" / "results.csv").write_text("precious")
+    for name in ("uv.lock", "poetry.lock", "flake.lock"):
+        (place / name).touch()
+    before = sorted(path.relative_to(place) for path in place.rglob("*"))
+    Ranks(Kind("file", 2), place).run(lambda: sp.barrier())
+    assert sorted(path.relative_to(place) for path in place.rglob("*")) == before
+
+
+def test_a_large_payload_does_not_stay_in_memory(meeting_place: Path) -> None:
+    def program() -> int:
+        sp.broadcast(b"x" * 5_000_000)
+        for _ in range(3):
+            sp.barrier()
+        left = sum(p.stat().st_size for p in meeting_place.rglob("board-*-*"))
+        sp.barrier("all have looked")
+        return left
+
+    assert Ranks(Kind("file", 2), meeting_place).run(program) == [0, 0]
+
+
+def test_an_abort_that_its_giver_died_over_is_finished_by_the_next(meeting_place: Path) -> None:
+    """Rank 0 is killed in the very pause between the abort and its decision."""
+
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 2:
+            time.sleep(2)  # absent, until there has long been a verdict
+        if sp.get_rank() == 0:
+            verdicts = sys.modules["syncprims.backends.verdicts"]
+            dying = SimpleNamespace(sleep=lambda seconds: os.kill(os.getpid(), 9))
+            vars(verdicts)["time"] = dying
+        with pytest.raises(sp.SyncError) as caught:
+            sp.barrier("load", timeout=0.3 if sp.get_rank() == 0 else 60)
+        return type(caught.value).__name__
+
+    outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program)
+    assert isinstance(outcomes[0], Died)
+    assert outcomes[1:] == ["SyncTimeout"] * 2
+
+
+def test_many_short_worlds_one_after_another(meeting_place: Path) -> None:
+    def program() -> int:
+        before = count("/proc/self/fd")
+        for number in range(60):
+            with sp.init():
+                assert sp.all_gather(number) == [number] * 3
+        return count("/proc/self/fd") - before
+
+    assert Ranks(Kind("file", 3), meeting_place).run_alone(program) == [0, 0, 0]
+    assert not any(meeting_place.iterdir())

@@ -47,6 +47,7 @@ def run(script: Path, source: str, *words: str, env: dict[str, str], n: int = 3)
         cwd=script.parent,
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=60,
         check=False,
     )
@@ -180,7 +181,9 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(
     assert "still running then, and ended: rank 0, 2" in report
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_reach_the_ranks_and_leave_no_process(
     script: Path, clean: dict[str, str], signum: int, code: int
 ) -> None:
@@ -231,3 +234,104 @@ def test_ranks_of_torchrun_meet_by_file(script: Path, clean: dict[str, str]) -> 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[0, 1]") == 2
     assert not any((script.parent / "meet").iterdir())
+
+
+def test_the_reason_of_an_earlier_world_is_not_shown(script: Path, clean: dict[str, str]) -> None:
+    done = run(
+        script,
+        """
+        try:
+            with init():
+                if get_rank() == 0:
+                    raise ValueError("handled")
+                barrier()
+        except (ValueError, PeerFailed):
+            pass
+        with init():
+            barrier()
+        init()
+        if get_rank() == 1:
+            raise RuntimeError("the real cause")
+        barrier()
+        """,
+        env=clean,
+    )
+    report = done.err[done.err.index("syncprims run:") :]
+    assert report.startswith("syncprims run: rank 1 failed first (exit code 1): RuntimeError: the")
+    assert "handled" not in report
+
+
+def test_a_full_disk_behind_the_launcher_stops_nobody(script: Path, clean: dict[str, str]) -> None:
+    script.write_text("print('x' * 1_000_000)\n")
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command("-n", "2", str(script)), env=clean, stdout=full, stderr=subprocess.PIPE,
+            timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_output_of_any_shape_arrives(script: Path, clean: dict[str, str]) -> None:
+    done = run(
+        script,
+        r"""
+        raw = sys.stdout.buffer
+        raw.write(b"bar 1\rbar 2\r"); raw.flush()
+        raw.write(b"one\r"); raw.flush(); time.sleep(0.3); raw.write(b"\ntwo\n\nlatin \xe9\n")
+        raw.write(b"y" * 3_000_000 + b"\nend")
+        """,
+        env=clean,
+        n=1,
+    )
+    lines = done.out.split("\n")
+    said = [line.removeprefix("[rank 0] ") for line in lines[:6]]
+    assert said == ["bar 1", "bar 2", "one", "two", "", "latin \ufffd"]
+    assert sum(line.count("y") for line in lines) == 3_000_000
+    assert lines[-2:] == ["[rank 0] end", ""]
+
+
+def test_a_grandchild_that_keeps_the_pipe_delays_little(
+    script: Path, clean: dict[str, str]
+) -> None:
+    begin = time.monotonic()
+    done = run(
+        script,
+        """
+        import subprocess
+        subprocess.Popen(["sleep", "20"], start_new_session=True) if get_rank() == 0 else None
+        """,
+        env=clean,
+    )
+    assert done.code == 0
+    assert time.monotonic() - begin < 18
+
+
+def test_a_graceful_stop_may_take_longer_than_a_failure(
+    script: Path, clean: dict[str, str]
+) -> None:
+    script.write_text(
+        "import time, syncprims\n"
+        "stop = syncprims.Trigger()\n"
+        "stop.set_on_signal()\n"
+        "print('ready')\n"
+        "while not stop.check(): time.sleep(0.01)\n"
+        "time.sleep(6)\n"  # longer than what the others get after a failure
+        "print('saved')\n"
+    )
+    launcher = subprocess.Popen(
+        command("-n", "2", str(script)), env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert launcher.stdout is not None
+    for _ in range(2):  # both ranks have their handlers
+        assert launcher.stdout.readline().endswith("ready\n")
+    launcher.send_signal(signal.SIGTERM)
+    out, _ = launcher.communicate(timeout=40)
+    assert out.count("saved") == 2
+    assert launcher.returncode == 143
+
+
+def test_an_unknown_backend_is_told_once(script: Path, clean: dict[str, str]) -> None:
+    done = run(script, "barrier()", env={**clean, "SYNCPRIMS_BACKEND": "flie"})
+    assert done.code == 2
+    assert done.err.count("no backend named 'flie'") == 1

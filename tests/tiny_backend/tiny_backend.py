@@ -24,9 +24,7 @@ class TinyBackend(Backend):
         assert settings.directory is not None
         self.root = Path(settings.directory) / f"tiny-{topology.run_id}"
         self.root.mkdir(exist_ok=True)
-        fresh = self.root / f"fresh-{topology.rank}"
-        fresh.write_text(str(os.getpid()))
-        fresh.rename(self.root / f"seat-{topology.rank}")  # whole, or not there
+        self.say("seat", str(os.getpid()).encode())
 
     def board(self, members: Sequence[int]) -> TinyBoard:
         folder = self.root / "-".join(map(str, members))
@@ -34,7 +32,12 @@ class TinyBackend(Backend):
         return TinyBoard(members, self.topology.rank, folder)
 
     def close(self, failure: bytes | None = None) -> None:
-        (self.root / f"left-{self.topology.rank}").write_bytes(failure or b"")
+        self.say("left", failure or b"")
+
+    def say(self, what: str, word: bytes) -> None:
+        fresh = self.root / f"fresh-{self.topology.rank}"
+        fresh.write_bytes(word)
+        fresh.rename(self.root / f"{what}-{self.topology.rank}")  # whole, or not there
 
 
 class TinyBoard(Board):
@@ -55,17 +58,22 @@ class TinyBoard(Board):
             (self.folder / f"{self.posted}-{self.rank}").write_bytes(note.encode())
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
-        number, deadline = self.collected + 1, self.now() + (timeout or 3600)
+        number = self.collected + 1
+        deadline = self.now() + (3600 if timeout is None else timeout)
         while True:
             with self.locked():
                 missing = self.missing(number)
                 if self.verdict() is None and not missing:
                     self.collected = number
                     return [self.read(number, rank) for rank in self.members]
-                gone = any(self.state(rank)[0] not in ("alive", "unknown") for rank in missing)
+                gone = any(self.in_vain(rank, missing) for rank in self.members)
             if self.verdict() is not None or gone or self.now() >= deadline:
                 return None
             time.sleep(0.0005)
+
+    def in_vain(self, rank: int, missing: list[int]) -> bool:
+        state = self.state(rank)[0]
+        return state in ("lost", "failed") or (state == "finished" and rank in missing)
 
     def missing(self, number: int) -> list[int]:
         return [r for r in self.members if not (self.folder / f"{number}-{r}").exists()]
@@ -74,11 +82,12 @@ class TinyBoard(Board):
         return Note.decode((self.folder / f"{number}-{rank}").read_bytes())
 
     def status(self, rank: int) -> Status:
-        rounds = 0
-        while (self.folder / f"{rounds + 1}-{rank}").exists():
-            rounds += 1
-        label = self.read(rounds, rank).label if rounds else None
         state, failure = self.state(rank)
+        rounds = 0
+        with self.locked():
+            while (self.folder / f"{rounds + 1}-{rank}").exists():
+                rounds += 1
+            label = self.read(rounds, rank).label if rounds else None
         return Status(rounds, label, state, "", failure)  # type: ignore[arg-type]
 
     def state(self, rank: int) -> tuple[str, bytes]:
@@ -97,7 +106,9 @@ class TinyBoard(Board):
             number = self.collected + 1
             path = self.folder / "verdict"
             if self.missing(number) and not path.exists():
-                path.write_bytes(b"%d " % number + verdict)
+                fresh = self.folder / "fresh-verdict"
+                fresh.write_bytes(b"%d " % number + verdict)
+                fresh.rename(path)
 
     def verdict(self) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
