@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 _SPINS = 40  # looks before the processor is given away
 _YIELD_FOR = 0.0005  # seconds of giving it away before sleeping
-_FIRST_NAP, _LONGEST_NAP = 0.00005, 0.005
+_FIRST_NAP = 0.00005
 _LOOK_FOR_DEATH_EVERY = 0.005
+#: Who has waited for long may be told a little later: a nap is this part of the wait so far.
+_NAP_PART, _SHORTEST_LONG_NAP, _LONGEST_NAP = 0.01, 0.005, 0.02
 
 
 class SlotBoard(Board):
@@ -48,6 +50,7 @@ class SlotBoard(Board):
         self._index = self.members.index(rank)
         self._posted = 0
         self._collected = 0
+        self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
         self._mine: dict[int, tuple[Note, bytes]] = {}  # uncollected rounds: own note and face
         self._written: list[Label | None] = [None] * CELLS  # whose label alone is in the body
         self._apart: list[tuple[int, str]] = []  # own files with what did not fit in: round, name
@@ -147,12 +150,20 @@ class SlotBoard(Board):
         notes: list[Note | None] = [None] * len(self.members)
         notes[self._index] = mine
         absent = [i for i in range(len(self.members)) if i != self._index]
+        memory, own = self._memory, self._mine[number][1][:8]  # the round, as faces begin with it
+        at = [self._cells.face_at(number % CELLS, i) for i in range(len(self.members))]
         start = now = self.now()
+        if self._waiting_for != number:  # else the core has asked again, after a look around
+            self._waiting_for, self._waiting_since = number, start
         look_for_death = start + _LOOK_FOR_DEATH_EVERY
-        nap = _FIRST_NAP
+        nap = max(_FIRST_NAP, _NAP_PART * (now - self._waiting_since))
         while True:
-            absent = [i for i in absent if not self._take(notes, i, number)]
-            if self._verdict.bars(number):
+            absent = [
+                i
+                for i in absent
+                if memory[at[i] : at[i] + 8] != own or not self._take(notes, i, number)
+            ]
+            if memory[ABORT_AT : ABORT_AT + 8] != WHOLE and self._verdict.bars(number):
                 return None
             if not absent:
                 self._count(number)
@@ -166,13 +177,14 @@ class SlotBoard(Board):
                     if absent:
                         return None
                     continue
-                look_for_death = now + _LOOK_FOR_DEATH_EVERY * (1 if now - start < 1 else 3)
-            if now - start < _YIELD_FOR:
+                look_for_death = now + _LOOK_FOR_DEATH_EVERY
+            if now - self._waiting_since < _YIELD_FOR:
                 os.sched_yield()
             else:
                 left = nap if timeout is None else min(nap, timeout - (now - start))
                 time.sleep(max(0.0, left))
-                nap = min(nap * 1.5, _LONGEST_NAP)
+                most = max(_SHORTEST_LONG_NAP, _NAP_PART * (now - self._waiting_since))
+                nap = min(nap * 1.5, most, _LONGEST_NAP)
             now = self.now()
 
     def _in_vain(self, absent: list[int]) -> bool:
@@ -191,8 +203,6 @@ class SlotBoard(Board):
         if raw == own:
             notes[index] = mine
             return True
-        if raw[:8] != own[:8]:
-            return False  # another round's: the common case, told apart at little cost
         face = Face.decode(raw)
         if face is None or face.round != number:
             return False

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .whereabouts import Whereabouts
 
 _FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
-_LONGEST_PAUSE = 0.1
+_LONGEST_PAUSE = 0.25
 _LOOK_AROUND = 1.0  # after which boards are compared
 
 
