@@ -47,7 +47,7 @@ lint: $(VENV)/lint ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/lint ## mend what can be mended by itself
 	$(BIN)/ruff check --fix .
