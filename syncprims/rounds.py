@@ -107,7 +107,7 @@ class Rounds:
         self, kind: str, name: str | None = None, src: int | None = None, op: str | None = None
     ) -> Label:
         """Return the label of a call, with the user's call site."""
-        if name.__class__ is not str and name is not None:
+        if name.__class__ is not str:  # or it might not even be a key
             _check_name(name)
         frame = calling_frame()
         code = frame.f_code
@@ -267,13 +267,14 @@ class Rounds:
                     board.abort(errors.dump(error))
                     if board.verdict() is not None:
                         continue
-                    if not look.missing and now >= deadline:
-                        raise error  # all notes are up, and one cannot be read
+                    if not look.missing and now >= deadline + _LOOK_AROUND:
+                        raise error  # all notes have long been up, and one cannot be read
                 elif now >= warn_at:
                     _warn(look.warning)
                     warn_every *= 2
                     warn_at = now + warn_every
-                notes = board.collect(min(pause, max(0.0, deadline - now), warn_at - now))
+                until = min(now + pause, warn_at, deadline if now < deadline else math.inf)
+                notes = board.collect(max(until - now, 0.001))
                 if notes is not None:
                     return notes
                 pause = min(2 * pause, _LONGEST_PAUSE)
