@@ -91,15 +91,18 @@ class TinyBoard(Board):
         return Status(rounds, label, state, "", failure)  # type: ignore[arg-type]
 
     def state(self, rank: int) -> tuple[str, bytes]:
-        root = self.folder.parent
+        try:
+            pid = int((self.folder.parent / f"seat-{rank}").read_text())
+        except FileNotFoundError:
+            return "unknown", b""
+        lives = False  # asked first: what it left before it ended is there then
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+            lives = stat.split()[0] not in "ZX"
         with contextlib.suppress(FileNotFoundError):
-            failure = (root / f"left-{rank}").read_bytes()
+            failure = (self.folder.parent / f"left-{rank}").read_bytes()
             return ("failed", failure) if failure else ("finished", b"")
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            pid = int((root / f"seat-{rank}").read_text())
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return ("lost" if state in "ZX" else "alive"), b""
-        return ("lost" if (root / f"seat-{rank}").exists() else "unknown"), b""
+        return ("alive" if lives else "lost"), b""
 
     def abort(self, verdict: bytes) -> None:
         with self.locked():
