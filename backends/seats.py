@@ -154,19 +154,20 @@ class Seats:
         return known
 
     def _look(self, rank: int) -> tuple[State, str, bytes]:
+        # Whether it is gone comes first: what it said before it went is there to read then.
+        watch = self._watches.get(rank)
+        ended = watch is not None and watch.ended()
+        gone = ended or (rank != self._rank and is_free(self._directory, rank))
         said = self._person(rank)[0]
         if said == _EMPTY:
             return "unknown", "", b""
         if said == _FAILED:
             return "failed", "", self._read_text(self._at(rank) + _FAILURE_AT, _FAILURE_SIZE)
-        watch = self._watches.get(rank)
-        ended = watch is not None and watch.ended()
         if said == _FINISHED:
             return self._finished(rank, watch, ended)
-        if ended or (rank != self._rank and is_free(self._directory, rank)):
+        if gone:
             # The lock goes a moment before the process does; its exit code comes with the process.
-            status = self._await_exit_status(watch)
-            return "lost", describe_exit(status), b""
+            return "lost", describe_exit(self._await_exit_status(watch)), b""
         return "alive", "", b""
 
     def _finished(self, rank: int, watch: Watch | None, ended: bool) -> tuple[State, str, bytes]:

@@ -379,3 +379,30 @@ def test_many_short_worlds_one_after_another(meeting_place: Path) -> None:
 
     assert Ranks(Kind("file", 3), meeting_place).run_alone(program) == [0, 0, 0]
     assert not any(meeting_place.iterdir())
+
+
+def test_a_rank_that_finishes_right_after_the_last_barrier_harms_nobody(
+    meeting_place: Path,
+) -> None:
+    """Its note is up, so the others pass, however late they look; and it is never called lost."""
+
+    def program() -> list[str]:
+        said = []
+        for number in range(25):
+            with sp.init():
+                trio = sp.group([0, 1, 2])
+                if sp.get_rank() < 3:
+                    if sp.get_rank() == number % 3:
+                        time.sleep(0.002)  # the others wait for this one, without rank 3
+                    trio.barrier("three of four")
+                sp.barrier("last")
+                if sp.get_rank() == number % 4:
+                    continue  # leaves at once
+                if number % 5 == 0:
+                    with pytest.raises(sp.PeerLost, match="finished after round") as caught:
+                        sp.barrier("one too many")
+                    said.append(type(caught.value).__name__)
+        return said
+
+    outcomes = Ranks(Kind("file", 4), meeting_place).run_alone(program)
+    assert {word for said in outcomes for word in said} == {"PeerLost"}
