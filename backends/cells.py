@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 #: round k knows that all have collected round k - depth, and a cell is free again after twice that.
 CELLS = 2 * Board.depth
 FACE_SIZE = 64
-BODY_SIZE = 1024
+BODY_SIZE = 2048
 FACES_AT = 16 * 1024  #: before it: the header, and room for the longest verdict
 
 FLAG, FAILED, APART = 1, 2, 4
 
 _MAGIC = b"syncprims board 1"
 _HEADER = struct.Struct("<32sI")  # magic, members
-_FACE = struct.Struct("<QQIIQII")
+_FACE = struct.Struct("<QQIIQIII")
 _CHECK = struct.Struct("<I")
 
 
@@ -46,7 +46,8 @@ class Face(NamedTuple):
     label: int  #: length of the encoded label, at the start of the body
     payload: int  #: lengths of what follows it, there or in a file apart
     failure: int
-    body_check: int
+    label_check: int
+    body_check: int  #: of all three
 
     def encode(self) -> bytes:
         """Return the face as it stands in memory, checksum and padding included."""
@@ -62,7 +63,7 @@ class Face(NamedTuple):
         return cls(*_FACE.unpack_from(raw))
 
 
-_NO_FACE = Face(0, 0, 0, 0, 0, 0, 0)
+_NO_FACE = Face(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Cells:

@@ -133,7 +133,8 @@ class FileBackend(Backend):
     def _no_seat(self) -> SyncError:
         rank = self.topology.rank
         with _locked(self._run_path) as run:
-            newest = run.sub(_table(_tables(run)[-1]))
+            numbers = _tables(run)
+            newest = run.sub(_table(numbers[-1] if numbers else 1))
             seats = taken(newest)
             newest.close()
         if seats.get(rank):

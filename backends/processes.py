@@ -81,7 +81,7 @@ class Watch:
             return False
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return any(event & select.POLLIN for _, event in poll.poll(0))
 
     def exit_status(self) -> int | None:
         """Return how the process ended, as :func:`os.waitstatus_to_exitcode`; None if unknown."""

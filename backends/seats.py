@@ -131,7 +131,8 @@ class Seats:
 
     def departed(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they went."""
-        closed = {self._eye_of[fd] for fd, _ in self._eyes.poll(0)} if self._eye_of else set[int]()
+        events = self._eyes.poll(0) if self._eye_of else []
+        closed = {self._eye_of[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
         for rank in ranks:
             watched = rank in self._watches and self._watches[rank].sees
@@ -154,7 +155,9 @@ class Seats:
         return known
 
     def _look(self, rank: int) -> tuple[State, str, bytes]:
-        # Whether it is gone comes first: what it said before it went is there to read then.
+        # It is lost if it was here, then gone, and still has said nothing: read before and after.
+        # It may be just sitting down (its lock comes before its word), or just leaving.
+        before = self._person(rank)[0]
         watch = self._watches.get(rank)
         ended = watch is not None and watch.ended()
         gone = ended or (rank != self._rank and is_free(self._directory, rank))
@@ -165,7 +168,7 @@ class Seats:
             return "failed", "", self._read_text(self._at(rank) + _FAILURE_AT, _FAILURE_SIZE)
         if said == _FINISHED:
             return self._finished(rank, watch, ended)
-        if gone:
+        if gone and before == _ALIVE:
             # The lock goes a moment before the process does; its exit code comes with the process.
             return "lost", describe_exit(self._await_exit_status(watch)), b""
         return "alive", "", b""

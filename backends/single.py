@@ -40,23 +40,23 @@ class SingleBoard(Board):
 
     def __init__(self, members: Sequence[int]) -> None:
         super().__init__(members)
-        self._posted = 0
         self._last: Note | None = None
         self._waiting: deque[Note] = deque()
 
     def post(self, note: Note) -> None:
         """Keep the note for :meth:`collect`."""
-        self._posted += 1
         self._last = note
         self._waiting.append(note)
+        self.posted += 1
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Return the oldest uncollected note."""
+        self.collected += 1
         return (self._waiting.popleft(),)
 
     def status(self, rank: int) -> Status:
         """Tell that this process is alive."""
-        return Status(self._posted, self._last.label if self._last else None, "alive")
+        return Status(self.posted, self._last.label if self._last else None, "alive")
 
     def abort(self, verdict: bytes) -> None:
         """Do nothing: a round of one completes when it is posted."""

@@ -48,8 +48,6 @@ class SlotBoard(Board):
         self._name = name
         self._seats = seats
         self._index = self.members.index(rank)
-        self._posted = 0
-        self._collected = 0
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
         self._mine: dict[int, tuple[Note, bytes]] = {}  # uncollected rounds: own note and face
         self._written: list[Label | None] = [None] * CELLS  # whose label alone is in the body
@@ -64,12 +62,12 @@ class SlotBoard(Board):
 
     def post(self, note: Note) -> None:
         """Write the note into this rank's next cell: the body first, then the face."""
-        number = self._posted + 1
+        number = self.posted + 1
         label = note.label
         text = label.encode()
         if len(text) > BODY_SIZE:
             raise ValueError(f"the label {label} is longer than the {BODY_SIZE} bytes of a cell")
-        check = zlib.crc32(text)
+        check = label_check = zlib.crc32(text)
         cell = number % CELLS
         flags = FLAG if note.flag else 0
         if note.payload or note.failure:
@@ -86,11 +84,11 @@ class SlotBoard(Board):
             self._write_body(cell, text)
             self._written[cell] = label
         sizes = len(text), len(note.payload), len(note.failure)
-        face = Face(number, self._collected, flags, *sizes, check).encode()
+        face = Face(number, self.collected, flags, *sizes, label_check, check).encode()
         at = self._cells.face_at(cell, self._index)
-        self._memory[at : at + FACE_SIZE] = face
         self._mine[number] = note, face
-        self._posted = number
+        self.posted = number
+        self._memory[at : at + FACE_SIZE] = face
 
     def _write_body(self, cell: int, body: bytes) -> None:
         at = self._cells.body_at(cell, self._index)
@@ -130,7 +128,7 @@ class SlotBoard(Board):
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Wait for the oldest uncollected round: look, give the processor away, then sleep."""
-        number = self._collected + 1
+        number = self.collected + 1
         mine, face = self._mine[number]
         count = len(self.members)
         begin = self._cells.face_at(number % CELLS, 0)
@@ -156,7 +154,7 @@ class SlotBoard(Board):
         if self._waiting_for != number:  # else the core has asked again, after a look around
             self._waiting_for, self._waiting_since = number, start
         look_for_death = start + _LOOK_FOR_DEATH_EVERY
-        nap = max(_FIRST_NAP, _NAP_PART * (now - self._waiting_since))
+        nap = min(_LONGEST_NAP, max(_FIRST_NAP, _NAP_PART * (now - self._waiting_since)))
         while True:
             absent = [
                 i
@@ -233,13 +231,13 @@ class SlotBoard(Board):
 
     def _decode(self, text: bytes) -> Label:
         """Return the label; the very object, if this rank came with the same one."""
-        mine = self._mine.get(self._collected + 1)
+        mine = self._mine.get(self.collected + 1)
         if mine is not None and mine[0].label.encode() == text:
             return mine[0].label
         return Label.decode(text)
 
     def _count(self, number: int) -> None:
-        self._collected = number
+        self.collected = number
         del self._mine[number]
         if self._apart:
             self._remove_apart(number)
@@ -255,17 +253,18 @@ class SlotBoard(Board):
         face = self._cells.last_face(index)
         label = None
         if face.round:
-            note = self._read(face, face.round % CELLS, index)
-            label = note.label if note is not None else None
+            at = self._cells.body_at(face.round % CELLS, index)
+            text = self._memory[at : at + face.label]
+            label = self._decode(text) if zlib.crc32(text) == face.label_check else None
         return Status(face.round, label, *state)
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it completes after all."""
-        self._verdict.give(self._collected + 1, verdict)
+        self._verdict.give(self.collected + 1, verdict)
 
     def verdict(self) -> bytes | None:
         """Return the verdict that bars the oldest uncollected round, once it is decided."""
-        return self._verdict.on(self._collected + 1)
+        return self._verdict.on(self.collected + 1)
 
     def close(self) -> None:
         """Let go of the file."""

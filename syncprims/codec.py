@@ -21,6 +21,8 @@ _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 
+_MOST_REPEATS = 10_000
+
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
 _PATHS = {"PosixPath": b"p", "PurePosixPath": b"q"}
 _MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SEQUENCES.items()}
@@ -78,6 +80,7 @@ class _Encoder:
         self._canonical = canonical
         self._open: set[int] = set()  # containers that are being written
         self._seen: set[int] = set()  # and that have been: written again, they could be huge
+        self._again = 0
 
     def encode(self, obj: object, depth: int = 0) -> bytes:
         out: list[bytes] = []
@@ -114,9 +117,17 @@ class _Encoder:
 
     def _write_container(self, kind: type, obj: Any, out: list[bytes], depth: int) -> None:
         key = id(obj)
-        again = key in self._seen and self._allow_pickle and kind is not tuple
-        if key in self._open or (again and not self._canonical):
+        if key in self._open:
             raise _Entangled
+        if key in self._seen and len(obj):
+            if self._allow_pickle and not self._canonical:
+                raise _Entangled
+            self._again += 1
+            if self._again > _MOST_REPEATS:
+                raise EncodingError(
+                    f"a {kind.__name__} stands in the object more than {_MOST_REPEATS} times, and "
+                    f"would be sent as often; send it once"
+                )
         self._open.add(key)
         self._seen.add(key)
         if kind is dict:

@@ -29,6 +29,17 @@ def reason(error: BaseException | None) -> BaseException | None:
     return error
 
 
+def _program_is_running() -> bool:
+    """Tell whether the program called the excepthook itself, as an interactive prompt in it does.
+
+    When an exception has ended it, its frames are gone.
+    """
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name in ("<module>", "_run_module_as_main")
+
+
 class Endings:
     """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children."""
 
@@ -39,6 +50,7 @@ class Endings:
         self._on_fork = on_fork
         self._hook: Callable[..., Any] | None = None  # our excepthook
         self._before: Callable[..., Any] | None = None  # the one that was there before
+        self._last_value: BaseException | None = None  # an old one
         self._watches_forks = False
         self._process = 0  # whose exit is watched: a forked child has lost the handlers
 
@@ -48,6 +60,7 @@ class Endings:
         # One per call, each with its own predecessor: somebody may have wrapped the last one.
         self._hook = functools.partial(self._uncaught, sys.excepthook)
         sys.excepthook = self._hook
+        self._last_value = getattr(sys, "last_value", None)
         if not self._watches_forks:
             self._watches_forks = True
             os.register_at_fork(after_in_child=self._on_fork)
@@ -74,15 +87,16 @@ class Endings:
         if isinstance(error, SyncError):
             trace = users_part(trace) or trace
         try:
-            self._on_end(error.with_traceback(trace))
+            if not _program_is_running():
+                self._on_end(error.with_traceback(trace))
         finally:
             show(kind, error, trace)
 
     def _exit(self) -> None:
         error = sys.exc_info()[1]
-        if error is None and not hasattr(sys, "ps1"):
-            # Somebody put another excepthook over ours, but Python has kept what it was given.
-            error = getattr(sys, "last_value", None)
+        last = getattr(sys, "last_value", None)
+        if error is None and sys.excepthook is not self._hook and last is not self._last_value:
+            error = last  # another excepthook is in our place, but Python kept what it was given
         self._on_end(reason(error))
 
     def _watch_child_of_multiprocessing(self) -> None:

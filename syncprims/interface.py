@@ -158,6 +158,10 @@ class Board(ABC):
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = tuple(members)  #: world ranks, ascending
+        # Kept by the implementation, and never behind the truth: counted before a note can be
+        # seen, and before a round's notes are returned, so that an interrupt cannot fall between.
+        self.posted: int = 0  #: rounds this rank has posted to
+        self.collected: int = 0  #: rounds it has collected
 
     @abstractmethod
     def post(self, note: Note) -> None:

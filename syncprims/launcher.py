@@ -213,9 +213,11 @@ class _Run:
     ) -> None:
         """Pass on what a rank writes, line by line; a progress bar's returns end a line too."""
         begun: list[bytes] = []  # of a line that has not ended
+        half = False  # of an end of line: a return, whose newline may come in the next chunk
         while chunk := _read_together(source.fileno()):
-            if chunk.endswith(b"\r"):
-                chunk += os.read(source.fileno(), 1)  # is it half of an end of line?
+            if half:
+                chunk = chunk.removeprefix(b"\n")
+            half = chunk.endswith(b"\r")
             first, *more = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
             begun.append(first)
             if more:

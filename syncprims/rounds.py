@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
 _LONGEST_PAUSE = 0.25
+#: After which differing labels are a mismatch even if some are still to come. A message that shows
+#: every rank's call is worth this much.
+_PATIENCE_FOR_ALL = 0.3
 _LOOK_AROUND = 1.0  # after which boards are compared
 
 
@@ -84,8 +87,6 @@ class Rounds:
     ) -> None:
         self.rank = rank
         self.members = board.members
-        self.posted = 0
-        self.collected = 0
         self.settings = settings
         self._index = board.members.index(rank)
         self._board = board
@@ -129,46 +130,69 @@ class Rounds:
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: if the group breaks, or was
             broken before.
         """
-        turn = object()
+        board, turn = self._board, object()
+        before, full = board.posted, None
         try:
             self._enter(turn, note.label)
             self._make_room(timeout)
-            self._post(note)
-            mine = self.posted
+            full = self._post(note)
+            if full is not None:
+                raise full
+            mine = board.posted
             while True:
                 notes = self._collect(timeout)
-                if self.collected == mine:
+                if board.collected == mine:
                     break
+        except errors.SyncError:
+            raise
+        except BaseException as error:
+            if error is not full and board.posted > before:
+                self._break_off(error)
+            raise
         finally:
             self._inside.pop(turn, None)
         for other in notes:
             if other.failure:
-                error = self._shared_failure(notes)
-                if error is not None:
-                    raise error
+                failed = self._shared_failure(notes)
+                if failed is not None:
+                    raise failed
         return notes
 
     def defer(self, note: Note, timeout: float | None = None) -> Meeting:
         """Post `note` and return at once; :meth:`settle` collects its round."""
-        turn = object()
+        board, turn = self._board, object()
+        before, full = board.posted, None
         try:
             self._enter(turn, note.label)
             self._make_room(timeout)
-            self._post(note)
-            meeting = self._meetings[self.posted] = Meeting(timeout)
+            full = self._post(note)
+            if full is not None:
+                raise full
+            meeting = self._meetings[board.posted] = Meeting(timeout)
             return meeting
+        except errors.SyncError:
+            raise
+        except BaseException as error:
+            if error is not full and board.posted > before:
+                self._break_off(error)
+            raise
         finally:
             self._inside.pop(turn, None)
 
     def settle(self, meeting: Meeting) -> Sequence[Note]:
         """Return the notes of a deferred round, as :meth:`meet` would have."""
         turn = object()
-        try:
-            self._enter(turn, None)
-            while meeting.notes is None:
+        while meeting.notes is None:
+            try:
+                self._enter(turn, None)
                 self._collect(meeting.timeout)
-        finally:
-            self._inside.pop(turn, None)
+            except errors.SyncError:
+                raise
+            except BaseException as error:
+                self._break_off(error)
+                raise
+            finally:
+                self._inside.pop(turn, None)
         if meeting.error is not None:
             raise meeting.error
         return meeting.notes
@@ -197,51 +221,58 @@ class Rounds:
 
     def _enter(self, turn: object, label: Label | None) -> None:
         """Let one call in at a time, and none that is barred."""
-        self.thread = self._inside[turn] = threading.get_ident()
+        thread = self._inside[turn] = threading.get_ident()
         if len(self._inside) > 1:
             raise self._diagnosis.two_at_once(label, self._inside.values())
         if self._barred is not None:
             raise self._barred()
+        self.thread = thread
 
-    def _post(self, note: Note) -> None:
-        """Post the note; if it does not fit on the disk, post that instead, and raise."""
+    def _post(self, note: Note) -> OSError | None:
+        """Post the note; if the disk has no room for it, post that instead, and return why."""
         try:
             self._board.post(note)
         except OSError as error:
-            failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(note.label))
+            # Short, so that it needs no room but what was set aside for every note.
+            failure = Failure.of(self.rank, error)
+            failure = failure._replace(message=failure.message[:150], traceback="")
+            failed = PeerFailed.from_failure(failure, note.label.call)
             self._board.post(Note(note.label, failure=errors.dump(failed)))
-            self.posted += 1
-            raise
-        self.posted += 1
+            return error
+        return None
+
+    @property
+    def posted(self) -> int:
+        """How many rounds this rank has posted to."""
+        return self._board.posted
+
+    @property
+    def collected(self) -> int:
+        """How many it has collected."""
+        return self._board.collected
 
     # -- waiting ------------------------------------------------------------------------------
 
     def _make_room(self, timeout: float | None) -> None:
-        while self.posted - self.collected >= self._board.depth:
+        while self._board.posted - self._board.collected >= self._board.depth:
             self._collect(timeout)
 
     def _collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, check that all came for the same, and count it."""
         begin = self._board.now()
         limit = _FIRST_LOOK if timeout is None else min(_FIRST_LOOK, timeout)
-        try:
-            notes = self._board.collect(limit)
-            if notes is None:
-                notes = self._wait(timeout, begin)
-        except errors.SyncError:
-            raise
-        except BaseException as error:
-            self._break_off(error)
-            raise
-        self.collected += 1
+        notes = self._board.collect(limit)
+        if notes is None:
+            notes = self._wait(timeout, begin)
+        number = self._board.collected
         mine = notes[self._index]
         for note in notes:
             if note is not mine and note.label is not mine.label and note.label != mine.label:
-                self._tear(errors.dump(self._diagnosis.mismatch(self.collected, notes)))
+                self._tear(errors.dump(self._diagnosis.mismatch(number, notes)))
         if self._whereabouts.told:
             self._whereabouts.take_back()
         if self._meetings:
-            meeting = self._meetings.pop(self.collected, None)
+            meeting = self._meetings.pop(number, None)
             if meeting is not None:
                 meeting.notes = notes
                 meeting.error = self._shared_failure(notes)
@@ -250,7 +281,7 @@ class Rounds:
     def _wait(self, timeout: float | None, begin: float) -> Sequence[Note]:
         """Wait on: for the notes, a verdict, a death, a deadlock or the deadline."""
         board = self._board
-        number = self.collected + 1
+        number = board.collected + 1
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
         warn_at = begin + warn_every
@@ -285,7 +316,9 @@ class Rounds:
         """Return why this round will not complete, or None while there is hope."""
         error = self._whereabouts.told_deadlock(self, look.missing)
         if error is None:
-            error = look.absence() or look.early_mismatch()
+            error = look.absence()
+        if error is None and waited >= _PATIENCE_FOR_ALL:
+            error = look.early_mismatch()
         if error is None and late:
             error = look.timeout()
         if error is None and waited >= _LOOK_AROUND and look.missing:
@@ -303,9 +336,13 @@ class Rounds:
         failed = PeerFailed.from_failure(Failure.of(self.rank, error), self.here())
         verdict = errors.dump(failed)
         self._barred = lambda: errors.load(verdict)
-        while self.collected < self.posted and self._board.collect(0.0) is not None:
-            self.collected += 1
-        self._board.abort(verdict)
+        board = self._board
+        # What cannot be done here, the end of this process tells the others.
+        with contextlib.suppress(Exception):
+            while board.collected < board.posted and board.collect(0.0) is not None:
+                pass  # complete, so that it can no longer be aborted
+        with contextlib.suppress(Exception):
+            board.abort(verdict)
 
     def here(self) -> str:
         """Return the call this rank is in, with its call site."""

@@ -10,6 +10,7 @@ nothing, so a cycle of ranks that each lack the next one's note is a deadlock, a
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import errors
@@ -24,9 +25,17 @@ class Waiter(Protocol):
 
     rank: int
     members: tuple[int, ...]
-    posted: int
-    collected: int
-    thread: int
+    thread: int  #: that called last, 0 for none
+
+    @property
+    def posted(self) -> int:
+        """How many rounds this rank has posted to."""
+        ...
+
+    @property
+    def collected(self) -> int:
+        """How many it has collected."""
+        ...
 
     def here(self) -> str:
         """Return the call this rank is in."""
@@ -65,7 +74,8 @@ class Whereabouts:
         """Publish that this rank waits at `board`; return an error once a deadlock is certain."""
         if len(self._boards) < 2:
             return None  # one board: nobody can wait elsewhere
-        if len({b.thread for b in self._boards if b.thread}) > 1:
+        threads = {b.thread for b in self._boards}
+        if len(threads - {0}) > 1 or (0 in threads and threading.active_count() > 1):
             return None  # several threads: while one waits, another may post
         self._published = True
         word = {

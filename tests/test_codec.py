@@ -122,3 +122,16 @@ def test_foreign_byte_orders_and_paths() -> None:
     assert again.tolist() == [0, 1, 2]
     path = PurePosixPath("a/b")
     assert type(decode(encode(path, allow_pickle=False))) is PurePosixPath
+
+
+def test_repeats_that_would_blow_up_are_refused_where_pickle_cannot_help() -> None:
+    pair: Any = (1,)
+    for _ in range(60):
+        pair = (pair, pair)
+    again = decode(encode(pair))
+    assert again[0] is again[1]  # compared by value, it would take for ever
+    for options in ({"allow_pickle": False}, {"canonical": True}):
+        with pytest.raises(EncodingError, match="10000 times"):
+            encode(pair, **options)
+    twice = ["x"]
+    assert decode(encode([twice, twice], allow_pickle=False)) == [["x"], ["x"]]

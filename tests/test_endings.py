@@ -416,3 +416,15 @@ def test_a_coroutines_call_site_is_the_users(scripts: Scripts) -> None:
         assert "asyncio" not in one.out
         assert "events.py" not in one.out
         assert "rank 0: on_main from rank 0 (script.py:" in one.out
+
+
+def test_an_old_exception_is_not_this_ends_reason(scripts: Scripts) -> None:
+    ending = """
+    import code, contextlib, io
+    with contextlib.redirect_stderr(io.StringIO()):
+        code.InteractiveInterpreter().runsource("1/0")
+    sys.exit(0)
+"""
+    for out in others(scripts, ending):
+        assert out.startswith("PeerLost 1 [1]")
+        assert "finished after round 1" in out

@@ -659,3 +659,26 @@ def test_a_death_before_all_have_joined_is_told_at_once(meeting_place: Path) -> 
 
     outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program, start=False)
     assert outcomes[1] == ("PeerLost", 0, True)
+
+
+def test_a_thread_that_has_not_called_yet_is_no_deadlock(meeting_place: Path) -> None:
+    def program() -> str:
+        pair = sp.group([0, 1])
+        if sp.get_rank() == 0:
+
+            def later() -> None:
+                time.sleep(2.5)  # long enough for the others to look around
+                pair.barrier("pair")
+
+            thread = threading.Thread(target=later)
+            thread.start()
+            sp.barrier("all")
+            thread.join()
+        elif sp.get_rank() == 1:
+            pair.barrier("pair")
+            sp.barrier("all")
+        else:
+            sp.barrier("all")
+        return "passed"
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == ["passed"] * 3

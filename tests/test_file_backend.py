@@ -18,6 +18,7 @@ import pytest
 from harness import PATIENCE, Died, Kind, Ranks, Scripts
 
 import syncprims as sp
+from syncprims.registry import backend_class
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
@@ -406,3 +407,110 @@ def test_a_rank_that_finishes_right_after_the_last_barrier_harms_nobody(
 
     outcomes = Ranks(Kind("file", 4), meeting_place).run_alone(program)
     assert {word for said in outcomes for word in said} == {"PeerLost"}
+
+
+def test_a_rank_that_is_just_joining_or_leaving_is_not_lost(meeting_place: Path) -> None:
+    """Between looking at a rank's lock and at its word, it may sit down or leave."""
+
+    def program() -> Any:
+        rank = int(os.environ["SYNCPRIMS_RANK"])
+        backend_class("file")
+        seats = sys.modules["syncprims.backends.seats"]
+        look = vars(seats)["is_free"]
+
+        def look_slowly(*where: Any) -> bool:
+            free = bool(look(*where))
+            time.sleep(0.05)  # the very gap under test
+            return free
+
+        vars(seats)["is_free"] = look_slowly
+        for number in range(6):
+            time.sleep(0.02 * ((rank + number) % 3))
+            with sp.init():
+                sp.barrier("together")
+                if rank == number % 3:
+                    continue
+                with pytest.raises(sp.PeerLost, match="finished after round"):
+                    sp.barrier("one too many")
+        return "passed"
+
+    assert Ranks(Kind("file", 3), meeting_place).run_alone(program) == ["passed"] * 3
+
+
+def test_a_disk_without_any_room_keeps_ranks_in_step(meeting_place: Path) -> None:
+    def program() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sp.barrier()
+        said: list[Any] = []
+        for number in range(4):
+            if number == 1 and sp.is_main():
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            try:
+                payload = b"x" * 100_000 if number == 1 and sp.is_main() else b""
+                said.append(sp.all_gather((number, payload))[1][0])
+            except OSError as error:
+                said.append(str(error))
+            except sp.PeerFailed as error:
+                said.append(error.failures[0].type)
+        return said
+
+    own, other = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert "writing 100" in own.pop(1)  # what did not fit, not the excuse for it
+    assert own == [0, 2, 3]
+    assert other == [0, "OSError", 2, 3]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupt_around_the_post_never_pairs_rounds_off_by_one(
+    meeting_place: Path, moment: str
+) -> None:
+    def program() -> list[Any]:
+        sp.barrier()
+        said: list[Any] = []
+        if sp.is_main():
+            board = sp.current().group._rounds._board
+            post = board.post
+
+            def interrupted(note: Any) -> None:
+                if moment == "after":
+                    post(note)
+                board.post = post  # type: ignore[method-assign]
+                raise KeyboardInterrupt
+
+            board.post = interrupted  # type: ignore[method-assign]
+        for number in range(4):
+            try:
+                said.append(sp.all_gather(number))
+            except KeyboardInterrupt:
+                said.append("interrupted")
+                if moment == "before":
+                    said.append(sp.all_gather(number))  # nothing was posted: it may be tried again
+            except sp.PeerFailed as error:
+                said.append(error.failures[0].type)
+        return said
+
+    own, other = Ranks(Kind("file", 2), meeting_place).run(program)
+    if moment == "before":
+        assert own == ["interrupted", *([n, n] for n in range(4))]
+        assert other == [[n, n] for n in range(4)]
+    else:
+        assert own == ["interrupted", *["KeyboardInterrupt"] * 3]
+        assert all(one in ([0, 0], "KeyboardInterrupt") for one in other)
+        assert other[1:] == ["KeyboardInterrupt"] * 3
+
+
+def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> None:
+    """The wait is made long by a clock that runs a thousand times too fast on the waiting rank."""
+
+    def program() -> float:
+        sp.barrier()
+        if sp.is_main():
+            board = sp.current().group._rounds._board
+            board.now = lambda: 1000 * time.monotonic()  # type: ignore[method-assign]
+        else:
+            time.sleep(0.5)
+        sp.barrier(timeout=100_000)
+        return time.monotonic()
+
+    first, second = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert abs(first - second) < 0.2

@@ -44,7 +44,6 @@ class TinyBoard(Board):
     def __init__(self, members: Sequence[int], rank: int, folder: Path) -> None:
         super().__init__(members)
         self.rank, self.folder = rank, folder
-        self.posted = self.collected = 0
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
