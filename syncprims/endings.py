@@ -29,15 +29,18 @@ def reason(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _program_is_running() -> bool:
-    """Tell whether the program called the excepthook itself, as an interactive prompt in it does.
+def _at_a_prompt() -> bool:
+    """Tell whether an interactive prompt in a living program shows what was mistyped there.
 
-    When an exception has ended it, its frames are gone.
+    It calls the excepthook, too. (So do programs that run a script for it, as coverage does: there
+    the script has ended.)
     """
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_name in ("<module>", "_run_module_as_main")
+        if frame.f_globals.get("__name__") == "code":
+            return True
+    return False
 
 
 class Endings:
@@ -87,7 +90,7 @@ class Endings:
         if isinstance(error, SyncError):
             trace = users_part(trace) or trace
         try:
-            if not _program_is_running():
+            if not _at_a_prompt():
                 self._on_end(error.with_traceback(trace))
         finally:
             show(kind, error, trace)
