@@ -338,11 +338,14 @@ class Rounds:
         self._barred = lambda: errors.load(verdict)
         board = self._board
         # What cannot be done here, the end of this process tells the others.
-        with contextlib.suppress(Exception):
-            while board.collected < board.posted and board.collect(0.0) is not None:
-                pass  # complete, so that it can no longer be aborted
-        with contextlib.suppress(Exception):
-            board.abort(verdict)
+        for _ in range(board.depth + 1):
+            with contextlib.suppress(Exception):
+                while board.collected < board.posted and board.collect(0.0) is not None:
+                    pass  # complete, so that it can no longer be aborted
+            with contextlib.suppress(Exception):
+                board.abort(verdict)
+                if board.verdict() is not None:
+                    break  # else the round has completed at this very moment: abort the next
 
     def here(self) -> str:
         """Return the call this rank is in, with its call site."""
