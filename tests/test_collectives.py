@@ -335,7 +335,7 @@ def test_bad_arguments_are_refused_before_anyone_waits(world: Ranks) -> None:
 
 
 def test_device_waits_where_there_is_none(world: Ranks) -> None:
-    world.run(lambda: sp.barrier("step", device=True))
+    assert world.run(lambda: sp.barrier("step", device=True)) == [None] * world.ranks
 
 
 def test_cpu_tensors_travel(world: Ranks) -> None:

@@ -71,13 +71,14 @@ def test_kind_name_src_and_op_are_compared(world: Ranks, pair: int) -> None:
 
 @several()
 def test_call_sites_are_not_compared(world: Ranks) -> None:
-    def program() -> None:
+    def program() -> list[int]:
         if sp.is_main():
             sp.barrier("epoch")
         else:
             sp.barrier("epoch")
+        return sp.all_gather(sp.get_rank())
 
-    world.run(program)
+    assert world.run(program) == [list(range(world.ranks))] * world.ranks
 
 
 @several()
