@@ -1,11 +1,13 @@
 """The memory of a board: a file of cells, mapped by every member.
 
-Each member has :data:`CELLS` cells, written by it alone and used in turn. A cell is a *face*, one
-cache line that says which round it is, and a *body* with the label and what else fits in.
+Each member has :data:`CELLS` cells, written by it alone and used in turn. A cell is a *word* and a
+*body*. The words of one round stand side by side, so that one look sees all of them: each says
+which round it is, and carries a check of itself and of its body. The body holds the label, and what
+else fits in.
 
-Nothing relies on the order in which another processor sees the stores. A face carries a checksum
-over all of itself, round included, and a checksum of its body. A reader takes a note only when both
-prove it whole, so a half-written or stale one merely reads as "not there yet".
+Nothing relies on the order in which another processor sees the stores. A note is taken only when
+its word and its body prove each other whole, round included; a half-written or stale one merely
+reads as "not there yet".
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import mmap
 import os
 import struct
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Board
@@ -25,45 +27,25 @@ if TYPE_CHECKING:
 #: A member posts at most `depth` notes ahead of what it has collected. So whoever has collected
 #: round k knows that all have collected round k - depth, and a cell is free again after twice that.
 CELLS = 2 * Board.depth
-FACE_SIZE = 64
 BODY_SIZE = 2048
-FACES_AT = 16 * 1024  #: before it: the header, and room for the longest verdict
+TEXT_SIZE = 16 * 1024  #: room for a verdict
 
-FLAG, FAILED, APART = 1, 2, 4
+WORD = struct.Struct("<QII")  #: round, flags, check
+HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
+FLAG, CONTENT, APART = 1, 2, 4  #: and from bit 8 on, how far the writer was ahead
 
-_MAGIC = b"syncprims board 1"
+_MAGIC = b"syncprims board 2"
 _HEADER = struct.Struct("<32sI")  # magic, members
-_FACE = struct.Struct("<QQIIQIII")
-_CHECK = struct.Struct("<I")
+_HEADER_SIZE = 64
+_LINE = 64  # of a processor's cache
+_TEXT = struct.Struct("<II")  # length, checksum
+_ROUND_FACTOR, _FLAGS_FACTOR, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
 
 
-class Face(NamedTuple):
-    """What a cell says of itself."""
-
-    round: int
-    collected: int  #: rounds its owner had collected when it wrote this
-    flags: int
-    label: int  #: length of the encoded label, at the start of the body
-    payload: int  #: lengths of what follows it, there or in a file apart
-    failure: int
-    label_check: int
-    body_check: int  #: of all three
-
-    def encode(self) -> bytes:
-        """Return the face as it stands in memory, checksum and padding included."""
-        packed = _FACE.pack(*self)
-        return (packed + _CHECK.pack(zlib.crc32(packed))).ljust(FACE_SIZE, b"\0")
-
-    @classmethod
-    def decode(cls, raw: bytes) -> Face | None:
-        """Return the face in `raw`, or None if its checksum does not prove it whole."""
-        (check,) = _CHECK.unpack_from(raw, _FACE.size)
-        if zlib.crc32(raw[: _FACE.size]) != check:
-            return None
-        return cls(*_FACE.unpack_from(raw))
-
-
-_NO_FACE = Face(0, 0, 0, 0, 0, 0, 0, 0)
+def word_of(number: int, flags: int, body_check: int) -> bytes:
+    """Return the word of a note: equal for equal notes, and never equal for another round."""
+    check = body_check + number * _ROUND_FACTOR + flags * _FLAGS_FACTOR
+    return WORD.pack(number, flags, check & _MASK)
 
 
 class Cells:
@@ -76,49 +58,108 @@ class Cells:
         :raises OSError: if there is no room for it.
         """
         self.count = count
-        self._bodies_at = FACES_AT + CELLS * count * FACE_SIZE
+        # One more than members: an outsider who finds that the board cannot work may say so, too.
+        self.intents = slice(_HEADER_SIZE, _HEADER_SIZE + 8 * (count + 1))
+        words_at = _up(self.intents.stop, _LINE)
+        self._row = _up(count * WORD.size, _LINE)
+        #: where the words of a cell's round stand, of all members
+        self.rows = [
+            slice(words_at + cell * self._row, words_at + cell * self._row + count * WORD.size)
+            for cell in range(CELLS)
+        ]
+        self._texts_at = _up(words_at + CELLS * self._row, mmap.PAGESIZE)
+        self._bodies_at = self._texts_at + (count + 1) * TEXT_SIZE
         size = self._bodies_at + CELLS * count * BODY_SIZE
-        self.fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
+        fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
         try:
-            lay(self.fd, size, _HEADER.pack(_MAGIC, count))
-            header = os.pread(self.fd, _HEADER.size, 0).ljust(_HEADER.size)
+            lay(fd, size, _HEADER.pack(_MAGIC, count))
+            header = os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size)
             magic, found = _HEADER.unpack(header)
-            if magic.rstrip(b"\0") != _MAGIC or found != count or os.fstat(self.fd).st_size < size:
+            if magic.rstrip(b"\0") != _MAGIC or found != count or os.fstat(fd).st_size < size:
                 raise ConfigurationError(
                     f"{directory.path / name} is no board of {count} ranks; remove the file, and "
                     f"start all ranks from one installation"
                 )
-            self.memory = mmap.mmap(self.fd, size)
-        except BaseException:
-            os.close(self.fd)
-            raise
+            self.memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
 
-    def face_at(self, cell: int, index: int) -> int:
-        """Return where the face of member number `index` begins; those of a cell are adjacent."""
-        return FACES_AT + (cell * self.count + index) * FACE_SIZE
+    # -- notes --------------------------------------------------------------------------------
 
-    def body_at(self, cell: int, index: int) -> int:
-        """Return where the body of member number `index` begins."""
-        return self._bodies_at + (cell * self.count + index) * BODY_SIZE
+    def word_at(self, cell: int, index: int) -> slice:
+        """Return where the word of member number `index` stands."""
+        at = self.rows[cell].start + index * WORD.size
+        return slice(at, at + WORD.size)
 
-    def raw_face(self, cell: int, index: int) -> bytes:
-        """Return the face as it stands."""
-        at = self.face_at(cell, index)
-        return self.memory[at : at + FACE_SIZE]
+    def write_body(self, cell: int, index: int, body: bytes) -> None:
+        """Write into one's own cell."""
+        at = self._body_at(cell, index)
+        self.memory[at : at + len(body)] = body
 
-    def last_face(self, index: int) -> Face:
-        """Return the latest face of a member; one of round 0 if it has posted nothing."""
-        faces = [Face.decode(self.raw_face(cell, index)) for cell in range(CELLS)]
-        return max((face for face in faces if face is not None), default=_NO_FACE)
+    def read_body(self, cell: int, index: int, word: bytes) -> tuple[bytes, bytes, bytes] | None:
+        """Return head, label and the rest of a body, or None unless `word` proves it whole."""
+        number, flags, _ = WORD.unpack(word)
+        at = self._body_at(cell, index)
+        body = self.memory[at : at + BODY_SIZE]
+        head = body[: HEAD.size]
+        end = HEAD.size + HEAD.unpack(head)[0]
+        if word_of(number, flags, zlib.crc32(body[:end])) != word:
+            return None
+        return head, body[HEAD.size : end], body[end:]
+
+    def last_word(self, index: int) -> bytes:
+        """Return the latest word of a member; one of round 0 if it has posted nothing."""
+        words = [self.memory[self.word_at(cell, index)] for cell in range(CELLS)]
+        return max(words, key=_round_of)
+
+    def posted(self, index: int) -> int:
+        """Return how many rounds a member has posted."""
+        return _round_of(self.last_word(index))
 
     def all_posted(self, number: int) -> bool:
         """Tell whether every member has posted round `number`."""
-        return all(self.last_face(index).round >= number for index in range(self.count))
+        return all(self.posted(index) >= number for index in range(self.count))
+
+    def _body_at(self, cell: int, index: int) -> int:
+        return self._bodies_at + (cell * self.count + index) * BODY_SIZE
+
+    # -- what members say of aborts -----------------------------------------------------------
+
+    def intend(self, index: int, number: int) -> None:
+        """Say that `index` wants round `number` aborted; 0 takes it back."""
+        at = self.intents.start + 8 * index
+        self.memory[at : at + 8] = number.to_bytes(8, "little")
+
+    def intended(self) -> list[int]:
+        """Return the round that each member, and last an outsider, wants aborted, or 0."""
+        raw = self.memory[self.intents]
+        return list(struct.unpack(f"<{self.count + 1}Q", raw))
+
+    def write_text(self, index: int, text: bytes) -> None:
+        """Write one's own text."""
+        at = self._texts_at + index * TEXT_SIZE
+        text = text[: TEXT_SIZE - _TEXT.size]
+        self.memory[at + _TEXT.size : at + _TEXT.size + len(text)] = text
+        self.memory[at : at + _TEXT.size] = _TEXT.pack(len(text), zlib.crc32(text))
+
+    def read_text(self, index: int) -> bytes | None:
+        """Return the text of `index`, or None while it is not whole."""
+        at = self._texts_at + index * TEXT_SIZE
+        length, check = _TEXT.unpack_from(self.memory, at)
+        text = self.memory[at + _TEXT.size : at + min(_TEXT.size + length, TEXT_SIZE)]
+        return text if len(text) == length and zlib.crc32(text) == check else None
 
     def close(self) -> None:
         """Let go of the file."""
         self.memory.close()
-        os.close(self.fd)
+
+
+def _round_of(word: bytes) -> int:
+    return int.from_bytes(word[:8], "little")
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def lay(fd: int, size: int, header: bytes) -> None:

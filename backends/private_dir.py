@@ -87,6 +87,24 @@ class PrivateDirectory:
             f"{self.path / name} is not a plain file of this user's own; remove it, or {_CURE}"
         )
 
+    def claim(self, name: str, word: str) -> str:
+        """Make the name `name` stand for `word`, unless it is taken; return what it stands for.
+
+        A link to nowhere: the one thing that is made, with its content, in one step.
+
+        :raises OSError: if the directory has no room for another name.
+        """
+        with contextlib.suppress(FileExistsError):
+            os.symlink(word, name, dir_fd=self.fd)
+        return os.readlink(name, dir_fd=self.fd)
+
+    def claimed(self, name: str) -> str | None:
+        """Return what `name` stands for, or None if nobody has claimed it."""
+        try:
+            return os.readlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return None
+
     def names(self) -> list[str]:
         """Return the names inside."""
         return os.listdir(self.fd)  # noqa: PTH208 - pathlib knows no descriptors

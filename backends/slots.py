@@ -1,6 +1,6 @@
 """A board in shared memory: posting is writing one's own cell, collecting is looking at all.
 
-If all faces of a round equal the reader's own, byte for byte, then all notes do, and nothing needs
+If the words of all members for a round equal the reader's own, then all notes do, and nothing needs
 decoding: that is the case of every barrier. Otherwise a note is decoded from its cell, or, where it
 did not fit in, from a file apart.
 """
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from syncprims.interface import Board, Label, Note, Status
 
-from .cells import APART, BODY_SIZE, CELLS, FACE_SIZE, FAILED, FLAG, Cells, Face
-from .verdicts import ABORT_AT, WHOLE, Verdict
+from .cells import APART, BODY_SIZE, CELLS, CONTENT, FLAG, HEAD, WORD, Cells, word_of
+from .verdicts import Verdicts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
     from .seats import Seats
 
-_SPINS = 40  # looks before the processor is given away
-_YIELD_FOR = 0.0005  # seconds of giving it away before sleeping
+_LOOKS = 100  # at least, and the processor given away after each, before the clock is asked
+_LOOKS_PER_TIME = 16  # as many between two questions to the clock
+_YIELD_FOR = 0.0005  # seconds of giving the processor away before sleeping
 _FIRST_NAP = 0.00005
 _LOOK_FOR_DEATH_EVERY = 0.005
 #: Who has waited for long may be told a little later: a nap is this part of the wait so far.
 _NAP_PART, _SHORTEST_LONG_NAP, _LONGEST_NAP = 0.01, 0.005, 0.02
+_MOST_KNOWN = 4096
 
 
 class SlotBoard(Board):
@@ -49,50 +51,70 @@ class SlotBoard(Board):
         self._seats = seats
         self._index = self.members.index(rank)
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
-        self._mine: dict[int, tuple[Note, bytes]] = {}  # uncollected rounds: own note and face
-        self._written: list[Label | None] = [None] * CELLS  # whose label alone is in the body
+        self._mine = [(Note(Label("?")), b"")] * CELLS  # own notes of late, and their words
+        self._known: dict[bytes, int] = {}  # encoded label -> check of a body with it alone
+        self._written: list[bytes | None] = [None] * CELLS  # which label alone is in the body
         self._apart: list[tuple[int, str]] = []  # own files with what did not fit in: round, name
         self._cells = Cells(directory, name, len(self.members))
         self._memory = self._cells.memory
-        self._verdict = Verdict(self._cells)
-        # With fewer processors than ranks, looking again only delays whom one waits for.
-        self._spins = _SPINS if len(self.members) <= (os.cpu_count() or 1) else 1
+        self._verdicts = Verdicts(self._cells, directory, name, self._index)
+        self._rows = self._cells.rows
+        self._own = [self._cells.word_at(cell, self._index) for cell in range(CELLS)]
+        self._intents = self._cells.intents
+        self._unbroken = bytes(self._intents.stop - self._intents.start)
 
     # -- post ---------------------------------------------------------------------------------
 
     def post(self, note: Note) -> None:
-        """Write the note into this rank's next cell: the body first, then the face."""
+        """Write the note into this rank's next cell: the body first, then the word."""
+        label, flag, payload, failure = note
         number = self.posted + 1
-        label = note.label
-        text = label.encode()
-        if len(text) > BODY_SIZE:
-            raise ValueError(f"the label {label} is longer than the {BODY_SIZE} bytes of a cell")
-        check = label_check = zlib.crc32(text)
         cell = number % CELLS
-        flags = FLAG if note.flag else 0
-        if note.payload or note.failure:
-            flags |= FAILED if note.failure else 0
-            content = note.payload + note.failure
-            check = zlib.crc32(content, check)
-            if len(text) + len(content) > BODY_SIZE:
-                flags |= APART
-                self._write_apart(number, content)
-                content = b""
-            self._write_body(cell, text + content)
-            self._written[cell] = None
-        elif self._written[cell] is not label:
-            self._write_body(cell, text)
-            self._written[cell] = label
-        sizes = len(text), len(note.payload), len(note.failure)
-        face = Face(number, self.collected, flags, *sizes, label_check, check).encode()
-        at = self._cells.face_at(cell, self._index)
-        self._mine[number] = note, face
+        flags = (number - self.collected - 1) << 8 | (FLAG if flag else 0)
+        text = label.encode()
+        if payload or failure:
+            more, body_check = self._write_content(number, text, payload, failure)
+            flags |= more
+        else:
+            body_check = self._check_of(text)
+            if self._written[cell] is not text:
+                self._cells.write_body(cell, self._index, HEAD.pack(len(text), 0, 0, 0) + text)
+                self._written[cell] = text
+        word = word_of(number, flags, body_check)
+        self._mine[cell] = note, word
         self.posted = number
-        self._memory[at : at + FACE_SIZE] = face
+        self._memory[self._own[cell]] = word
 
-    def _write_body(self, cell: int, body: bytes) -> None:
-        at = self._cells.body_at(cell, self._index)
-        self._memory[at : at + len(body)] = body
+    def _check_of(self, text: bytes) -> int:
+        """Return the check of a body that holds this label alone."""
+        known = self._known.get(text)
+        if known is not None:
+            return known
+        if HEAD.size + len(text) > BODY_SIZE:
+            raise ValueError(
+                f"a label of {len(text)} bytes does not fit into a cell: {text[:80]!r}"
+            )
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        check = self._known[text] = zlib.crc32(HEAD.pack(len(text), 0, 0, 0) + text)
+        return check
+
+    def _write_content(
+        self, number: int, text: bytes, payload: bytes, failure: bytes
+    ) -> tuple[int, int]:
+        """Write a body with more than a label; return its flags and its check."""
+        self._check_of(text)
+        cell = number % CELLS
+        content = payload + failure
+        start = HEAD.pack(len(text), len(payload), len(failure), zlib.crc32(content)) + text
+        flags = CONTENT
+        if len(start) + len(content) > BODY_SIZE:
+            flags |= APART
+            self._write_apart(number, content)
+            content = b""
+        self._written[cell] = None
+        self._cells.write_body(cell, self._index, start + content)
+        return flags, zlib.crc32(start)
 
     def _write_apart(self, number: int, content: bytes) -> None:
         """Write what does not fit into a cell to a file."""
@@ -115,10 +137,9 @@ class SlotBoard(Board):
 
     def _remove_apart(self, number: int) -> None:
         """Remove the files that all had read when they posted round `number`."""
-        cell = number % CELLS
-        faces = [Face.decode(self._cells.raw_face(cell, i)) for i in range(len(self.members))]
-        read_by_all = min(face.collected if face is not None else 0 for face in faces)
-        while self._apart and self._apart[0][0] <= read_by_all:
+        words = self._memory[self._rows[number % CELLS]]
+        ahead = max(flags >> 8 for _, flags, _ in WORD.iter_unpack(words))
+        while self._apart and self._apart[0][0] < number - ahead:
             self._directory.remove(self._apart.pop(0)[1])
 
     def _apart_name(self, number: int, index: int) -> str:
@@ -129,97 +150,109 @@ class SlotBoard(Board):
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Wait for the oldest uncollected round: look, give the processor away, then sleep."""
         number = self.collected + 1
-        mine, face = self._mine[number]
+        cell = number % CELLS
+        note, word = self._mine[cell]
         count = len(self.members)
-        begin = self._cells.face_at(number % CELLS, 0)
-        end = begin + count * FACE_SIZE
-        same = face * count
-        memory = self._memory
-        for _ in range(self._spins):
-            # The notes first, then the abort: the module on verdicts says why in this order.
-            if memory[begin:end] == same and memory[ABORT_AT : ABORT_AT + 8] == WHOLE:
+        row, intents, memory = self._rows[cell], self._intents, self._memory
+        all_equal, all_here = word * count, word[:1] * count  # words begin with the round
+        for _ in range(_LOOKS):
+            seen = memory[row]
+            if seen == all_equal:
+                # The notes first, then the intents: the module on verdicts says why.
+                if memory[intents] != self._unbroken:
+                    break
                 self._count(number)
-                return (mine,) * count
-        return self._collect_slowly(number, mine, timeout)
+                return (note,) * count
+            if seen[:: WORD.size] == all_here:
+                break
+            os.sched_yield()
+        return self._collect_slowly(number, timeout)
 
-    def _collect_slowly(
-        self, number: int, mine: Note, timeout: float | None
-    ) -> Sequence[Note] | None:
-        notes: list[Note | None] = [None] * len(self.members)
-        notes[self._index] = mine
-        absent = [i for i in range(len(self.members)) if i != self._index]
-        memory, own = self._memory, self._mine[number][1][:8]  # the round, as faces begin with it
-        at = [self._cells.face_at(number % CELLS, i) for i in range(len(self.members))]
+    def _collect_slowly(self, number: int, timeout: float | None) -> Sequence[Note] | None:
         start = now = self.now()
         if self._waiting_for != number:  # else the core has asked again, after a look around
             self._waiting_for, self._waiting_since = number, start
         look_for_death = start + _LOOK_FOR_DEATH_EVERY
         nap = min(_LONGEST_NAP, max(_FIRST_NAP, _NAP_PART * (now - self._waiting_since)))
+        looks = 0
         while True:
-            absent = [
-                i
-                for i in absent
-                if memory[at[i] : at[i] + 8] != own or not self._take(notes, i, number)
-            ]
-            if memory[ABORT_AT : ABORT_AT + 8] != WHOLE and self._verdict.bars(number):
-                return None
-            if not absent:
+            notes = self._take_all(number)
+            if self._memory[self._intents] != self._unbroken:
+                if self._verdicts.on(number) is not None:
+                    return None
+                notes = self._take_all(number)
+            if notes is not None:
                 self._count(number)
-                return tuple(note for note in notes if note is not None)
+                return notes
+            looks += 1
+            sleepy = now - self._waiting_since >= _YIELD_FOR
+            if not sleepy and looks % _LOOKS_PER_TIME:
+                os.sched_yield()
+                continue
             if timeout is not None and now - start >= timeout:
                 return None
             if now >= look_for_death:
-                if self._in_vain(absent):
-                    # The last notes may have arrived just before.
-                    absent = [i for i in absent if not self._take(notes, i, number)]
-                    if absent:
-                        return None
-                    continue
+                if self._in_vain(number):
+                    return None
                 look_for_death = now + _LOOK_FOR_DEATH_EVERY
-            if now - self._waiting_since < _YIELD_FOR:
-                os.sched_yield()
-            else:
+            if sleepy:
                 left = nap if timeout is None else min(nap, timeout - (now - start))
                 time.sleep(max(0.0, left))
                 most = max(_SHORTEST_LONG_NAP, _NAP_PART * (now - self._waiting_since))
                 nap = min(nap * 1.5, most, _LONGEST_NAP)
             now = self.now()
 
-    def _in_vain(self, absent: list[int]) -> bool:
+    def _in_vain(self, number: int) -> bool:
         """Tell whether a member is lost or has failed, or an absent one has finished."""
-        missing = [self.members[i] for i in absent]
+        departed = self._seats.departed(self.members)
+        # The last notes may have arrived just before their writers went.
+        if not departed or self._take_all(number) is not None:
+            return False
+        words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
+        absent = {m for m, word in zip(self.members, words, strict=True) if word[0] != number}
         return any(
-            state in ("lost", "failed") or (state == "finished" and rank in missing)
-            for rank, state in self._seats.departed(self.members)
+            state in ("lost", "failed") or (state == "finished" and rank in absent)
+            for rank, state in departed
         )
 
-    def _take(self, notes: list[Note | None], index: int, number: int) -> bool:
-        """Read the note of one member for round `number`, if it is there and whole."""
+    def _take_all(self, number: int) -> tuple[Note, ...] | None:
+        """Return the notes of round `number`, or None while one is not here, or not whole."""
         cell = number % CELLS
-        raw = self._cells.raw_face(cell, index)
-        mine, own = self._mine[number]
-        if raw == own:
-            notes[index] = mine
-            return True
-        face = Face.decode(raw)
-        if face is None or face.round != number:
-            return False
-        notes[index] = note = self._read(face, cell, index)
-        return note is not None
-
-    def _read(self, face: Face, cell: int, index: int) -> Note | None:
-        """Return the note behind a face, or None while it is not all there."""
-        at = self._cells.body_at(cell, index)
-        size = face.payload + face.failure
-        text = self._memory[at : at + face.label]
-        if face.flags & APART:
-            content = self._read_apart(face.round, index)
-        else:
-            content = self._memory[at + face.label : at + face.label + size]
-        if len(content) != size or zlib.crc32(content, zlib.crc32(text)) != face.body_check:
+        words = self._memory[self._rows[cell]]
+        mine, own = self._mine[cell]
+        if words[:: WORD.size] != own[:1] * len(self.members):
             return None
-        failure = content[face.payload :]
-        return Note(self._decode(text), bool(face.flags & FLAG), content[: face.payload], failure)
+        notes: list[Note] = []
+        for index in range(len(self.members)):
+            word = words[index * WORD.size : (index + 1) * WORD.size]
+            note = mine if word == own else self._take(number, index, word, mine.label)
+            if note is None:
+                return None
+            notes.append(note)
+        return tuple(notes)
+
+    def _take(self, number: int, index: int, word: bytes, label: Label) -> Note | None:
+        """Return the note behind a word, or None while it is not all there."""
+        found, flags, _ = WORD.unpack(word)
+        if found != number:
+            return None
+        expected = label.encode()  # what one came for oneself is most likely what others did
+        flag = bool(flags & FLAG)
+        if not flags & CONTENT and word == word_of(number, flags, self._check_of(expected)):
+            return Note(label, flag)
+        body = self._cells.read_body(number % CELLS, index, word)
+        if body is None:
+            return None
+        head, text, content = body
+        _, payload, failure, check = HEAD.unpack(head)
+        if flags & APART:
+            content = self._read_apart(number, index)
+        content = content[: payload + failure]
+        if len(content) != payload + failure or zlib.crc32(content) != check:
+            return None
+        if text != expected:
+            label = Label.decode(text)
+        return Note(label, flag, content[:payload], content[payload:])
 
     def _read_apart(self, number: int, index: int) -> bytes:
         try:
@@ -229,16 +262,8 @@ class SlotBoard(Board):
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
-    def _decode(self, text: bytes) -> Label:
-        """Return the label; the very object, if this rank came with the same one."""
-        mine = self._mine.get(self.collected + 1)
-        if mine is not None and mine[0].label.encode() == text:
-            return mine[0].label
-        return Label.decode(text)
-
     def _count(self, number: int) -> None:
         self.collected = number
-        del self._mine[number]
         if self._apart:
             self._remove_apart(number)
         if number == 1:
@@ -250,21 +275,18 @@ class SlotBoard(Board):
         """Tell what is known of `rank`: its cells say how far it is, its seat how it is."""
         index = self.members.index(rank)
         state = self._seats.state(rank)  # first: what it posted before it went is there then
-        face = self._cells.last_face(index)
-        label = None
-        if face.round:
-            at = self._cells.body_at(face.round % CELLS, index)
-            text = self._memory[at : at + face.label]
-            label = self._decode(text) if zlib.crc32(text) == face.label_check else None
-        return Status(face.round, label, *state)
+        word = self._cells.last_word(index)
+        number, _, _ = WORD.unpack(word)
+        body = self._cells.read_body(number % CELLS, index, word) if number else None
+        return Status(number, Label.decode(body[1]) if body else None, *state)
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it completes after all."""
-        self._verdict.give(self.collected + 1, verdict)
+        self._verdicts.give(self.collected + 1, verdict)
 
     def verdict(self) -> bytes | None:
-        """Return the verdict that bars the oldest uncollected round, once it is decided."""
-        return self._verdict.on(self.collected + 1)
+        """Return the verdict that bars the oldest uncollected round, if there is one."""
+        return self._verdicts.on(self.collected + 1)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -274,5 +296,5 @@ class SlotBoard(Board):
 def refuse(directory: PrivateDirectory, name: str, count: int, verdict: bytes) -> None:
     """Abort, from outside, a board whose members still wait for each other to come."""
     cells = Cells(directory, name, count)
-    Verdict(cells).give(1, verdict)
+    Verdicts(cells, directory, name, index=count).give(1, verdict)
     cells.close()

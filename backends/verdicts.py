@@ -1,102 +1,85 @@
-"""The verdict on a board: once it is broken, everybody hears the same.
+"""The verdict on a board: once it is broken, everybody hears the same, and nobody can hold it up.
 
-An abort names a round. Nobody passes that round or a later one; earlier ones stay collectable. The
-question to settle is the race with the last member's note, which may arrive at this very moment.
+An abort names a round. Nobody passes that round or a later one; earlier ones stay collectable. Two
+questions are to settle, without a lock that a stopped process could hold.
 
-* The aborting rank writes the round into the abort word, pauses, and only then looks whether all
-  notes have come after all.
-* Every other rank looks for notes first and at the abort word afterwards.
+*Has the last note come after all?* Whoever wants an abort says so in the board, pauses, and only
+then looks whether all notes have come. Every other member looks for notes first and for such
+intents afterwards. So either the one sees the last note, or whoever sees that note also sees the
+intent. The pause, a millisecond, is ten thousand times what a store needs to reach the other
+processors, so this holds on weakly ordered ones, too.
 
-So either the aborting rank sees the last note and takes the abort back, or whoever sees that note
-also sees the abort. The pause, a millisecond, is ten thousand times what a store needs to reach the
-other processors, so this holds on weakly ordered ones too.
+*What do all agree on?* Whoever meets an intent, its giver or not, may look and propose an outcome:
+the abort stands, or it is void because all notes have come. The proposal is a name in the
+directory, one for each round, which only one process can be the first to make: that one holds for
+all. Notes do not go away, so nobody can find an abort void that another has rightly found to stand,
+except in the moment between; and there the name decides.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import struct
 import time
-import zlib
 from typing import TYPE_CHECKING
 
-from .cells import FACES_AT
-
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from .cells import Cells
+    from .private_dir import PrivateDirectory
 
-ABORT_AT = 64  #: where the abort word stands, on a cache line of its own
-_ABORT = struct.Struct("<Q")
-WHOLE = _ABORT.pack(0)  #: the abort word of an unbroken board
-_TEXT_AT = 128
-_TEXT = struct.Struct("<III")  # decided, length, checksum
-_TEXT_SIZE = FACES_AT - _TEXT_AT - _TEXT.size
-_WEIGHED, _DECIDED = 0, 1
 _PAUSE = 0.001
+_VOID = "void"
+_TEXT_PATIENCE = 0.1  # seconds for a text to be seen whole, once its intent has been
 
 
-class Verdict:
-    """The verdict on the board in `cells`."""
+class Verdicts:
+    """The aborts of the board `name` in `cells`, as member number `index` sees and makes them."""
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: Cells, directory: PrivateDirectory, name: str, index: int) -> None:
         self._cells = cells
-
-    def bars(self, number: int) -> bool:
-        """Tell whether round `number` is aborted, or about to be."""
-        aborted: int = _ABORT.unpack_from(self._cells.memory, ABORT_AT)[0]
-        return 0 < aborted <= number
+        self._directory = directory
+        self._name = name
+        self._index = index
+        self._void: set[int] = set()  # rounds known to stay whole
 
     def give(self, number: int, text: bytes) -> None:
-        """Abort round `number` with `text`, unless it is too late or another came first."""
-        with self._deciding():
-            if self._cells.memory[ABORT_AT : ABORT_AT + 8] == WHOLE:
-                # The text first: should this rank die here, the next one finds it whole.
-                self._write(_WEIGHED, text[:_TEXT_SIZE])
-                self._cells.memory[ABORT_AT : ABORT_AT + 8] = _ABORT.pack(number)
-                self._weigh(text[:_TEXT_SIZE])
+        """Abort round `number` with `text`, unless it is too late or another came first.
+
+        :raises OSError: if the directory has no room for another name.
+        """
+        if self.on(number) is None:
+            self._cells.write_text(self._index, text)
+            self._cells.intend(self._index, number)
+            self._stands(number, self._index)
 
     def on(self, number: int) -> bytes | None:
-        """Return the text that bars round `number`, once it is decided; None if nothing does."""
-        if not self.bars(number):
-            return None
-        with self._deciding():  # an abort that is being weighed may still be taken back
-            decided, text = self._read()
-            if decided == _WEIGHED and self.bars(number):
-                self._weigh(text)  # whoever began to has died over it
-            return text if self.bars(number) else None
+        """Return the text that bars round `number`; None if nothing does.
 
-    def _weigh(self, text: bytes) -> None:
-        """Take the abort back if all notes have come after all; else it stands."""
-        memory = self._cells.memory
-        time.sleep(_PAUSE)
-        (aborted,) = _ABORT.unpack_from(memory, ABORT_AT)
-        if self._cells.all_posted(aborted):
-            memory[ABORT_AT : ABORT_AT + 8] = WHOLE
-        else:
-            self._write(_DECIDED, text)
+        :raises OSError: if the directory has no room for another name.
+        """
+        for giver, intended in enumerate(self._cells.intended()):
+            if 0 < intended <= number and intended not in self._void:
+                by = self._stands(intended, giver)
+                if by is not None:
+                    return self._text(by)
+        return None
 
-    def _write(self, decided: int, text: bytes) -> None:
-        memory = self._cells.memory
-        at = _TEXT_AT + _TEXT.size
-        memory[at : at + len(text)] = text
-        memory[_TEXT_AT:at] = _TEXT.pack(decided, len(text), zlib.crc32(text))
+    def _stands(self, number: int, giver: int) -> int | None:
+        """Return whose abort of round `number` stands, or None if it is void."""
+        name = f"{self._name}-verdict-{number}"
+        outcome = self._directory.claimed(name)
+        if outcome is None:
+            if not self._cells.all_posted(number):
+                time.sleep(_PAUSE)
+            proposal = _VOID if self._cells.all_posted(number) else str(giver)
+            outcome = self._directory.claim(name, proposal)
+        if outcome != _VOID:
+            return int(outcome)
+        self._void.add(number)
+        if self._cells.intended()[self._index] == number:
+            self._cells.intend(self._index, 0)
+        return None
 
-    def _read(self) -> tuple[int, bytes]:
-        """Return whether it is decided, and the text; an empty one if that is damaged."""
-        memory = self._cells.memory
-        decided, length, check = _TEXT.unpack_from(memory, _TEXT_AT)
-        at = _TEXT_AT + _TEXT.size
-        text = memory[at : at + min(length, _TEXT_SIZE)]
-        return decided, text if zlib.crc32(text) == check else b""
-
-    @contextlib.contextmanager
-    def _deciding(self) -> Generator[None]:
-        """Hold the board's own lock; the kernel frees it if its holder dies in here."""
-        fcntl.flock(self._cells.fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._cells.fd, fcntl.LOCK_UN)
+    def _text(self, index: int) -> bytes:
+        deadline = time.monotonic() + _TEXT_PATIENCE
+        while (text := self._cells.read_text(index)) is None and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        return text or b""

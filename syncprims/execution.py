@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
-from .kinds import require
+from .arguments import require
 from .world import current, topology
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import codec, reduction
+from .arguments import seconds
 from .errors import EncodingError, RankMismatch
 from .interface import Note
-from .rounds import Meeting, Rounds, seconds
+from .rounds import Meeting, Rounds
 from .shares import share
 from .turns import InTurn, MainFirst
 
@@ -98,7 +99,7 @@ class Group:
         if self.alone and name is None and timeout is None:
             return
         rounds = self._rounds
-        rounds.meet(Note(rounds.label("barrier", name)), self._seconds(timeout))
+        rounds.meet(rounds.note("barrier", name), self._seconds(timeout))
 
     def broadcast(
         self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None
@@ -163,14 +164,21 @@ class Group:
     def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
         """Return True on every member if `flag` is true on at least one."""
         rounds = self._rounds
-        note = Note(rounds.label("any_rank"), flag=bool(flag))
-        return any(n.flag for n in rounds.meet(note, self._seconds(timeout)))
+        note = rounds.note("any_rank", flag=bool(flag))
+        # A loop, since `any` over a generator takes as long as all the rest of this method.
+        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
+            if other.flag:
+                return True
+        return False
 
     def all_ranks(self, flag: object, *, timeout: Seconds = None) -> bool:
         """Return True on every member if `flag` is true on all."""
         rounds = self._rounds
-        note = Note(rounds.label("all_ranks"), flag=bool(flag))
-        return all(n.flag for n in rounds.meet(note, self._seconds(timeout)))
+        note = rounds.note("all_ranks", flag=bool(flag))
+        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
+            if not other.flag:
+                return False
+        return True
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
         """Return only if `value` is the same on every member, bit for bit; only digests travel.
@@ -240,7 +248,9 @@ class Group:
     ) -> Meeting:
         """Post a flag with a payload; :meth:`flags` tells what the members posted."""
         rounds = self._rounds
-        note = Note(rounds.label(kind, name), flag, payload)
+        note = rounds.note(kind, name)
+        if flag:
+            note = Note(note.label, flag, payload)
         if lag:
             return rounds.defer(note, self._timeout)
         meeting = Meeting(self._timeout)

@@ -6,15 +6,6 @@ import sys
 from typing import Any, TypeGuard
 
 
-def require(value: object, kind: type, what: str) -> None:
-    """Accept a `value` of this type.
-
-    :raises TypeError: otherwise, beginning with `what`.
-    """
-    if not isinstance(value, kind):
-        raise TypeError(f"{what}, and {value!r} is a {type(value).__name__}")
-
-
 def is_dict(value: object) -> TypeGuard[dict[Any, Any]]:
     """Tell whether `value` is a dict."""
     return isinstance(value, dict)

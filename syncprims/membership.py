@@ -7,10 +7,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from .arguments import require
 from .errors import ConfigurationError, Failure, PeerFailed, SyncTimeout
 from .group import Group
 from .interface import Note
-from .kinds import require
 from .rounds import Rounds
 from .version import version
 from .whereabouts import Whereabouts

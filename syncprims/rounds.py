@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from threading import get_ident
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from . import errors
+from .arguments import check_name
 from .callsite import calling_frame, describe
 from .diagnosis import Diagnosis
 from .errors import Failure, PeerFailed
@@ -28,38 +29,14 @@ if TYPE_CHECKING:
     from .interface import Board, Settings
     from .whereabouts import Whereabouts
 
+T = TypeVar("T")
+
 _FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
 _LONGEST_PAUSE = 0.25
 #: After which differing labels are a mismatch even if some are still to come. A message that shows
 #: every rank's call is worth this much.
 _PATIENCE_FOR_ALL = 0.3
 _LOOK_AROUND = 1.0  # after which boards are compared
-
-
-def seconds(timeout: Any) -> float | None:
-    """Return a user's `timeout`, a number or a timedelta, in seconds.
-
-    :raises TypeError: if it is neither.
-    :raises ValueError: if it is not positive.
-    """
-    if timeout is None:
-        return None
-    if hasattr(timeout, "total_seconds"):
-        value = float(timeout.total_seconds())
-    elif hasattr(timeout, "__float__"):
-        value = float(timeout)
-    else:
-        raise TypeError(f"timeout={timeout!r}: it takes seconds, or a timedelta")
-    if not value > 0:
-        raise ValueError(f"timeout={timeout!r}: it takes seconds above 0, or None for the default")
-    return value
-
-
-def _check_name(name: object) -> None:
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name={name!r}: a name is a str")
-    if name is not None and ("\0" in name or len(name.encode("utf-8", "surrogatepass")) > 200):
-        raise ValueError(f"name={name!r}: a name has at most 200 bytes of UTF-8, and no NUL")
 
 
 def _warn(text: str) -> None:
@@ -88,12 +65,11 @@ class Rounds:
         self.rank = rank
         self.members = board.members
         self.settings = settings
-        self._index = board.members.index(rank)
         self._board = board
         self._diagnosis = Diagnosis(board, rank)
         self._whereabouts = whereabouts
         self._meetings: dict[int, Meeting] = {}  # round -> who still wants its notes
-        self._labels: dict[tuple[object, ...], tuple[Label, CodeType]] = {}
+        self._notes: dict[tuple[object, ...], tuple[Note, Note, CodeType]] = {}
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
         self.thread = 0  # that called last
         # Who is in a call. A dict, since one operation on it is atomic, also for an interrupt: a
@@ -104,24 +80,35 @@ class Rounds:
 
     # -- what the primitives use ------------------------------------------------------------
 
+    def note(
+        self,
+        kind: str,
+        name: str | None = None,
+        src: int | None = None,
+        op: str | None = None,
+        flag: bool = False,
+    ) -> Note:
+        """Return the note of a call that carries no more than a flag, with the user's call site."""
+        if name.__class__ is not str:  # or it might not even be a key
+            check_name(name)
+        frame = calling_frame()
+        code = frame.f_code
+        key = (kind, name, src, op, id(code), frame.f_lasti)
+        found = self._notes.get(key)
+        if found is None:
+            check_name(name)
+            if len(self._notes) > 4096:  # names made from a counter: forget, do not grow
+                self._notes.clear()
+            label = Label(kind, name, src, op, describe(frame))
+            # The code object is kept, so that its id stays its own.
+            found = self._notes[key] = Note(label), Note(label, flag=True), code
+        return found[1] if flag else found[0]
+
     def label(
         self, kind: str, name: str | None = None, src: int | None = None, op: str | None = None
     ) -> Label:
         """Return the label of a call, with the user's call site."""
-        if name.__class__ is not str:  # or it might not even be a key
-            _check_name(name)
-        frame = calling_frame()
-        code = frame.f_code
-        key = (kind, name, src, op, id(code), frame.f_lasti)
-        found = self._labels.get(key)
-        if found is None:
-            _check_name(name)
-            if len(self._labels) > 4096:  # names made from a counter: forget, do not grow
-                self._labels.clear()
-            # The code object is kept, so that its id stays its own.
-            found = Label(kind, name, src, op, describe(frame)), code
-            self._labels[key] = found
-        return found[0]
+        return self.note(kind, name, src, op).label
 
     def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]:
         """Return the notes of the round that `note` is posted to, once all members have posted.
@@ -130,69 +117,73 @@ class Rounds:
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: if the group breaks, or was
             broken before.
         """
+        # What `as_one` does, written out: this is the way of every barrier.
         board, turn = self._board, object()
-        before, full = board.posted, None
+        before, told = board.posted, None
         try:
-            self._enter(turn, note.label)
-            self._make_room(timeout)
-            full = self._post(note)
-            if full is not None:
-                raise full
-            mine = board.posted
-            while True:
-                notes = self._collect(timeout)
-                if board.collected == mine:
-                    break
+            thread = self._inside[turn] = get_ident()
+            if len(self._inside) > 1 or self._barred is not None:
+                self._refuse(note.label)
+            self.thread = thread
+            if before != board.collected:
+                self.make_room(timeout)
+            told = self.publish(note)
+            if told is not None:
+                raise told
+            mine = before + 1
+            notes = self.collect(timeout)
+            while board.collected != mine:
+                notes = self.collect(timeout)
         except errors.SyncError:
             raise
         except BaseException as error:
-            if error is not full and board.posted > before:
+            if error is not told and board.posted > before:
                 self._break_off(error)
             raise
         finally:
             self._inside.pop(turn, None)
         for other in notes:
-            if other.failure:
-                failed = self._shared_failure(notes)
-                if failed is not None:
-                    raise failed
+            if other is not note and other.failure:
+                self._raise_shared(notes)
         return notes
 
-    def defer(self, note: Note, timeout: float | None = None) -> Meeting:
-        """Post `note` and return at once; :meth:`settle` collects its round."""
-        board, turn = self._board, object()
-        before, full = board.posted, None
+    def as_one(self, label: Label | None, timeout: float | None, steps: Callable[[Turn], T]) -> T:
+        """Return ``steps(turn)``, with no other call of this rank between them.
+
+        An exception on the way breaks the group, unless all ranks have it: the others may have
+        gone on, and all later rounds would be paired off wrongly.
+        """
+        board, turn = self._board, Turn(self, timeout)
+        before = board.posted
         try:
-            self._enter(turn, note.label)
-            self._make_room(timeout)
-            full = self._post(note)
-            if full is not None:
-                raise full
-            meeting = self._meetings[board.posted] = Meeting(timeout)
-            return meeting
+            thread = self._inside[turn] = get_ident()
+            if len(self._inside) > 1 or self._barred is not None:
+                self._refuse(label)
+            self.thread = thread
+            return steps(turn)
         except errors.SyncError:
             raise
         except BaseException as error:
-            if error is not full and board.posted > before:
+            if error is not turn.told and board.posted > before:
                 self._break_off(error)
             raise
         finally:
             self._inside.pop(turn, None)
 
+    def defer(self, note: Note, timeout: float | None = None) -> Meeting:
+        """Post `note` and return at once; :meth:`settle` collects its round."""
+
+        def post(turn: Turn) -> Meeting:
+            turn.post(note)
+            meeting = self._meetings[self._board.posted] = Meeting(timeout)
+            return meeting
+
+        return self.as_one(note.label, timeout, post)
+
     def settle(self, meeting: Meeting) -> Sequence[Note]:
         """Return the notes of a deferred round, as :meth:`meet` would have."""
-        turn = object()
         while meeting.notes is None:
-            try:
-                self._enter(turn, None)
-                self._collect(meeting.timeout)
-            except errors.SyncError:
-                raise
-            except BaseException as error:
-                self._break_off(error)
-                raise
-            finally:
-                self._inside.pop(turn, None)
+            self.as_one(None, meeting.timeout, Turn.collect)
         if meeting.error is not None:
             raise meeting.error
         return meeting.notes
@@ -205,10 +196,13 @@ class Rounds:
         """
         if self.torn:
             return  # everybody knows already
-        failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(label))
         # If the group is broken, or the disk full, what is about to be raised says enough.
         with contextlib.suppress(errors.SyncError, OSError):
-            self.defer(Note(label, failure=errors.dump(failed)))
+            self.defer(self._failure_note(label, error))
+
+    def _failure_note(self, label: Label, error: BaseException) -> Note:
+        failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(label))
+        return Note(label, failure=errors.dump(failed))
 
     @property
     def torn(self) -> bool:
@@ -219,16 +213,14 @@ class Rounds:
         """Let every later call raise ``why()``."""
         self._barred = why
 
-    def _enter(self, turn: object, label: Label | None) -> None:
+    def _refuse(self, label: Label | None) -> NoReturn:
         """Let one call in at a time, and none that is barred."""
-        thread = self._inside[turn] = threading.get_ident()
         if len(self._inside) > 1:
             raise self._diagnosis.two_at_once(label, self._inside.values())
-        if self._barred is not None:
-            raise self._barred()
-        self.thread = thread
+        assert self._barred is not None
+        raise self._barred()
 
-    def _post(self, note: Note) -> OSError | None:
+    def publish(self, note: Note) -> OSError | None:
         """Post the note; if the disk has no room for it, post that instead, and return why."""
         try:
             self._board.post(note)
@@ -253,11 +245,12 @@ class Rounds:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def _make_room(self, timeout: float | None) -> None:
+    def make_room(self, timeout: float | None) -> None:
+        """Collect until another note may be posted."""
         while self._board.posted - self._board.collected >= self._board.depth:
-            self._collect(timeout)
+            self.collect(timeout)
 
-    def _collect(self, timeout: float | None) -> Sequence[Note]:
+    def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, check that all came for the same, and count it."""
         begin = self._board.now()
         limit = _FIRST_LOOK if timeout is None else min(_FIRST_LOOK, timeout)
@@ -265,9 +258,9 @@ class Rounds:
         if notes is None:
             notes = self._wait(timeout, begin)
         number = self._board.collected
-        mine = notes[self._index]
+        first = notes[0]
         for note in notes:
-            if note is not mine and note.label is not mine.label and note.label != mine.label:
+            if note is not first and note.label is not first.label and note.label != first.label:
                 self._tear(errors.dump(self._diagnosis.mismatch(number, notes)))
         if self._whereabouts.told:
             self._whereabouts.take_back()
@@ -295,7 +288,10 @@ class Rounds:
                 look = self._diagnosis.look(number, now - begin)
                 error = self._explain(look, now - begin, now >= deadline)
                 if error is not None:
-                    board.abort(errors.dump(error))
+                    try:
+                        board.abort(errors.dump(error))
+                    except OSError:
+                        raise error from None  # no room to tell the others: they hear it by our end
                     if board.verdict() is not None:
                         continue
                     if not look.missing and now >= deadline + _LOOK_AROUND:
@@ -360,7 +356,37 @@ class Rounds:
                 return errors.load(note.failure)
         return None
 
+    def _raise_shared(self, notes: Sequence[Note]) -> None:
+        failed = self._shared_failure(notes)
+        if failed is not None:
+            raise failed
+
     def _tear(self, verdict: bytes) -> NoReturn:
         """Break the group: this call raises the verdict, and so does every later one."""
         self._barred = lambda: errors.load(verdict)
         raise errors.load(verdict)
+
+
+class Turn:
+    """The steps of one call that takes several."""
+
+    def __init__(self, rounds: Rounds, timeout: float | None) -> None:
+        self._rounds = rounds
+        self._timeout = timeout
+        self.told: BaseException | None = None  #: an exception that the others know of already
+
+    def post(self, note: Note) -> None:
+        """Post a note, having made room for it.
+
+        :raises OSError: if there is none on the disk; the others are told.
+        """
+        rounds = self._rounds
+        if rounds.posted != rounds.collected:
+            rounds.make_room(self._timeout)
+        self.told = rounds.publish(note)
+        if self.told is not None:
+            raise self.told
+
+    def collect(self) -> Sequence[Note]:
+        """Return the notes of the oldest outstanding round."""
+        return self._rounds.collect(self._timeout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import codec
-from .kinds import require
+from .arguments import require
 from .world import active_group, current
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from .arguments import seconds
 from .endings import Endings, reason
 from .environment import claims_of_size, detect, read_settings
 from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed
 from .group import entered
 from .membership import World
 from .registry import backend_class
-from .rounds import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,7 +14,7 @@ BACKENDS = sorted(ROOT.glob("backends/*.py"))
 
 #: Whom a module may import, lowest first: everything above it is out of reach.
 LAYERS: list[set[str]] = [
-    {"errors", "kinds", "callsite", "version"},
+    {"errors", "arguments", "kinds", "callsite", "version"},
     {"interface", "endings"},
     {"environment", "registry", "codec", "reduction", "shares"},
     {"whereabouts", "diagnosis"},

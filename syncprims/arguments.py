@@ -1,0 +1,45 @@
+"""What users pass: accepted, or refused in words that help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def require(value: object, kind: type, what: str) -> None:
+    """Accept a `value` of this type.
+
+    :raises TypeError: otherwise, beginning with `what`.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{what}, and {value!r} is a {type(value).__name__}")
+
+
+def seconds(timeout: Any) -> float | None:
+    """Return a user's `timeout`, a number or a timedelta, in seconds.
+
+    :raises TypeError: if it is neither.
+    :raises ValueError: if it is not positive.
+    """
+    if timeout is None:
+        return None
+    if hasattr(timeout, "total_seconds"):
+        value = float(timeout.total_seconds())
+    elif hasattr(timeout, "__float__"):
+        value = float(timeout)
+    else:
+        raise TypeError(f"timeout={timeout!r}: it takes seconds, or a timedelta")
+    if not value > 0:
+        raise ValueError(f"timeout={timeout!r}: it takes seconds above 0, or None for the default")
+    return value
+
+
+def check_name(name: object) -> None:
+    """Accept None, or a str that a label can hold.
+
+    :raises TypeError: if it is neither.
+    :raises ValueError: if it is too long, or holds a NUL.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name={name!r}: a name is a str")
+    if name is not None and ("\0" in name or len(name.encode("utf-8", "surrogatepass")) > 200):
+        raise ValueError(f"name={name!r}: a name has at most 200 bytes of UTF-8, and no NUL")
