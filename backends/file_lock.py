@@ -12,6 +12,7 @@ a killed world left behind is cleared by the next one that comes by: its seats a
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -75,7 +76,8 @@ class FileBackend(Backend):
         """Return the board of `members`, making it if this is the first of them."""
         name, rank = _board_name(members), self.topology.rank
         with _locked(self._run_path):
-            board = SlotBoard(self._table, name, members, rank, self._seats)
+            lock = functools.partial(_locked, self._run_path)
+            board = SlotBoard(self._table, name, members, rank, self._seats, lock)
         self._boards.append(board)
         return board
 

@@ -16,9 +16,13 @@ from syncprims.interface import Board, Label, Note, Status
 
 from .cells import APART, BODY_SIZE, CELLS, CONTENT, FLAG, HEAD, WORD, Cells, word_of
 from .verdicts import Verdicts
+from .windows import SharedWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from syncprims.interface import Window
 
     from .private_dir import PrivateDirectory
     from .seats import Seats
@@ -43,12 +47,15 @@ class SlotBoard(Board):
         members: Sequence[int],
         rank: int,
         seats: Seats,
+        lock: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Open the board, making it if this is the first member; under the run's join lock."""
         super().__init__(members)
         self._directory = directory
         self._name = name
         self._seats = seats
+        self._lock = lock  # of the run
+        self._window: SharedWindow | None = None
         self._index = self.members.index(rank)
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
         self._mine = [(Note(Label("?")), b"")] * CELLS  # own notes of late, and their words
@@ -288,8 +295,18 @@ class SlotBoard(Board):
         """Return the verdict that bars the oldest uncollected round, if there is one."""
         return self._verdicts.on(self.collected + 1)
 
+    def window(self) -> Window:
+        """Return the memory that arrays pass through, making it if this is the first call."""
+        if self._window is None:
+            with self._lock():
+                name, count = f"{self._name}-window", len(self.members)
+                self._window = SharedWindow(self._directory, name, count)
+        return self._window.window
+
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the files."""
+        if self._window is not None:
+            self._window.close()
         self._cells.close()
 
 

@@ -8,9 +8,9 @@ kept exactly; a subclass is another type. Anything else needs pickle, which the 
 from __future__ import annotations
 
 import struct
-import sys
 from typing import TYPE_CHECKING, Any, cast
 
+from .arrays import Spec, flat, raw, size_of, spec_of
 from .errors import EncodingError
 
 if TYPE_CHECKING:
@@ -22,19 +22,28 @@ _COMPLEX = struct.Struct("<dd")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 
 _MOST_REPEATS = 10_000
+LARGE = 1536  #: bytes from which on an array may go beside: about what a small note holds
 
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
 _PATHS = {"PosixPath": b"p", "PurePosixPath": b"q"}
 _MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SEQUENCES.items()}
 
 
-def encode(obj: object, *, allow_pickle: bool = True, canonical: bool = False) -> bytes:
+def encode(
+    obj: object,
+    *,
+    allow_pickle: bool = True,
+    canonical: bool = False,
+    beside: list[Any] | None = None,
+) -> bytes:
     """Return `obj` as bytes; if `canonical`, equal dicts in any order give equal bytes.
+
+    With `beside`, arrays of some size are appended to that list, and only what they are is encoded.
 
     :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it.
     """
     try:
-        return _Encoder(allow_pickle, canonical).encode(obj)
+        return _Encoder(allow_pickle, canonical, beside).encode(obj)
     except _Entangled:
         return _pickled(obj, allow_pickle)
 
@@ -52,13 +61,15 @@ class _Entangled(Exception):
     """A container holds itself, or one seen before, or too many others: left to pickle."""
 
 
-def decode(data: bytes, *, allow_pickle: bool = True) -> Any:
-    """Return the object that :func:`encode` wrote.
+def decode(
+    data: bytes, *, allow_pickle: bool = True, beside: Callable[[Spec], Any] | None = None
+) -> Any:
+    """Return the object that :func:`encode` wrote; arrays that went beside it are `beside`'s.
 
     :raises EncodingError: if the bytes hold a pickle and it is forbidden or fails, or are damaged.
     """
     try:
-        obj, end = _read(data, 0, allow_pickle)
+        obj, end = _Decoder(data, allow_pickle, beside).read(0)
     except EncodingError:
         raise
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -75,9 +86,10 @@ def _sized(tag: bytes, body: bytes) -> bytes:
 
 
 class _Encoder:
-    def __init__(self, allow_pickle: bool, canonical: bool) -> None:
+    def __init__(self, allow_pickle: bool, canonical: bool, beside: list[Any] | None) -> None:
         self._allow_pickle = allow_pickle
         self._canonical = canonical
+        self._beside = beside
         self._open: set[int] = set()  # containers that are being written
         self._seen: set[int] = set()  # and that have been: written again, they could be huge
         self._again = 0
@@ -110,10 +122,19 @@ class _Encoder:
         elif kind.__name__ in _PATHS and kind.__module__.startswith("pathlib"):
             body = str(obj).encode("utf-8", "surrogatepass")
             out.append(_sized(_PATHS[kind.__name__], body))
-        elif (parts := _array(obj) or _tensor(obj)) is not None:
-            out += parts
+        elif (spec := spec_of(obj)) is not None:
+            self._write_array(spec, obj, out)
+        elif kind.__module__ == "numpy" and (spec := _spec_of_scalar(obj)) is not None:
+            out += (_sized(b"g", spec.encode()), _sized(b"", obj.tobytes()))
         else:
             out.append(_pickled(obj, self._allow_pickle))
+
+    def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
+        if self._beside is not None and size_of(obj) >= LARGE:
+            self._beside.append(obj)
+            out.append(_sized(b"A", spec.encode()))
+        else:
+            out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(obj)).tobytes()))
 
     def _write_container(self, kind: type, obj: Any, out: list[bytes], depth: int) -> None:
         key = id(obj)
@@ -153,32 +174,11 @@ class _Encoder:
             self._write(value, out, depth)
 
 
-def _array(obj: Any) -> tuple[bytes, ...] | None:
-    """Return a numpy array or scalar as its dtype, its shape and its bytes."""
-    numpy = sys.modules.get("numpy")  # not loaded: then it is no array
-    if numpy is None or obj.__class__.__module__ != "numpy":
-        return None
-    scalar = isinstance(obj, numpy.generic)
-    if not scalar and type(obj) is not numpy.ndarray:
-        return None
-    array = numpy.asarray(obj)
-    if array.dtype.hasobject or numpy.dtype(array.dtype.str) != array.dtype:
-        return None  # objects, records, and other people's dtypes
-    header = f"{array.dtype.str};{','.join(map(str, array.shape))}".encode()
-    return (b"g" if scalar else b"a", _sized(b"", header), _sized(b"", array.tobytes()))
+def _spec_of_scalar(obj: Any) -> Spec | None:
+    import numpy
 
-
-def _tensor(obj: Any) -> tuple[bytes, ...] | None:
-    """Return a dense CPU tensor as its dtype, its shape and its bytes."""
-    torch = sys.modules.get("torch")
-    if torch is None or type(obj) is not torch.Tensor:
-        return None
-    if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.is_quantized:
-        return None
-    flat = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    header = f"{str(obj.dtype)[6:]};{','.join(map(str, obj.shape))};{int(obj.requires_grad)}"
-    body = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return (b"x", _sized(b"", header.encode()), _sized(b"", body))
+    scalar = issubclass(type(obj), numpy.generic)
+    return spec_of(numpy.asarray(obj)) if scalar else None
 
 
 def _pickled(obj: object, allow_pickle: bool) -> bytes:
@@ -198,84 +198,78 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
         ) from error
 
 
-def _read(data: bytes, at: int, allow_pickle: bool) -> tuple[Any, int]:
-    """Return the object that starts at `at`, and where it ends."""
-    tag = data[at : at + 1]
-    at += 1
-    if tag == b"N":
-        return None, at
-    if tag in (b"T", b"F"):
-        return tag == b"T", at
-    if tag == b"f":
-        return _FLOAT.unpack_from(data, at)[0], at + 8
-    if tag == b"c":
-        return complex(*_COMPLEX.unpack_from(data, at)), at + 16
-    (size,) = _LENGTH.unpack_from(data, at)
-    at += 8
-    if tag in _MAKERS:
-        items: list[Any] = []
-        for _ in range(size):
-            item, at = _read(data, at, allow_pickle)
-            items.append(item)
-        return _MAKERS[tag](items), at
-    if tag == b"d":
-        mapping: dict[Any, Any] = {}
-        for _ in range(size):
-            key, at = _read(data, at, allow_pickle)
-            mapping[key], at = _read(data, at, allow_pickle)
-        return mapping, at
-    body, at = _slice(data, at, size)
-    if tag == b"i":
-        return int.from_bytes(body, "little", signed=True), at
-    if tag == b"s":
-        return body.decode("utf-8", "surrogatepass"), at
-    if tag == b"b":
-        return body, at
-    if tag in (b"p", b"q"):
-        from pathlib import Path, PurePosixPath
+class _Decoder:
+    def __init__(
+        self, data: bytes, allow_pickle: bool, beside: Callable[[Spec], Any] | None
+    ) -> None:
+        self._data = data
+        self._allow_pickle = allow_pickle
+        self._beside = beside
 
-        make_path = Path if tag == b"p" else PurePosixPath
-        return make_path(body.decode("utf-8", "surrogatepass")), at
-    if tag == b"P":
-        return _unpickle(body, allow_pickle), at
-    if tag in (b"a", b"g", b"x"):
+    def read(self, at: int) -> tuple[Any, int]:
+        """Return the object that starts at `at`, and where it ends."""
+        data = self._data
+        tag = data[at : at + 1]
+        at += 1
+        if tag == b"N":
+            return None, at
+        if tag in (b"T", b"F"):
+            return tag == b"T", at
+        if tag == b"f":
+            return _FLOAT.unpack_from(data, at)[0], at + 8
+        if tag == b"c":
+            return complex(*_COMPLEX.unpack_from(data, at)), at + 16
         (size,) = _LENGTH.unpack_from(data, at)
-        raw, at = _slice(data, at + 8, size)
-        make = _to_tensor if tag == b"x" else _to_array
-        value = make(body.decode(), raw)
-        return (value[()] if tag == b"g" else value), at
-    raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
+        at += 8
+        if tag in _MAKERS or tag == b"d":
+            return self._read_container(tag, size, at)
+        body, at = _slice(data, at, size)
+        if tag in (b"a", b"g"):
+            return self._read_array(tag, body, at)
+        return self._make(tag, body), at
+
+    def _read_container(self, tag: bytes, size: int, at: int) -> tuple[Any, int]:
+        items: list[Any] = []
+        for _ in range(size if tag != b"d" else 2 * size):
+            item, at = self.read(at)
+            items.append(item)
+        if tag == b"d":
+            return dict(zip(items[::2], items[1::2], strict=True)), at
+        return _MAKERS[tag](items), at
+
+    def _read_array(self, tag: bytes, header: bytes, at: int) -> tuple[Any, int]:
+        (size,) = _LENGTH.unpack_from(self._data, at)
+        body, at = _slice(self._data, at + 8, size)
+        spec = Spec.decode(header)
+        if spec.nbytes != len(body):
+            raise ValueError(f"{len(body)} bytes for an array that has {spec.nbytes}")
+        array = spec.make()
+        raw(flat(array))[:] = body
+        return (array[()] if tag == b"g" else array), at
+
+    def _make(self, tag: bytes, body: bytes) -> Any:
+        if tag == b"i":
+            return int.from_bytes(body, "little", signed=True)
+        if tag == b"s":
+            return body.decode("utf-8", "surrogatepass")
+        if tag == b"b":
+            return body
+        if tag in (b"p", b"q"):
+            from pathlib import Path, PurePosixPath
+
+            make_path = Path if tag == b"p" else PurePosixPath
+            return make_path(body.decode("utf-8", "surrogatepass"))
+        if tag == b"P":
+            return _unpickle(body, self._allow_pickle)
+        if tag == b"A" and self._beside is not None:
+            return self._beside(Spec.decode(body))
+        raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
 
 
 def _slice(data: bytes, at: int, size: int) -> tuple[bytes, int]:
     if at + size > len(data):
         raise EncodingError(f"the encoded object was cut short: {at + size - len(data)} bytes gone")
     return data[at : at + size], at + size
-
-
-def _shape(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
-
-
-def _to_array(header: str, raw: bytes) -> Any:
-    import numpy
-
-    dtype, shape = header.split(";")
-    if dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV":
-        raise ValueError(f"{dtype!r} is no dtype of an array that was sent")
-    # A copy: what a caller receives is its own, and can be written to.
-    return numpy.frombuffer(raw, dtype=numpy.dtype(dtype)).reshape(_shape(shape)).copy()
-
-
-def _to_tensor(header: str, raw: bytes) -> Any:
-    import torch
-
-    dtype, shape, requires_grad = header.split(";")
-    tensor = torch.empty(_shape(shape), dtype=getattr(torch, dtype))
-    if raw:
-        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        tensor = flat.view(tensor.dtype).reshape(tensor.shape)
-    return tensor.requires_grad_(requires_grad == "1")
 
 
 def _unpickle(body: bytes, allow_pickle: bool) -> Any:

@@ -6,9 +6,9 @@ import math
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import codec, reduction
+from . import codec, exchange, reduction
 from .arguments import seconds
-from .errors import EncodingError, RankMismatch
+from .errors import RankMismatch
 from .interface import Note
 from .rounds import Meeting, Rounds
 from .shares import share
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .errors import SyncError
-    from .interface import Label
 
     Seconds = float | timedelta | None
 
@@ -112,24 +111,28 @@ class Group:
         :raises EncodingError: on `src`, if the object cannot travel; the others get `PeerFailed`.
         :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
         """
-        rounds = self._rounds
         src = self.ranks[0] if src is None else src
         self._check_src(src)
-        label = rounds.label("broadcast", src=src)
-        payload = self._encode(label, obj) if src == rounds.rank else b""
-        notes = rounds.meet(Note(label, payload=payload), self._seconds(timeout))
-        value = obj if src == rounds.rank else self._decode(notes[self.ranks.index(src)].payload)
-        if out is None:
-            return value
-        return value if out is value else reduction.copy_into(out, value)  # type: ignore[no-any-return]
+        rounds = self._rounds
+        note = rounds.note("broadcast", src=src)
+        if self.alone:
+            rounds.meet(note)
+            value: Any = obj
+        else:
+            value = exchange.broadcast(rounds, note, obj, src, out, self._seconds(timeout))
+        return value if out is None or out is value else reduction.copy_into(out, value)  # type: ignore[no-any-return]
 
     def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
         """Return every member's object, in rank order; one's own is the very object.
 
         :raises EncodingError: if the object cannot travel; the others get `PeerFailed`.
         """
-        label = self._rounds.label("all_gather")
-        return self._gather(label, obj, self._seconds(timeout))
+        rounds = self._rounds
+        label = rounds.note("all_gather").label
+        if self.alone:
+            rounds.meet(Note(label))
+            return [obj]
+        return exchange.gather(rounds, label, obj, self._seconds(timeout))
 
     def all_reduce(
         self, value: T, op: str = "sum", *, out: Any = None, timeout: Seconds = None
@@ -146,20 +149,10 @@ class Group:
         :raises TypeError: if `value` cannot be reduced; the others get `PeerFailed`.
         """
         reduction.check_op(op)
-        label = self._rounds.label("all_reduce", op=op)
-        try:
-            reduction.check_value(value)
-        except TypeError as error:
-            self._rounds.fail(label, error)
-            raise
-        values = self._gather(label, value, self._seconds(timeout))
-        try:
-            result: Any = reduction.reduce(values, op, self.ranks)
-        except RankMismatch as error:
-            raise RankMismatch(
-                f"{label}: {error}", rank=self._rank, call=str(label), arrived=list(self.ranks)
-            ) from None
-        return result if out is None else reduction.copy_into(out, result)  # type: ignore[no-any-return]
+        note = self._rounds.note("all_reduce", op=op)
+        seconds_ = self._seconds(timeout)
+        result: Any = exchange.all_reduce(self._rounds, note, value, op, out, seconds_)
+        return result if out is None or out is result else reduction.copy_into(out, result)  # type: ignore[no-any-return]
 
     def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
         """Return True on every member if `flag` is true on at least one."""
@@ -189,12 +182,14 @@ class Group:
         """
         import hashlib  # slow to import
 
-        label = self._rounds.label("assert_same", name)
-        data = self._encode(label, value, canonical=True)
+        rounds = self._rounds
+        label = rounds.note("assert_same", name).label
+        data = exchange.encode(rounds, label, value, canonical=True)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         # Equal objects may have different pickles: those are sent, to be compared themselves.
         whole = None if codec.is_plain(value) else value
-        seen = self._gather(label, (digest, _shorten(value), whole), self._seconds(timeout))
+        mine = digest, _shorten(value), whole
+        seen = exchange.gather(rounds, label, mine, self._seconds(timeout))
         if any(other[0] != digest for other in seen) and not _all_equal([w for _, _, w in seen]):
             lines = "\n".join(
                 f"  rank {rank}: {text}  (digest {other[:8]})"
@@ -234,14 +229,15 @@ class Group:
         As in `main_first`, the others wait for a body, however long it takes.
         """
         rounds = self._rounds
-        label = rounds.label(kind, src=src)
-        payload = self._encode(label, obj) if src == rounds.rank else b""
-        notes = rounds.meet(Note(label, payload=payload), math.inf)
-        return obj if src == rounds.rank else self._decode(notes[self.ranks.index(src)].payload)
+        note = rounds.note(kind, src=src)
+        if self.alone:
+            rounds.meet(note)
+            return obj
+        return exchange.broadcast(rounds, note, obj, src, None, math.inf)  # type: ignore[no-any-return]
 
     def send_failure(self, kind: str, error: BaseException, src: int) -> None:
         """Let the others' :meth:`send` from `src` raise `PeerFailed`; does not wait."""
-        self._rounds.fail(self._rounds.label(kind, src=src), error)
+        self._rounds.fail(self._rounds.note(kind, src=src).label, error)
 
     def raise_flag(
         self, kind: str, name: str | None, flag: bool, payload: bytes, *, lag: bool
@@ -261,28 +257,6 @@ class Group:
         """Return rank and payload of every member that raised its flag at `meeting`."""
         notes = meeting.notes if meeting.notes is not None else self._rounds.settle(meeting)
         return [(r, n.payload) for r, n in zip(self.ranks, notes, strict=True) if n.flag]
-
-    def _gather(self, label: Label, obj: T, timeout: float | None) -> list[T]:
-        payload = self._encode(label, obj)
-        notes = self._rounds.meet(Note(label, payload=payload), timeout)
-        return [
-            obj if rank == self._rank else self._decode(note.payload)
-            for rank, note in zip(self.ranks, notes, strict=True)
-        ]
-
-    def _encode(self, label: Label, obj: object, *, canonical: bool = False) -> bytes:
-        """Return `obj` as bytes; if it cannot travel, the others are told in this very round."""
-        if self.alone and not canonical:
-            return b""  # nobody reads it
-        allow_pickle = self._rounds.settings.pickle
-        try:
-            return codec.encode(obj, allow_pickle=allow_pickle, canonical=canonical)
-        except EncodingError as error:
-            self._rounds.fail(label, error)
-            raise
-
-    def _decode(self, payload: bytes) -> Any:
-        return codec.decode(payload, allow_pickle=self._rounds.settings.pickle)
 
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Topology(NamedTuple):
@@ -147,6 +147,14 @@ class Status(NamedTuple):
     failure: bytes = b""  #: what it raised, if it failed
 
 
+class Window(NamedTuple):
+    """Memory that all members of a board share, for arrays in bulk."""
+
+    memory: memoryview
+    #: Stores before it are seen by others before stores after it, and so are loads.
+    fence: Callable[[], object]
+
+
 class Board(ABC):
     """The meeting place of one group, seen from one of its members.
 
@@ -195,6 +203,15 @@ class Board(ABC):
     @abstractmethod
     def verdict(self) -> bytes | None:
         """Return the verdict that bars this rank's oldest uncollected round, or None."""
+
+    def window(self) -> Window | None:
+        """Return memory that all members share, the same amount on each; None if there is none.
+
+        Optional: without it, arrays travel in notes.
+
+        :raises OSError: if there is no room for it.
+        """
+        return None
 
     def now(self) -> float:
         """Return this board's time in seconds. Deadlines are measured in it."""

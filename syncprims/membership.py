@@ -112,7 +112,7 @@ class World:
         found = self._groups.get(members)
         if found is None:
             rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-            rounds.meet(Note(rounds.label("group", str(list(members))[:200])), self.timeout)
+            rounds.meet(Note(rounds.note("group", str(list(members))[:200]).label), self.timeout)
             found = self._make_group(members)
         return found
 
@@ -133,7 +133,7 @@ class World:
             "SYNCPRIMS_PICKLE": self.settings.pickle,
         }
         rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-        note = Note(rounds.label("init"), payload=json.dumps([mine, top.node_rank]).encode())
+        note = Note(rounds.note("init").label, payload=json.dumps([mine, top.node_rank]).encode())
         try:
             notes = rounds.meet(note, self.settings.join_timeout)
         except SyncTimeout as error:

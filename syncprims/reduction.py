@@ -7,13 +7,22 @@ in the same order, so all hold the same bits.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .arrays import Spec, flat, spec_of
 from .errors import RankMismatch
 from .kinds import is_array, is_dict, is_list_or_tuple, is_number, is_scalar, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+class Beside(NamedTuple):
+    """In place of an array that is reduced elsewhere: the array of this number of its sender."""
+
+    spec: Spec
+    number: int
+
 
 OPS = ("sum", "mean", "min", "max", "prod")
 
@@ -45,53 +54,79 @@ def check_value(value: object, where: str = "value") -> None:
         )
 
 
-def reduce(values: Sequence[Any], op: str, ranks: Sequence[int]) -> Any:
+def reduce(
+    values: Sequence[Any],
+    op: str,
+    ranks: Sequence[int],
+    beside: Callable[[list[Beside]], Any] | None = None,
+) -> Any:
     """Return the reduction of one value per rank; the values themselves are left alone.
+
+    Where all values are a :class:`Beside`, the result is what `beside` returns for them.
 
     :raises RankMismatch: if their trees, shapes or dtypes differ, showing each rank's.
     """
-    return _reduce(list(values), op, ranks, "value")
+    return _Reducer(op, ranks, beside).reduce(list(values), "value")
 
 
-def _reduce(values: list[Any], op: str, ranks: Sequence[int], where: str) -> Any:
-    shapes = [_describe(value) for value in values]
-    if any(shape != shapes[0] for shape in shapes):
-        lines = "\n".join(f"  rank {r}: {shape}" for r, shape in zip(ranks, shapes, strict=True))
-        raise RankMismatch(
-            f"all_reduce of values that differ in kind, shape or dtype, at {where}:\n{lines}\n"
-            f"Give every rank the same structure, with equal shapes and dtypes."
-        )
-    first = values[0]
-    if is_dict(first):
-        return {
-            key: _reduce([value[key] for value in values], op, ranks, f"{where}[{key!r}]")
-            for key in first
-        }
-    if is_list_or_tuple(first):
-        parts = [
-            _reduce([value[i] for value in values], op, ranks, f"{where}[{i}]")
-            for i in range(len(first))
-        ]
-        if hasattr(first, "_fields"):  # a named tuple
-            return type(first)(*parts)
-        return parts if isinstance(first, list) else tuple(parts)
-    if is_tensor(first):
-        return _reduce_tensors(values, op)
-    if is_array(first):
-        return _reduce_arrays(values, op)
-    return _reduce_numbers(values, op)
+class _Reducer:
+    def __init__(
+        self, op: str, ranks: Sequence[int], beside: Callable[[list[Beside]], Any] | None
+    ) -> None:
+        self._op = op
+        self._ranks = ranks
+        self._beside = beside
+
+    def reduce(self, values: list[Any], where: str) -> Any:
+        shapes = [_describe(value) for value in values]
+        if any(shape != shapes[0] for shape in shapes):
+            pairs = zip(self._ranks, shapes, strict=True)
+            lines = "\n".join(f"  rank {rank}: {shape}" for rank, shape in pairs)
+            raise RankMismatch(
+                f"all_reduce of values that differ in kind, shape or dtype, at {where}:\n{lines}\n"
+                f"Give every rank the same structure, with equal shapes and dtypes."
+            )
+        first = values[0]
+        if is_dict(first):
+            return {
+                key: self.reduce([value[key] for value in values], f"{where}[{key!r}]")
+                for key in first
+            }
+        if isinstance(first, Beside):
+            assert self._beside is not None
+            return self._beside(values)
+        if is_list_or_tuple(first):
+            parts = [
+                self.reduce([value[i] for value in values], f"{where}[{i}]")
+                for i in range(len(first))
+            ]
+            if hasattr(first, "_fields"):  # a named tuple
+                return type(first)(*parts)
+            return parts if isinstance(first, list) else tuple(parts)
+        if is_tensor(first) or is_array(first):
+            result = empty_result(first, self._op)
+            combine(values, self._op, result)
+            return result
+        return _reduce_numbers(values, self._op)
 
 
 def _describe(value: Any) -> str:
     """Return what must agree between ranks. Python's numbers mix: 0 here, and 0.5 there."""
     if is_dict(value):
         return f"dict with keys {sorted(map(repr, value))}"
+    if isinstance(value, Beside):
+        spec = value.spec
+        if spec.library == "numpy":
+            return f"array of shape {spec.shape}, dtype {spec.numpy_dtype}"
+        return f"tensor of shape {spec.shape}, dtype torch.{spec.dtype}"
     if is_list_or_tuple(value):
         return f"{type(value).__name__} of {len(value)}"
     if is_array(value):
-        return f"array of shape {value.shape}, dtype {value.dtype}"
+        name = "array" if type(value).__name__ == "ndarray" else type(value).__name__
+        return f"{name} of shape {value.shape}, dtype {value.dtype}"
     if is_tensor(value):
-        return f"tensor of shape {tuple(value.shape)}, dtype {value.dtype}"
+        where = "" if value.device.type == "cpu" else f", on {value.device.type}"
+        return f"tensor of shape {tuple(value.shape)}, dtype {value.dtype}{where}"
     if is_scalar(value) and value.dtype not in ("float64", "bool"):
         return f"number of dtype {value.dtype}"
     return "number"
@@ -118,49 +153,103 @@ def _reduce_scalars(values: list[Any], op: str) -> Any:
         exact = _reduce_numbers([int(value) for value in values], op)
         bounds = numpy.iinfo(values[0].dtype)
         return values[0].dtype.type(exact) if bounds.min <= exact <= bounds.max else exact
-    return _reduce_arrays([numpy.asarray(value) for value in values], op)[()]
+    arrays = [numpy.asarray(value) for value in values]
+    result = empty_result(arrays[0], op)
+    combine(arrays, op, result)
+    return result[()]
 
 
-def _reduce_arrays(values: list[Any], op: str) -> Any:
-    import numpy
+def empty_result(value: Any, op: str) -> Any:
+    """Return an array like `value` for the result of `op`, its contents not set."""
+    if is_array(value):
+        import numpy
 
-    first = values[0]
-    kind = first.dtype.kind
-    if op == "mean":
-        dtype = numpy.dtype("f8") if kind in "biu" else first.dtype
-    elif kind == "b" and op in ("sum", "prod"):
-        dtype = numpy.dtype("i8")  # a count, not an OR
-    else:
-        dtype = first.dtype
-    combine = {"min": numpy.minimum, "max": numpy.maximum, "prod": numpy.multiply}.get(
-        op, numpy.add
-    )
-    # Half precision is added up in single: rounded once, and a mean cannot overflow on its way.
-    wide = numpy.dtype("f4") if dtype == numpy.dtype("f2") else dtype
-    result = numpy.array(first, dtype=wide)
-    for value in values[1:]:
-        combine(result, value, out=result, casting="unsafe")
-    if op == "mean":
-        result /= len(values)
-    return result.astype(dtype, copy=False)
-
-
-def _reduce_tensors(values: list[Any], op: str) -> Any:
+        return numpy.empty(value.shape, _result_dtype(value.dtype, op))
     import torch
 
-    first = values[0].detach()
-    exact = not (first.is_floating_point() or first.is_complex())
-    dtype = first.dtype
+    dtype = value.dtype
+    exact = not (dtype.is_floating_point or dtype.is_complex)
     if op == "mean" and exact:
         dtype = torch.float64
     elif dtype is torch.bool and op in ("sum", "prod"):
         dtype = torch.int64
-    combine = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(op, torch.add)
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype  # as for arrays
-    result = first.to(wide, copy=True)
-    for value in values[1:]:
-        result = combine(result, value.detach().to(wide))
-    return (result / len(values) if op == "mean" else result).to(dtype)
+    return torch.empty(value.shape, dtype=dtype, device=value.device)
+
+
+def result_spec(value: Any, op: str) -> Spec:
+    """Return what :func:`empty_result` makes."""
+    found = spec_of(empty_result(value[:0].reshape(0), op))
+    assert found is not None
+    return found._replace(shape=tuple(value.shape))
+
+
+def detached(value: Any) -> Any:
+    """Return `value`, its tensors without what torch knows of their history."""
+    if is_tensor(value):
+        return value.detach()
+    if is_dict(value):
+        return {key: detached(part) for key, part in value.items()}
+    if is_list_or_tuple(value):
+        parts = [detached(part) for part in value]
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*parts)
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+def _result_dtype(dtype: Any, op: str) -> Any:
+    import numpy
+
+    if op == "mean" and dtype.kind in "biu":
+        return numpy.dtype("f8")
+    if dtype.kind == "b" and op in ("sum", "prod"):
+        return numpy.dtype("i8")  # a count, not an OR
+    return dtype
+
+
+def combine(parts: Sequence[Any], op: str, out: Any) -> None:
+    """Fill `out` with the reduction of `parts`, item by item, in their order.
+
+    All are numpy arrays, or all are tensors. Half precision is added up in single: rounded once,
+    and a mean cannot overflow on its way.
+    """
+    if is_tensor(out):
+        flattened = [flat(part) for part in parts]
+        if is_tensor(flattened[0]):  # numpy does not know the dtype
+            _combine_tensors(flattened, op, out.view(-1))
+        else:
+            combine(flattened, op, out.numpy().reshape(-1))
+        return
+    import numpy
+
+    functions = {"min": numpy.minimum, "max": numpy.maximum, "prod": numpy.multiply}
+    function = functions.get(op, numpy.add)
+    total = out if out.dtype.str[1:] != "f2" else numpy.empty(out.shape, "f4")
+    with numpy.errstate(all="ignore"):  # as everywhere, an overflow is an infinity
+        rest = list(parts)
+        if len(rest) > 1 and rest[0].dtype == total.dtype:
+            function(rest[0], rest[1], out=total)
+            del rest[:2]
+        else:
+            total[...] = rest.pop(0)
+        for part in rest:
+            function(total, part, out=total, casting="unsafe")
+        if op == "mean":
+            total /= len(parts)
+        if total is not out:
+            out[...] = total
+
+
+def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
+    import torch
+
+    function = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(op, torch.add)
+    small = out.dtype.is_floating_point and out.dtype.itemsize < 4
+    wide = torch.float32 if small else out.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total = function(total, part.to(wide))
+    out.copy_(total / len(parts) if op == "mean" else total)
 
 
 def copy_into(out: Any, value: Any) -> Any:

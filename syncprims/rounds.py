@@ -14,19 +14,17 @@ from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from . import errors
-from .arguments import check_name
-from .callsite import calling_frame, describe
 from .diagnosis import Diagnosis
 from .errors import Failure, PeerFailed
-from .interface import Label, Note
+from .interface import Note
+from .notes import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import CodeType
 
     from .diagnosis import Look
     from .errors import SyncError
-    from .interface import Board, Settings
+    from .interface import Board, Label, Settings, Window
     from .whereabouts import Whereabouts
 
 T = TypeVar("T")
@@ -69,7 +67,7 @@ class Rounds:
         self._diagnosis = Diagnosis(board, rank)
         self._whereabouts = whereabouts
         self._meetings: dict[int, Meeting] = {}  # round -> who still wants its notes
-        self._notes: dict[tuple[object, ...], tuple[Note, Note, CodeType]] = {}
+        self.note = Notes().of  #: the note of a call: see there
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
         self.thread = 0  # that called last
         # Who is in a call. A dict, since one operation on it is atomic, also for an interrupt: a
@@ -79,36 +77,6 @@ class Rounds:
         whereabouts.add(self)
 
     # -- what the primitives use ------------------------------------------------------------
-
-    def note(
-        self,
-        kind: str,
-        name: str | None = None,
-        src: int | None = None,
-        op: str | None = None,
-        flag: bool = False,
-    ) -> Note:
-        """Return the note of a call that carries no more than a flag, with the user's call site."""
-        if name.__class__ is not str:  # or it might not even be a key
-            check_name(name)
-        frame = calling_frame()
-        code = frame.f_code
-        key = (kind, name, src, op, id(code), frame.f_lasti)
-        found = self._notes.get(key)
-        if found is None:
-            check_name(name)
-            if len(self._notes) > 4096:  # names made from a counter: forget, do not grow
-                self._notes.clear()
-            label = Label(kind, name, src, op, describe(frame))
-            # The code object is kept, so that its id stays its own.
-            found = self._notes[key] = Note(label), Note(label, flag=True), code
-        return found[1] if flag else found[0]
-
-    def label(
-        self, kind: str, name: str | None = None, src: int | None = None, op: str | None = None
-    ) -> Label:
-        """Return the label of a call, with the user's call site."""
-        return self.note(kind, name, src, op).label
 
     def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]:
         """Return the notes of the round that `note` is posted to, once all members have posted.
@@ -144,7 +112,7 @@ class Rounds:
             self._inside.pop(turn, None)
         for other in notes:
             if other is not note and other.failure:
-                self._raise_shared(notes)
+                self.raise_shared(notes)
         return notes
 
     def as_one(self, label: Label | None, timeout: float | None, steps: Callable[[Turn], T]) -> T:
@@ -183,7 +151,7 @@ class Rounds:
     def settle(self, meeting: Meeting) -> Sequence[Note]:
         """Return the notes of a deferred round, as :meth:`meet` would have."""
         while meeting.notes is None:
-            self.as_one(None, meeting.timeout, Turn.collect)
+            self.as_one(None, meeting.timeout, lambda _: self.collect(meeting.timeout))
         if meeting.error is not None:
             raise meeting.error
         return meeting.notes
@@ -198,9 +166,10 @@ class Rounds:
             return  # everybody knows already
         # If the group is broken, or the disk full, what is about to be raised says enough.
         with contextlib.suppress(errors.SyncError, OSError):
-            self.defer(self._failure_note(label, error))
+            self.defer(self.failure_note(label, error))
 
-    def _failure_note(self, label: Label, error: BaseException) -> Note:
+    def failure_note(self, label: Label, error: BaseException) -> Note:
+        """Return the note that says so."""
         failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(label))
         return Note(label, failure=errors.dump(failed))
 
@@ -232,6 +201,10 @@ class Rounds:
             self._board.post(Note(note.label, failure=errors.dump(failed)))
             return error
         return None
+
+    def window(self) -> Window | None:
+        """Return the memory that arrays pass through, where the backend has such."""
+        return self._board.window()
 
     @property
     def posted(self) -> int:
@@ -356,7 +329,8 @@ class Rounds:
                 return errors.load(note.failure)
         return None
 
-    def _raise_shared(self, notes: Sequence[Note]) -> None:
+    def raise_shared(self, notes: Sequence[Note]) -> None:
+        """Raise what another member failed with in this round, if one did."""
         failed = self._shared_failure(notes)
         if failed is not None:
             raise failed
@@ -373,7 +347,15 @@ class Turn:
     def __init__(self, rounds: Rounds, timeout: float | None) -> None:
         self._rounds = rounds
         self._timeout = timeout
+        self._before = rounds.posted
         self.told: BaseException | None = None  #: an exception that the others know of already
+        self.members = rounds.members
+        self.index = rounds.members.index(rounds.rank)  #: of this rank among the members
+
+    @property
+    def posted(self) -> int:
+        """How many rounds this rank has posted to."""
+        return self._rounds.posted
 
     def post(self, note: Note) -> None:
         """Post a note, having made room for it.
@@ -387,6 +369,20 @@ class Turn:
         if self.told is not None:
             raise self.told
 
-    def collect(self) -> Sequence[Note]:
-        """Return the notes of the oldest outstanding round."""
-        return self._rounds.collect(self._timeout)
+    def fail(self, label: Label, error: BaseException) -> None:
+        """Post that this rank failed, and is about to raise `error`."""
+        self.post(self._rounds.failure_note(label, error))
+        self.told = error
+
+    def reach(self, number: int) -> Sequence[Note]:
+        """Collect the rounds up to `number`, and return the notes of the last.
+
+        :raises PeerFailed: if another member failed in one that is of this call.
+        """
+        rounds = self._rounds
+        notes: Sequence[Note] = ()
+        while rounds.collected < number:
+            notes = rounds.collect(self._timeout)
+            if rounds.collected > self._before:
+                rounds.raise_shared(notes)
+        return notes

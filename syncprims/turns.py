@@ -37,7 +37,7 @@ class MainFirst:
         # While main is in its block, the others wait in theirs: an inner one would pair with an
         # outer one, so that they have different names.
         kind = "main_first" if not rounds.inside_main_first else "main_first inside of main_first"
-        self._label = rounds.label(kind, self._name)
+        self._label = rounds.note(kind, self._name).label
         if self._goes_first:
             rounds.inside_main_first += 1
         else:
@@ -72,7 +72,7 @@ class InTurn:
 
     def __enter__(self) -> None:
         rounds = self._rounds
-        self._labels = [rounds.label("in_turn", src=member) for member in rounds.members]
+        self._labels = [rounds.note("in_turn", src=member).label for member in rounds.members]
         for label in self._labels[: rounds.members.index(rounds.rank)]:
             rounds.meet(Note(label), self._timeout)
 

@@ -16,9 +16,12 @@ BACKENDS = sorted(ROOT.glob("backends/*.py"))
 LAYERS: list[set[str]] = [
     {"errors", "arguments", "kinds", "callsite", "version"},
     {"interface", "endings"},
+    {"arrays"},
     {"environment", "registry", "codec", "reduction", "shares"},
-    {"whereabouts", "diagnosis"},
+    {"whereabouts", "diagnosis", "notes"},
     {"rounds"},
+    {"bulk"},
+    {"exchange"},
     {"turns"},
     {"group"},
     {"membership"},

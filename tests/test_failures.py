@@ -648,18 +648,26 @@ def test_the_first_calls_own_timeout_bounds_the_join(meeting_place: Path) -> Non
 
 
 def test_a_death_before_all_have_joined_is_told_at_once(meeting_place: Path) -> None:
+    victim = meeting_place / "victim"
+
+    def kill_when_both_sit() -> None:
+        while len(list(meeting_place.glob("*/table-1/seat-*"))) < 2:
+            time.sleep(0.01)
+        os.kill(int(victim.read_text()), signal.SIGKILL)
+
     def program() -> Any:
-        if os.environ["SYNCPRIMS_RANK"] == "0":
-            threading.Timer(0.5, os.kill, (os.getpid(), 9)).start()
-        if os.environ["SYNCPRIMS_RANK"] == "2":
-            time.sleep(1)
+        rank = int(os.environ["SYNCPRIMS_RANK"])
+        if rank == 2:
             return None
-        begin = time.monotonic()
-        error = caught(sp.init)
-        return type(error).__name__, error.rank, time.monotonic() - begin < 5
+        if rank == 0:
+            victim.write_text(str(os.getpid()))
+        else:
+            threading.Thread(target=kill_when_both_sit).start()
+        error = caught(lambda: sp.init(timeout=60))
+        return type(error).__name__, error.rank, error.missing
 
     outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program, start=False)
-    assert outcomes[1] == ("PeerLost", 0, True)
+    assert outcomes[1] == ("PeerLost", 0, [0])
 
 
 def test_a_thread_that_has_not_called_yet_is_no_deadlock(meeting_place: Path) -> None:

@@ -1,0 +1,132 @@
+"""Numpy arrays and CPU tensors: what they are, apart from their contents, and their bare bytes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, Literal, NamedTuple
+
+from .kinds import is_array
+
+
+class Spec(NamedTuple):
+    """What an array is, but for its contents."""
+
+    library: Literal["numpy", "torch"]
+    dtype: str  #: as numpy's `dtype.str`, or torch's name
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        shape = ",".join(map(str, self.shape))
+        return f"{self.library};{self.dtype};{shape};{int(self.requires_grad)}".encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Spec:
+        """Return what :meth:`encode` wrote.
+
+        :raises ValueError: if these bytes are nothing of the kind.
+        """
+        library, dtype, shape, requires_grad = data.decode().split(";")
+        if library == "numpy":
+            if dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV":
+                raise ValueError(f"{dtype!r} is no dtype of an array that was sent")
+        elif library != "torch":
+            raise ValueError(f"{library!r} makes no arrays that are sent")
+        sizes = tuple(int(part) for part in shape.split(",") if part)
+        return cls(library, dtype, sizes, requires_grad == "1")  # type: ignore[arg-type]
+
+    def make(self) -> Any:
+        """Return such an array, its contents not set."""
+        if self.library == "numpy":
+            import numpy
+
+            return numpy.empty(self.shape, self.dtype)
+        import torch
+
+        made = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        return made.requires_grad_(self.requires_grad)
+
+    @property
+    def numpy_dtype(self) -> Any:
+        """The dtype of a numpy array."""
+        import numpy
+
+        return numpy.dtype(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its contents."""
+        if self.library == "numpy":
+            return math.prod(self.shape) * int(self.numpy_dtype.itemsize)
+        import torch
+
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
+
+
+def spec_of(obj: Any) -> Spec | None:
+    """Return what `obj` is, or None unless it is a plain array or a dense CPU tensor."""
+    numpy = sys.modules.get("numpy")  # not loaded: then it is no array
+    if numpy is not None and type(obj) is numpy.ndarray:
+        if obj.dtype.hasobject or numpy.dtype(obj.dtype.str) != obj.dtype:
+            return None  # objects, records, and other people's dtypes
+        return Spec("numpy", obj.dtype.str, obj.shape)
+    torch = sys.modules.get("torch")
+    if torch is not None and type(obj) is torch.Tensor:
+        if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.is_quantized:
+            return None
+        return Spec("torch", str(obj.dtype)[6:], tuple(obj.shape), obj.requires_grad)
+    return None
+
+
+def size_of(obj: Any) -> int:
+    """Return the bytes of an array or tensor."""
+    return int(obj.nbytes)
+
+
+def flat(obj: Any) -> Any:
+    """Return the items of an array in one dimension: the very memory, where that is contiguous.
+
+    As a numpy array if numpy has the dtype, else as a tensor.
+    """
+    import numpy
+
+    if is_array(obj):
+        return numpy.ascontiguousarray(obj).reshape(-1)
+    plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    try:
+        return plain.numpy()
+    except TypeError:  # bfloat16 and smaller
+        return plain
+
+
+def raw(vector: Any) -> memoryview:
+    """Return the bytes of what :func:`flat` returned."""
+    import numpy
+
+    if not is_array(vector):
+        import torch
+
+        vector = vector.view(torch.uint8).numpy()
+    if vector.nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview(vector.view(numpy.uint8))
+
+
+def fits(out: Any, spec: Spec) -> bool:
+    """Tell whether the bytes of such an array can be written into `out` as they are."""
+    found = spec_of(out)
+    if found is None or found[:3] != spec[:3]:
+        return False
+    if found.library == "torch":
+        return bool(out.is_contiguous())
+    return bool(out.flags.c_contiguous and out.flags.writeable)
+
+
+def memory_overlaps(one: Any, other: Any) -> bool:
+    """Tell whether two arrays may have memory in common."""
+    import numpy
+
+    first, second = (numpy.frombuffer(raw(flat(array)), "u1") for array in (one, other))
+    return bool(numpy.may_share_memory(first, second))

@@ -1,0 +1,196 @@
+"""Arrays in bulk: through memory that all members share, a piece at a time; each piece is a round.
+
+Nothing is pickled, and no rank ever holds another's array: an array of any size passes through a
+window of fixed size, which stays in the processors' caches. The rounds say when a piece is there
+and when its place is free again, so that a rank that dies, fails or differs is told as ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .arrays import flat, raw
+from .kinds import is_array
+from .reduction import combine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .interface import Note, Window
+    from .rounds import Turn
+
+_SLOTS = 4  # of a broadcast, so that its source may be some pieces ahead
+_BUFFERS = 2  # of a reduction
+_LINE = 64  # bytes, of a processor's cache
+
+
+def send(turn: Turn, step: Note, window: Window, arrays: Sequence[Any]) -> None:
+    """Pass `arrays` to all members, who call :func:`receive` for such; one round per piece."""
+    size = _slot_size(window)
+    first = turn.posted + 1  # the round of piece 0
+    sources = [raw(flat(array)) for array in arrays]
+    for number, (index, at, length) in enumerate(_byte_pieces(sources, size)):
+        # The place of the piece is free when all have gone on from the round of its last one. In
+        # the first round, others may say that they cannot receive: that is heard before going on.
+        turn.reach(first if number == 1 else first + number - _SLOTS + 1)
+        begin = number % _SLOTS * size
+        window.memory[begin : begin + length] = sources[index][at : at + length]
+        window.fence()
+        turn.post(step)
+    turn.reach(turn.posted)
+
+
+def receive(turn: Turn, step: Note, window: Window, arrays: Sequence[Any]) -> None:
+    """Fill the contiguous `arrays` with what the source sends."""
+    size = _slot_size(window)
+    targets = [raw(flat(array)) for array in arrays]
+    for number, (index, at, length) in enumerate(_byte_pieces(targets, size)):
+        turn.post(step)  # and so the piece before has been read
+        turn.reach(turn.posted)
+        window.fence()
+        begin = number % _SLOTS * size
+        targets[index][at : at + length] = window.memory[begin : begin + length]
+
+
+class Job(NamedTuple):
+    """One array to reduce, and where to."""
+
+    mine: Any
+    result: Any  #: contiguous
+
+
+def reduce(turn: Turn, step: Note, window: Window, jobs: Sequence[Job], op: str) -> None:
+    """Fill the results of all jobs, on all members alike.
+
+    Each member reduces its share of a piece, always in the order of ranks: so all hold the same
+    bits, and the same that one rank would have found by itself. In the round of piece k, members
+    say that their part of it is there, and that they have reduced their share of piece k - 1.
+    """
+    members, index = turn.members, turn.index
+    vectors = [Job(flat(job.mine), flat(job.result)) for job in jobs]
+    before: _Piece | None = None
+    pieces = [
+        _Piece(window.memory, len(members), index, number % _BUFFERS, job, begin, end)
+        for number, (job, begin, end) in enumerate(_item_pieces(vectors, window, len(members)))
+    ]
+    for piece in (*pieces, None):
+        if piece is not None:
+            piece.write_mine()
+        if before is not None:
+            before.reduce_share(op)
+        window.fence()
+        turn.post(step)
+        turn.reach(turn.posted)
+        window.fence()
+        if before is not None:
+            before.read_others()
+        before = piece
+
+
+class _Piece:
+    """Some items of one array, and their places in the window."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        count: int,
+        index: int,
+        buffer: int,
+        job: Job,
+        begin: int,
+        end: int,
+    ) -> None:
+        self._memory = memory
+        self._count = count
+        self._index = index
+        self._job = Job(job.mine[begin:end], job.result[begin:end])
+        self._items = end - begin
+        at = buffer * (len(memory) // _BUFFERS)
+        stride = _up(self._items * job.mine.itemsize)
+        self._inputs_at = [at + member * stride for member in range(count)]
+        self._result_at = at + count * stride
+        share = _up(-(-self._items // count))  # in items: so no two members write one cache line
+        self._shares = [
+            slice(min(i * share, self._items), min((i + 1) * share, self._items))
+            for i in range(count)
+        ]
+
+    def write_mine(self) -> None:
+        """Write this rank's items, but for those of its own share, which nobody else needs."""
+        mine = raw(self._job.mine)
+        size = self._job.mine.itemsize
+        at = self._inputs_at[self._index]
+        shared = self._memory[at : at + self._items * size]
+        for begin, end in self._not_mine(size):
+            shared[begin:end] = mine[begin:end]
+
+    def _not_mine(self, size: int) -> list[tuple[int, int]]:
+        """Return where the shares of the others begin and end, in bytes."""
+        own = self._shares[self._index]
+        ends = ((0, own.start * size), (own.stop * size, self._items * size))
+        return [(begin, end) for begin, end in ends if begin < end]
+
+    def reduce_share(self, op: str) -> None:
+        """Write the reduction of this rank's share, for itself and for the others."""
+        share = self._shares[self._index]
+        if share.start == share.stop:
+            return
+        parts = [
+            self._job.mine[share]
+            if member == self._index
+            else _vector(self._memory, at, share, like=self._job.mine)
+            for member, at in enumerate(self._inputs_at)
+        ]
+        result = _vector(self._memory, self._result_at, share, like=self._job.result)
+        combine(parts, op, result)
+        raw(self._job.result[share])[:] = raw(result)
+
+    def read_others(self) -> None:
+        """Read what the others have reduced."""
+        result = raw(self._job.result)
+        size = self._job.result.itemsize
+        own = self._shares[self._index]
+        at = self._result_at
+        for begin, end in ((0, own.start), (own.stop, self._items)):
+            if begin < end:
+                result[begin * size : end * size] = self._memory[
+                    at + begin * size : at + end * size
+                ]
+
+
+def _vector(memory: memoryview, at: int, share: slice, like: Any) -> Any:
+    """Return the items of `share` at `at` of the window, as an array or tensor like `like`."""
+    begin, count = at + share.start * like.itemsize, share.stop - share.start
+    if is_array(like):
+        import numpy
+
+        return numpy.frombuffer(memory, like.dtype, count, begin)
+    import torch
+
+    return torch.frombuffer(memory, dtype=like.dtype, count=count, offset=begin)
+
+
+def _slot_size(window: Window) -> int:
+    return len(window.memory) // _SLOTS // _LINE * _LINE
+
+
+def _byte_pieces(arrays: Sequence[memoryview], size: int) -> Iterator[tuple[int, int, int]]:
+    """Return array number, place and length of each piece."""
+    for index, array in enumerate(arrays):
+        for at in range(0, len(array), size):
+            yield index, at, min(size, len(array) - at)
+
+
+def _item_pieces(
+    jobs: Sequence[Job], window: Window, members: int
+) -> Iterator[tuple[Job, int, int]]:
+    """Return job, first item and last item of each piece; all its places fit into a buffer."""
+    room = len(window.memory) // _BUFFERS - (members + 1) * _LINE
+    for job in jobs:
+        most = room // (members * job.mine.itemsize + job.result.itemsize)
+        for begin in range(0, len(job.mine), most):
+            yield job, begin, min(begin + most, len(job.mine))
+
+
+def _up(size: int) -> int:
+    return -(-size // _LINE) * _LINE
