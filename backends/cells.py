@@ -39,13 +39,13 @@ _HEADER = struct.Struct("<32sI")  # magic, members
 _HEADER_SIZE = 64
 _LINE = 64  # of a processor's cache
 _TEXT = struct.Struct("<II")  # length, checksum
-_ROUND_FACTOR, _FLAGS_FACTOR, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
+ROUND_FACTOR, FLAGS_FACTOR, MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
 
 
 def word_of(number: int, flags: int, body_check: int) -> bytes:
     """Return the word of a note: equal for equal notes, and never equal for another round."""
-    check = body_check + number * _ROUND_FACTOR + flags * _FLAGS_FACTOR
-    return WORD.pack(number, flags, check & _MASK)
+    check = body_check + number * ROUND_FACTOR + flags * FLAGS_FACTOR
+    return WORD.pack(number, flags, check & MASK)
 
 
 class Cells:
@@ -60,7 +60,9 @@ class Cells:
         self.count = count
         # One more than members: an outsider who finds that the board cannot work may say so, too.
         self.intents = slice(_HEADER_SIZE, _HEADER_SIZE + 8 * (count + 1))
-        words_at = _up(self.intents.stop, _LINE)
+        asleep_at = _up(self.intents.stop, _LINE)
+        self.asleep = slice(asleep_at, asleep_at + count)  #: a byte per member: it sleeps
+        words_at = _up(self.asleep.stop, _LINE)
         self._row = _up(count * WORD.size, _LINE)
         #: where the words of a cell's round stand, of all members
         self.rows = [

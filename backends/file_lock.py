@@ -83,7 +83,10 @@ class FileBackend(Backend):
 
     def close(self, failure: bytes | None = None) -> None:
         """Say how this rank ends, and clear away what nobody needs any more."""
-        self._seats.leave(failure)
+        self._seats.say_end(failure)
+        for board in self._boards:
+            board.wake()  # who still waits for this rank hears it now
+        self._seats.leave()
         self._let_go()
         # What cannot be cleared now, the next run clears: an end must not fail or hang for it.
         with (
@@ -102,7 +105,7 @@ class FileBackend(Backend):
 
     def abandon(self) -> None:
         """Let go of seat and boards in a forked child."""
-        self._seats.abandon()
+        self._seats.leave()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -87,6 +87,25 @@ class PrivateDirectory:
             f"{self.path / name} is not a plain file of this user's own; remove it, or {_CURE}"
         )
 
+    def open_pipe(self, name: str, *, make: bool = False) -> int:
+        """Return a descriptor of the named pipe `name` inside, to read and to write.
+
+        :raises ConfigurationError: if it is something else.
+        """
+        if make:
+            with contextlib.suppress(FileExistsError):
+                if os.mkfifo in os.supports_dir_fd:
+                    os.mkfifo(name, 0o600, dir_fd=self.fd)
+                else:  # macOS before 13
+                    os.mkfifo(self.path / name, 0o600)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(name, flags, dir_fd=self.fd)
+        found = os.fstat(fd)
+        if stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid():
+            return fd
+        os.close(fd)
+        raise ConfigurationError(f"{self.path / name} is no pipe of this user's own; remove it")
+
     def claim(self, name: str, word: str) -> str:
         """Make the name `name` stand for `word`, unless it is taken; return what it stands for.
 

@@ -11,6 +11,7 @@ itself is watched too.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from syncprims import errors
 from syncprims.errors import ConfigurationError, Failure, PeerFailed
 
+from .bells import Bells
 from .cells import lay
 from .processes import Identity, Watch, describe_exit, myself
 
@@ -63,14 +65,16 @@ class Seats:
         self._ended: dict[int, tuple[State, str, bytes]] = {}  # what is known for good
         self._eyes = select.poll()  # on all watches at once
         self._eye_of: dict[int, int] = {}  # descriptor -> rank
-        self._table = self._open_table()
-        self._lock_fd = directory.open_file(seat_name(rank), os.O_RDWR | os.O_CREAT)
-        try:
+        with contextlib.ExitStack() as undo:
+            self.bells = Bells(directory, rank)
+            undo.callback(self.bells.close)
+            self._table = self._open_table()
+            undo.callback(self._table.close)
+            self._lock_fd = directory.open_file(seat_name(rank), os.O_RDWR | os.O_CREAT)
+            undo.callback(os.close, self._lock_fd)
             _lock(self._lock_fd)
             self._write_person(_ALIVE)
-        except BaseException:
-            self._let_go()
-            raise
+            undo.pop_all()
 
     def _open_table(self) -> mmap.mmap:
         size = _PAGE + self._world_size * _SEAT_SIZE
@@ -93,23 +97,20 @@ class Seats:
         """Let others read `word`; one that is too long is left unsaid."""
         self._write_text(self._at(self._rank) + _WORD_AT, _WORD_SIZE, word)
 
-    def leave(self, failure: bytes | None) -> None:
-        """Say how this rank ends, and free the seat."""
+    def say_end(self, failure: bytes | None) -> None:
+        """Say how this rank ends."""
         if failure is not None:
             self._write_text(self._at(self._rank) + _FAILURE_AT, _FAILURE_SIZE, failure)
         self._write_person(_FINISHED if failure is None else _FAILED)
-        self._let_go()
 
-    def abandon(self) -> None:
-        """Let go of the seat in a forked child: the parent keeps sitting on it."""
-        self._let_go()
-
-    def _let_go(self) -> None:
+    def leave(self) -> None:
+        """Let go of the seat. In a forked child, the parent keeps sitting on it."""
         # Closing is enough: the lock belongs to the open file, which the parent of a fork shares.
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
         self._eye_of.clear()
+        self.bells.close()
         os.close(self._lock_fd)
         self._table.close()
 
@@ -125,7 +126,9 @@ class Seats:
             if rank != self._rank and rank not in self._watches:
                 _, *who = self._person(rank)
                 watch = self._watches[rank] = Watch(Identity(*who))
+                self.bells.find(rank)
                 if watch.sees:
+                    self.bells.wake_for(watch.fd)
                     self._eyes.register(watch.fd, select.POLLIN)
                     self._eye_of[watch.fd] = rank
 

@@ -10,11 +10,25 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.interface import Board, Label, Note, Status
 
-from .cells import APART, BODY_SIZE, CELLS, CONTENT, FLAG, HEAD, WORD, Cells, word_of
+from .cells import (
+    APART,
+    BODY_SIZE,
+    CELLS,
+    CONTENT,
+    FLAG,
+    FLAGS_FACTOR,
+    HEAD,
+    MASK,
+    ROUND_FACTOR,
+    WORD,
+    Cells,
+    word_of,
+)
+from .patience import Patience
 from .verdicts import Verdicts
 from .windows import SharedWindow
 
@@ -27,14 +41,20 @@ if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
     from .seats import Seats
 
-_LOOKS = 100  # at least, and the processor given away after each, before the clock is asked
+_LOOKS = 100  # at most, and the processor given away after each, before the clock is asked
 _LOOKS_PER_TIME = 16  # as many between two questions to the clock
 _YIELD_FOR = 0.0005  # seconds of giving the processor away before sleeping
-_FIRST_NAP = 0.00005
-_LOOK_FOR_DEATH_EVERY = 0.005
-#: Who has waited for long may be told a little later: a nap is this part of the wait so far.
-_NAP_PART, _SHORTEST_LONG_NAP, _LONGEST_NAP = 0.01, 0.005, 0.02
+_FIRST_NAP, _LONGEST_NAP = 0.002, 0.05  # should nobody ring
 _MOST_KNOWN = 4096
+
+
+class _Bare(NamedTuple):
+    """A note without payload, and how it is written."""
+
+    note: Note
+    flags: int
+    check: int
+    body: bytes
 
 
 class SlotBoard(Board):
@@ -54,19 +74,24 @@ class SlotBoard(Board):
         self._directory = directory
         self._name = name
         self._seats = seats
+        self._bells = seats.bells
+        self._patience = Patience()
         self._lock = lock  # of the run
         self._window: SharedWindow | None = None
         self._index = self.members.index(rank)
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
         self._mine = [(Note(Label("?")), b"")] * CELLS  # own notes of late, and their words
-        self._known: dict[bytes, int] = {}  # encoded label -> check of a body with it alone
-        self._written: list[bytes | None] = [None] * CELLS  # which label alone is in the body
+        self._bare: dict[int, _Bare] = {}  # by identity: a label compares slowly
+        self._bodies: dict[bytes, tuple[int, bytes]] = {}  # by label: the check, and the body
+        self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
         self._apart: list[tuple[int, str]] = []  # own files with what did not fit in: round, name
         self._cells = Cells(directory, name, len(self.members))
         self._memory = self._cells.memory
         self._verdicts = Verdicts(self._cells, directory, name, self._index)
         self._rows = self._cells.rows
         self._own = [self._cells.word_at(cell, self._index) for cell in range(CELLS)]
+        self._asleep = self._cells.asleep
+        self._nobody = bytes(len(self.members))
         self._intents = self._cells.intents
         self._unbroken = bytes(self._intents.stop - self._intents.start)
 
@@ -74,47 +99,69 @@ class SlotBoard(Board):
 
     def post(self, note: Note) -> None:
         """Write the note into this rank's next cell: the body first, then the word."""
-        label, flag, payload, failure = note
         number = self.posted + 1
         cell = number % CELLS
-        flags = (number - self.collected - 1) << 8 | (FLAG if flag else 0)
-        text = label.encode()
-        if payload or failure:
-            more, body_check = self._write_content(number, text, payload, failure)
-            flags |= more
+        if note[2] or note[3]:  # a payload or a failure
+            flags, check = self._write_content(number, note)
         else:
-            body_check = self._check_of(text)
-            if self._written[cell] is not text:
-                self._cells.write_body(cell, self._index, HEAD.pack(len(text), 0, 0, 0) + text)
-                self._written[cell] = text
-        word = word_of(number, flags, body_check)
+            bare = self._bare.get(id(note))
+            if bare is None or bare.note is not note:
+                bare = self._learn(note)
+            _, flags, check, body = bare
+            if self._written[cell] is not body:
+                self._cells.write_body(cell, self._index, body)
+                self._written[cell] = body
+        flags |= (number - 1 - self.collected) << 8
+        check += number * ROUND_FACTOR + flags * FLAGS_FACTOR
+        word = WORD.pack(number, flags, check & MASK)
         self._mine[cell] = note, word
         self.posted = number
-        self._memory[self._own[cell]] = word
+        memory = self._memory
+        memory[self._own[cell]] = word
+        if memory[self._asleep] != self._nobody and self._all_here(cell):
+            self.wake()  # this was the note they have been waiting for
 
-    def _check_of(self, text: bytes) -> int:
-        """Return the check of a body that holds this label alone."""
-        known = self._known.get(text)
-        if known is not None:
-            return known
-        if HEAD.size + len(text) > BODY_SIZE:
-            raise ValueError(
-                f"a label of {len(text)} bytes does not fit into a cell: {text[:80]!r}"
-            )
-        if len(self._known) > _MOST_KNOWN:
-            self._known.clear()
-        check = self._known[text] = zlib.crc32(HEAD.pack(len(text), 0, 0, 0) + text)
-        return check
+    def _learn(self, note: Note) -> _Bare:
+        """Remember how a note without payload is written: the same one comes again and again."""
+        if len(self._bare) > _MOST_KNOWN:
+            self._bare.clear()
+        text = note.label.encode()
+        check, body = self._alone(text)
+        bare = self._bare[id(note)] = _Bare(note, FLAG if note.flag else 0, check, body)
+        return bare
 
-    def _write_content(
-        self, number: int, text: bytes, payload: bytes, failure: bytes
-    ) -> tuple[int, int]:
+    def _alone(self, text: bytes) -> tuple[int, bytes]:
+        """Return the body that holds this label alone, and its check."""
+        found = self._bodies.get(text)
+        if found is None:
+            body = HEAD.pack(len(text), 0, 0, 0) + text
+            if len(body) > BODY_SIZE:
+                raise ValueError(f"a label of {len(text)} bytes fits no cell: {text[:80]!r}")
+            if len(self._bodies) > _MOST_KNOWN:
+                self._bodies.clear()
+            found = self._bodies[text] = zlib.crc32(body), body
+        return found
+
+    def _all_here(self, cell: int) -> bool:
+        """Tell whether all words of a round are there, whole or not."""
+        words = self._memory[self._rows[cell]]
+        return words[:: WORD.size] == self._mine[cell][1][:1] * len(self.members)
+
+    def wake(self) -> None:
+        """Wake every member that sleeps."""
+        for member, asleep in zip(self.members, self._memory[self._asleep], strict=True):
+            if asleep:
+                self._bells.ring(member)
+
+    def _write_content(self, number: int, note: Note) -> tuple[int, int]:
         """Write a body with more than a label; return its flags and its check."""
-        self._check_of(text)
+        label, flag, payload, failure = note
+        text = label.encode()
+        self._alone(text)  # or it is too long
         cell = number % CELLS
         content = payload + failure
         start = HEAD.pack(len(text), len(payload), len(failure), zlib.crc32(content)) + text
-        flags = CONTENT
+        flags = CONTENT | (FLAG if flag else 0)
         if len(start) + len(content) > BODY_SIZE:
             flags |= APART
             self._write_apart(number, content)
@@ -162,16 +209,32 @@ class SlotBoard(Board):
         count = len(self.members)
         row, intents, memory = self._rows[cell], self._intents, self._memory
         all_equal, all_here = word * count, word[:1] * count  # words begin with the round
-        for _ in range(_LOOKS):
+        looks, begin = 0, 0.0
+        patience = self._patience
+        while True:
             seen = memory[row]
             if seen == all_equal:
                 # The notes first, then the intents: the module on verdicts says why.
                 if memory[intents] != self._unbroken:
                     break
-                self._count(number)
+                if begin:
+                    patience.weigh(looks, begin)
+                self.collected = number
+                if self._apart or number == 1:
+                    self._tidy(number)
                 return (note,) * count
             if seen[:: WORD.size] == all_here:
                 break
+            if not looks:
+                if patience.waits or self._waiting_for == number:
+                    break
+                if not cell:  # now and then is enough
+                    begin = time.monotonic()
+            elif looks == _LOOKS:
+                if begin:
+                    patience.weigh(looks, begin)
+                break
+            looks += 1
             os.sched_yield()
         return self._collect_slowly(number, timeout)
 
@@ -179,9 +242,9 @@ class SlotBoard(Board):
         start = now = self.now()
         if self._waiting_for != number:  # else the core has asked again, after a look around
             self._waiting_for, self._waiting_since = number, start
-        look_for_death = start + _LOOK_FOR_DEATH_EVERY
-        nap = min(_LONGEST_NAP, max(_FIRST_NAP, _NAP_PART * (now - self._waiting_since)))
-        looks = 0
+            self._patience.count()
+        nap = min(_LONGEST_NAP, max(_FIRST_NAP, now - self._waiting_since))
+        looks, slept = 0, False
         while True:
             notes = self._take_all(number)
             if self._memory[self._intents] != self._unbroken:
@@ -189,25 +252,34 @@ class SlotBoard(Board):
                     return None
                 notes = self._take_all(number)
             if notes is not None:
-                self._count(number)
+                self.collected = number
+                self._tidy(number)
                 return notes
+            sleepy = now - self._waiting_since >= _YIELD_FOR or self._patience.waits
             looks += 1
-            sleepy = now - self._waiting_since >= _YIELD_FOR
             if not sleepy and looks % _LOOKS_PER_TIME:
                 os.sched_yield()
                 continue
             if timeout is not None and now - start >= timeout:
                 return None
-            if now >= look_for_death:
-                if self._in_vain(number):
-                    return None
-                look_for_death = now + _LOOK_FOR_DEATH_EVERY
             if sleepy:
-                left = nap if timeout is None else min(nap, timeout - (now - start))
-                time.sleep(max(0.0, left))
-                most = max(_SHORTEST_LONG_NAP, _NAP_PART * (now - self._waiting_since))
-                nap = min(nap * 1.5, most, _LONGEST_NAP)
+                # Only after a sleep that was in vain: a death ends it, and most are not.
+                if slept and self._in_vain(number):
+                    return None
+                self._sleep(number, nap if timeout is None else min(nap, timeout - (now - start)))
+                slept, nap = True, min(2 * nap, _LONGEST_NAP)
             now = self.now()
+
+    def _sleep(self, number: int, seconds: float) -> None:
+        """Sleep until the last note of the round or a death wakes this rank, or time is up."""
+        me = self._asleep.start + self._index
+        try:
+            self._memory[me] = 1
+            # A note that came before its writer could see this would wake nobody.
+            if not self._all_here(number % CELLS) and self._memory[self._intents] == self._unbroken:
+                self._bells.sleep(seconds)
+        finally:
+            self._memory[me] = 0
 
     def _in_vain(self, number: int) -> bool:
         """Tell whether a member is lost or has failed, or an absent one has finished."""
@@ -245,7 +317,7 @@ class SlotBoard(Board):
             return None
         expected = label.encode()  # what one came for oneself is most likely what others did
         flag = bool(flags & FLAG)
-        if not flags & CONTENT and word == word_of(number, flags, self._check_of(expected)):
+        if not flags & CONTENT and word == word_of(number, flags, self._alone(expected)[0]):
             return Note(label, flag)
         body = self._cells.read_body(number % CELLS, index, word)
         if body is None:
@@ -269,8 +341,7 @@ class SlotBoard(Board):
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
-    def _count(self, number: int) -> None:
-        self.collected = number
+    def _tidy(self, number: int) -> None:
         if self._apart:
             self._remove_apart(number)
         if number == 1:
@@ -290,6 +361,7 @@ class SlotBoard(Board):
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it completes after all."""
         self._verdicts.give(self.collected + 1, verdict)
+        self.wake()
 
     def verdict(self) -> bytes | None:
         """Return the verdict that bars the oldest uncollected round, if there is one."""

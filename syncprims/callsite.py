@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,21 +16,11 @@ _BETWEEN = (_HERE, contextlib.__file__, os.path.dirname(os.__file__) + os.sep + 
 _LONGEST = 200
 
 
-def calling_frame() -> FrameType:
-    """Return the nearest frame that is the user's.
-
-    Called from a room that a Group's method calls: so three frames are the library's for sure, and
-    need no look.
-    """
-    frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
-    while _between(frame.f_code.co_filename) and frame.f_back is not None:
+def users_frame(frame: FrameType) -> FrameType:
+    """Return the nearest frame from `frame` on outwards that is the user's."""
+    while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
         frame = frame.f_back
     return frame
-
-
-@functools.lru_cache(1024)
-def _between(path: str) -> bool:
-    return path.startswith(_BETWEEN)
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:

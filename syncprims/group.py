@@ -97,8 +97,9 @@ class Group:
             _wait_for_device()
         if self.alone and name is None and timeout is None:
             return
-        rounds = self._rounds
-        rounds.meet(rounds.note("barrier", name), self._seconds(timeout))
+        rounds = self._member or self._rounds
+        timeout = self._timeout if timeout is None else seconds(timeout)
+        rounds.meet(rounds.note("barrier", name), timeout)
 
     def broadcast(
         self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None

@@ -95,12 +95,21 @@ class Rounds:
             self.thread = thread
             if before != board.collected:
                 self.make_room(timeout)
-            told = self.publish(note)
-            if told is not None:
-                raise told
-            mine = before + 1
-            notes = self.collect(timeout)
-            while board.collected != mine:
+            try:
+                board.post(note)
+            except OSError as error:
+                told = error
+                self.post_instead(note, error)
+                raise
+            notes = None
+            if board.collected == before:  # nothing older to collect first, as nearly always
+                limit = _FIRST_LOOK if timeout is None or timeout > _FIRST_LOOK else timeout
+                notes = board.collect(limit)
+                for other in notes or (None,):
+                    if other is not note:  # else all are the same: nothing to look for
+                        notes = self._examine(notes, limit, timeout)
+                        break
+            while notes is None or board.collected <= before:
                 notes = self.collect(timeout)
         except errors.SyncError:
             raise
@@ -189,18 +198,17 @@ class Rounds:
         assert self._barred is not None
         raise self._barred()
 
-    def publish(self, note: Note) -> OSError | None:
-        """Post the note; if the disk has no room for it, post that instead, and return why."""
-        try:
-            self._board.post(note)
-        except OSError as error:
-            # Short, so that it needs no room but what was set aside for every note.
-            failure = Failure.of(self.rank, error)
-            failure = failure._replace(message=failure.message[:150], traceback="")
-            failed = PeerFailed.from_failure(failure, note.label.call)
-            self._board.post(Note(note.label, failure=errors.dump(failed)))
-            return error
-        return None
+    def post_instead(self, note: Note, error: OSError) -> None:
+        """Post, where a disk has no room for `note`, why this rank cannot."""
+        # Short, so that it needs no room but what was set aside for every note.
+        failure = Failure.of(self.rank, error)
+        failure = failure._replace(message=failure.message[:150], traceback="")
+        failed = PeerFailed.from_failure(failure, note.label.call)
+        self._board.post(Note(note.label, failure=errors.dump(failed)))
+
+    def post(self, note: Note) -> None:
+        """Post a note; see :meth:`Board.post`."""
+        self._board.post(note)
 
     def window(self) -> Window | None:
         """Return the memory that arrays pass through, where the backend has such."""
@@ -225,12 +233,17 @@ class Rounds:
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, check that all came for the same, and count it."""
-        begin = self._board.now()
-        limit = _FIRST_LOOK if timeout is None else min(_FIRST_LOOK, timeout)
-        notes = self._board.collect(limit)
+        limit = _FIRST_LOOK if timeout is None or timeout > _FIRST_LOOK else timeout
+        return self._examine(self._board.collect(limit), limit, timeout)
+
+    def _examine(
+        self, notes: Sequence[Note] | None, waited: float, timeout: float | None
+    ) -> Sequence[Note]:
+        """Wait on if these notes are None; look whether they are of one call; count the round."""
+        board = self._board
         if notes is None:
-            notes = self._wait(timeout, begin)
-        number = self._board.collected
+            notes = self._wait(timeout, board.now() - waited)
+        number = board.collected
         first = notes[0]
         for note in notes:
             if note is not first and note.label is not first.label and note.label != first.label:
@@ -365,9 +378,12 @@ class Turn:
         rounds = self._rounds
         if rounds.posted != rounds.collected:
             rounds.make_room(self._timeout)
-        self.told = rounds.publish(note)
-        if self.told is not None:
-            raise self.told
+        try:
+            rounds.post(note)
+        except OSError as error:
+            self.told = error
+            rounds.post_instead(note, error)
+            raise
 
     def fail(self, label: Label, error: BaseException) -> None:
         """Post that this rank failed, and is about to raise `error`."""

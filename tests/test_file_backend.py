@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from harness import PATIENCE, Died, Kind, Ranks, Scripts
 
@@ -290,7 +289,7 @@ def test_a_full_disk_is_a_shared_failure(tmp_path: Path) -> None:
         sp.barrier()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
         try:
-            sp.broadcast(np.zeros(1_000_000) if sp.is_main() else None)
+            sp.broadcast(bytes(8_000_000) if sp.is_main() else None)
         except OSError as error:
             said = f"own {error.errno}"
         except sp.PeerFailed as error:
