@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.interface import Board, Label, Note, Status
 
+from .apart import Apart
 from .cells import (
     APART,
     BODY_SIZE,
@@ -84,7 +85,7 @@ class SlotBoard(Board):
         self._bare: dict[int, _Bare] = {}  # by identity: a label compares slowly
         self._bodies: dict[bytes, tuple[int, bytes]] = {}  # by label: the check, and the body
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
-        self._apart: list[tuple[int, str]] = []  # own files with what did not fit in: round, name
+        self._apart = Apart(directory, name)
         self._cells = Cells(directory, name, len(self.members))
         self._memory = self._cells.memory
         self._verdicts = Verdicts(self._cells, directory, name, self._index)
@@ -164,40 +165,11 @@ class SlotBoard(Board):
         flags = CONTENT | (FLAG if flag else 0)
         if len(start) + len(content) > BODY_SIZE:
             flags |= APART
-            self._write_apart(number, content)
+            self._apart.write(self.members[self._index], number, content)
             content = b""
         self._written[cell] = None
         self._cells.write_body(cell, self._index, start + content)
         return flags, zlib.crc32(start)
-
-    def _write_apart(self, number: int, content: bytes) -> None:
-        """Write what does not fit into a cell to a file."""
-        name = self._apart_name(number, self._index)
-        fd = self._directory.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            with os.fdopen(fd, "wb", buffering=0) as file:
-                view = memoryview(content)
-                while view:
-                    view = view[file.write(view) :]
-        except OSError as error:
-            self._directory.remove(name)
-            raise OSError(
-                error.errno,
-                f"{error.strerror}, writing {len(content)} bytes for the other ranks; free some "
-                f"space, or set SYNCPRIMS_DIR to a place with more",
-                str(self._directory.path / name),
-            ) from error
-        self._apart.append((number, name))
-
-    def _remove_apart(self, number: int) -> None:
-        """Remove the files that all had read when they posted round `number`."""
-        words = self._memory[self._rows[number % CELLS]]
-        ahead = max(flags >> 8 for _, flags, _ in WORD.iter_unpack(words))
-        while self._apart and self._apart[0][0] < number - ahead:
-            self._directory.remove(self._apart.pop(0)[1])
-
-    def _apart_name(self, number: int, index: int) -> str:
-        return f"{self._name}-{self.members[index]}-{number}"
 
     # -- collect ------------------------------------------------------------------------------
 
@@ -220,7 +192,7 @@ class SlotBoard(Board):
                 if begin:
                     patience.weigh(looks, begin)
                 self.collected = number
-                if self._apart or number == 1:
+                if self._apart.written or number == 1:
                     self._tidy(number)
                 return (note,) * count
             if seen[:: WORD.size] == all_here:
@@ -325,7 +297,7 @@ class SlotBoard(Board):
         head, text, content = body
         _, payload, failure, check = HEAD.unpack(head)
         if flags & APART:
-            content = self._read_apart(number, index)
+            content = self._apart.read(self.members[index], number)
         content = content[: payload + failure]
         if len(content) != payload + failure or zlib.crc32(content) != check:
             return None
@@ -333,17 +305,11 @@ class SlotBoard(Board):
             label = Label.decode(text)
         return Note(label, flag, content[:payload], content[payload:])
 
-    def _read_apart(self, number: int, index: int) -> bytes:
-        try:
-            fd = self._directory.open_file(self._apart_name(number, index), os.O_RDONLY)
-        except FileNotFoundError:
-            return b""
-        with os.fdopen(fd, "rb") as file:
-            return file.read()
-
     def _tidy(self, number: int) -> None:
-        if self._apart:
-            self._remove_apart(number)
+        if self._apart.written:
+            # All have read what they had collected when they posted this round.
+            words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
+            self._apart.remove_before(number - max(flags >> 8 for _, flags, _ in words))
         if number == 1:
             self._seats.watch()  # all have come: now is the time to keep an eye on each
 
