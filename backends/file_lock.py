@@ -208,13 +208,9 @@ def _locked(
     lock = name + _LOCK
     fd = _acquire(base, lock, patience)
     try:
-        if probe:
-            second = base.open_file(lock, os.O_RDWR)
-            try:
-                refuse_useless_locks(base.path / lock, second)
-            finally:
-                os.close(second)
         try:
+            if probe:
+                _probe(base, lock)
             run = base.sub(name)
         except BaseException:
             base.remove(lock)  # whoever waits for it starts over
@@ -228,6 +224,15 @@ def _locked(
         with contextlib.suppress(OSError):
             filelock.unlock_descriptor(fd)
         os.close(fd)
+
+
+def _probe(base: PrivateDirectory, lock: str) -> None:
+    """See that the file `lock`, which this process holds, cannot be locked once more."""
+    second = base.open_file(lock, os.O_RDWR)
+    try:
+        refuse_useless_locks(base.path / lock, second)
+    finally:
+        os.close(second)
 
 
 def _acquire(base: PrivateDirectory, lock: str, patience: float) -> int:

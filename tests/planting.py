@@ -83,6 +83,14 @@ def bind(path: Path) -> None:
         one.bind(str(path))
 
 
+def plain_file(path: Path, mode: int, owner: int | None = None) -> None:
+    """Plant a file with just this mode."""
+    path.touch()
+    path.chmod(mode)
+    if owner is not None:
+        os.chown(path, owner, owner)
+
+
 def null_device(path: Path) -> None:
     """Plant a device."""
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
@@ -97,9 +105,9 @@ KINDS_OF_FILES: dict[str, Callable[[Path, Victim], object]] = {
     "socket": lambda path, _: bind(path),
     "device": lambda path, _: null_device(path),
     "directory": lambda path, _: path.mkdir(mode=0o700),
-    "another's": lambda path, _: (path.touch(0o600), os.chown(path, STRANGER, STRANGER)),
-    "readable": lambda path, _: (path.touch(), path.chmod(0o644)),
-    "writable": lambda path, _: (path.touch(), path.chmod(0o666)),
+    "another's": lambda path, _: plain_file(path, 0o600, STRANGER),
+    "readable": lambda path, _: plain_file(path, 0o644),
+    "writable": lambda path, _: plain_file(path, 0o666),
 }
 
 
@@ -149,7 +157,7 @@ class Remains:
 
             import syncprims.membership
 
-            syncprims.membership.World.join = look  # type: ignore[method-assign]
+            vars(syncprims.membership)["World"].join = look
             with contextlib.suppress(KeyboardInterrupt):
                 sp.init()
             remains = found[0]
