@@ -29,23 +29,32 @@ RUN_NAME = f"syncprims-{RUN}"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
 
-def start_stranger(does: Callable[[], object]) -> int:
-    """Return the pid of a process of another user that does this."""
+def start_process(does: Callable[[], object]) -> int:
+    """Return the pid of a process that does this, and ends with 0 if it succeeds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
         pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            os.setgroups([])
-            os.setgid(STRANGER)
-            os.setuid(STRANGER)
-            os.umask(0)
             does()
             code = 0
         finally:
             os._exit(code)
     return pid
+
+
+def start_stranger(does: Callable[[], object]) -> int:
+    """Return the pid of a process of another user that does this."""
+
+    def become_and_do() -> None:
+        os.setgroups([])
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+        os.umask(0)
+        does()
+
+    return start_process(become_and_do)
 
 
 def as_stranger(does: Callable[[], object]) -> None:
