@@ -12,6 +12,7 @@ a killed world left behind is cleared by the next one that comes by: its seats a
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -27,6 +28,7 @@ from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
 from syncprims.interface import Backend, Settings, Topology
 
+from .filesystems import refuse_remote, refuse_useless_locks
 from .private_dir import PrivateDirectory, default_base
 from .seats import Seats, taken, world_size_of
 from .slots import SlotBoard, refuse
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _PREFIX, _LOCK = "syncprims-", ".lock"  # of what we make, beside whatever else stands there
 _LOCK_PATIENCE = 30.0  # seconds; the lock is held for milliseconds
+_LOCK_PAUSE = 0.002  # seconds between two attempts
 _SEAT_PATIENCE = 5.0  # seconds for the last holder of a seat to end
 
 
@@ -57,15 +60,14 @@ class FileBackend(Backend):
         self._boards: list[SlotBoard] = []
         self._table: PrivateDirectory
         self._seats: Seats
-        try:
-            self._take_seat(topology.rank, topology.world_size)
-        except OSError as error:
-            if isinstance(error, SyncError):
+        with self._telling_of_the_disk():
+            self._base = PrivateDirectory.open(self._run_path.parent)
+            try:
+                refuse_remote(self._base.path, self._base.fd)
+                self._take_seat(topology.rank, topology.world_size)
+            except BaseException:
+                self._base.close()
                 raise
-            raise BackendUnavailable(
-                f"{self._run_path} cannot hold what the ranks need to meet: {error}; free some "
-                f"space, or set SYNCPRIMS_DIR to a place with more"
-            ) from error
 
     @property
     def meeting_place(self) -> str:
@@ -75,8 +77,8 @@ class FileBackend(Backend):
     def board(self, members: Sequence[int]) -> SlotBoard:
         """Return the board of `members`, making it if this is the first of them."""
         name, rank = _board_name(members), self.topology.rank
-        with _locked(self._run_path):
-            lock = functools.partial(_locked, self._run_path)
+        lock = functools.partial(_locked, self._base, self._run_path.name)
+        with self._telling_of_the_disk(), lock():
             board = SlotBoard(self._table, name, members, rank, self._seats, lock)
         self._boards.append(board)
         return board
@@ -88,12 +90,14 @@ class FileBackend(Backend):
             board.wake()  # who still waits for this rank hears it now
         self._seats.leave()
         self._let_go()
+        name = self._run_path.name
         # What cannot be cleared now, the next run clears: an end must not fail or hang for it.
         with (
+            contextlib.closing(self._base),
             contextlib.suppress(OSError, SyncError),
-            _locked(self._run_path, patience=2.0) as run,
+            _locked(self._base, name, patience=2.0) as run,
         ):
-            _clear(run)
+            _clear(self._base, run)
 
     def publish(self, word: bytes) -> None:
         """Let others read `word`."""
@@ -107,6 +111,7 @@ class FileBackend(Backend):
         """Let go of seat and boards in a forked child."""
         self._seats.leave()
         self._let_go()
+        self._base.close()
 
     def _let_go(self) -> None:
         for board in self._boards:
@@ -114,30 +119,55 @@ class FileBackend(Backend):
         self._boards.clear()
         self._table.close()
 
+    @contextlib.contextmanager
+    def _telling_of_the_disk(self) -> Generator[None]:
+        """Turn what the system says of files into what the user can do about it."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, SyncError):
+                raise
+            room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            cure = "free some space" if room else "make it readable and writable for its owner"
+            raise BackendUnavailable(
+                f"{self._run_path} cannot hold what the ranks need to meet: {error}; {cure}, or "
+                f"set SYNCPRIMS_DIR to another place"
+            ) from error
+
     def _take_seat(self, rank: int, world_size: int) -> None:
+        patience = min(_LOCK_PATIENCE, self.settings.join_timeout)
         deadline = time.monotonic() + min(_SEAT_PATIENCE, self.settings.join_timeout)
         while True:
-            with _locked(self._run_path, min(_LOCK_PATIENCE, self.settings.join_timeout)) as run:
-                name = _table_for(run, rank)
-                if name is not None:
-                    self._table = run.sub(name)
-                    try:
-                        self._check_world_size()
-                        self._seats = Seats(self._table, rank, world_size)
-                    except BaseException:
-                        self._table.close()
-                        raise
-                    _clear(run, but=name)
-                    break
+            with _locked(self._base, self._run_path.name, patience, probe=True) as run:
+                try:
+                    name = _table_for(run, rank)
+                    if name is not None:
+                        self._sit_down(run, name, rank, world_size)
+                        break
+                except BaseException:
+                    with contextlib.suppress(OSError, SyncError):
+                        _clear(self._base, run)  # nothing half made is left, as on a full disk
+                    raise
             if time.monotonic() > deadline:
                 raise self._no_seat()
             time.sleep(0.02)  # it may be on its way out
         if name == _table(1):
-            _sweep(self._run_path.parent)
+            _sweep(self._base)
+
+    def _sit_down(self, run: PrivateDirectory, name: str, rank: int, world_size: int) -> None:
+        self._table = run.sub(name)
+        try:
+            self._check_world_size()
+            self._seats = Seats(self._table, rank, world_size)
+        except BaseException:
+            self._table.close()
+            raise
+        with contextlib.suppress(OSError, SyncError):  # else the next one does
+            _clear(self._base, run, but=name)
 
     def _no_seat(self) -> SyncError:
         rank = self.topology.rank
-        with _locked(self._run_path) as run:
+        with _locked(self._base, self._run_path.name) as run:
             numbers = _tables(run)
             newest = run.sub(_table(numbers[-1] if numbers else 1))
             seats = taken(newest)
@@ -172,36 +202,70 @@ class FileBackend(Backend):
 
 
 @contextlib.contextmanager
-def _locked(path: Path, patience: float = _LOCK_PATIENCE) -> Generator[PrivateDirectory]:
-    """Hold the run's lock, and its directory `path` open.
+def _locked(
+    base: PrivateDirectory, name: str, patience: float = _LOCK_PATIENCE, *, probe: bool = False
+) -> Generator[PrivateDirectory]:
+    """Hold the lock of run `name`, and its directory open. With `probe`, see that locks work.
 
     The lock file stands beside the directory and not in it, so that whoever leaves last can remove
     both while others wait: they find that their lock has no name any more, and start over.
     """
-    PrivateDirectory.open(path.parent, private=False).close()
-    lock = filelock.FileLock(
-        path.with_name(path.name + _LOCK), mode=0o600, thread_local=False, fallback_to_soft=False
-    )
+    lock = name + _LOCK
+    fd = _acquire(base, lock, patience)
     try:
-        lock.acquire(timeout=patience, poll_interval=0.002)
-    except filelock.Timeout:
-        raise BackendUnavailable(
-            f"another process has held {lock.lock_file} for {patience:g} s, where milliseconds "
-            f"would do: is a rank of this run stopped? End it, or set another SYNCPRIMS_RUN_ID"
-        ) from None
-    except (NotImplementedError, OSError) as error:
-        raise BackendUnavailable(
-            f"{lock.lock_file} cannot be locked: {error}. Set SYNCPRIMS_DIR to a directory on a "
-            f"local file system with working locks"
-        ) from error
-    try:
-        run = PrivateDirectory.open(path)
+        try:
+            if probe:
+                _probe(base, lock)
+            run = base.sub(name)
+        except BaseException:
+            base.remove(lock)  # whoever waits for it starts over
+            raise
         try:
             yield run
         finally:
             run.close()
     finally:
-        lock.release()
+        # Not by closing alone: a child that another thread forked meanwhile shares the descriptor.
+        with contextlib.suppress(OSError):
+            filelock.unlock_descriptor(fd)
+        os.close(fd)
+
+
+def _probe(base: PrivateDirectory, lock: str) -> None:
+    """See that the file `lock`, which this process holds, cannot be locked once more."""
+    second = base.open_file(lock, os.O_RDWR)
+    try:
+        refuse_useless_locks(base.path / lock, second)
+    finally:
+        os.close(second)
+
+
+def _acquire(base: PrivateDirectory, lock: str, patience: float) -> int:
+    """Return a descriptor of the file `lock`, locked; it has that name as long as it is."""
+    deadline = time.monotonic() + patience
+    while True:
+        fd = base.open_file(lock, os.O_RDWR | os.O_CREAT)
+        try:
+            held = filelock.lock_descriptor(fd, blocking=False)
+            if held and os.fstat(fd).st_nlink:
+                return fd
+        except (NotImplementedError, OSError) as error:
+            os.close(fd)
+            raise BackendUnavailable(
+                f"{base.path / lock} cannot be locked: {error}. Set SYNCPRIMS_DIR to a directory "
+                f"on a local file system with working locks"
+            ) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        if time.monotonic() > deadline:
+            raise BackendUnavailable(
+                f"another process has held {base.path / lock} for {patience:g} s, where "
+                f"milliseconds would do: is a rank of this run stopped? End it, or set another "
+                f"SYNCPRIMS_RUN_ID"
+            )
+        time.sleep(_LOCK_PAUSE)
 
 
 def _run_path(topology: Topology, settings: Settings) -> Path:
@@ -253,10 +317,10 @@ def _table_for(run: PrivateDirectory, rank: int) -> str | None:
 
 
 def _tables(run: PrivateDirectory) -> list[int]:
-    return sorted(int(name[6:]) for name in run.names() if re.fullmatch(r"table-\d+", name))
+    return sorted(int(n[6:]) for n in run.names() if re.fullmatch(r"table-[1-9][0-9]{0,8}", n))
 
 
-def _clear(run: PrivateDirectory, but: str | None = None) -> None:
+def _clear(base: PrivateDirectory, run: PrivateDirectory, but: str | None = None) -> None:
     """Remove the tables where nobody sits any more, and the run's directory with the last."""
     left = False
     for number in _tables(run):
@@ -270,17 +334,17 @@ def _clear(run: PrivateDirectory, but: str | None = None) -> None:
             left = True
         else:
             run.remove_tree(name)
-    if not left:
-        with contextlib.suppress(OSError):
-            run.path.rmdir()
-            run.path.with_name(run.path.name + _LOCK).unlink()
+    if not left and base.remove_directory(run.path.name):
+        base.remove(run.path.name + _LOCK)
 
 
-def _sweep(base: Path) -> None:
+def _sweep(base: PrivateDirectory) -> None:
     """Clear away runs of which nobody is left: killed ones cannot do it themselves."""
-    for lock in base.glob(f"{_PREFIX}*{_LOCK}"):
+    for name in base.names():
+        if not (name.startswith(_PREFIX) and name.endswith(_LOCK)):
+            continue
         with (
             contextlib.suppress(OSError, SyncError),
-            _locked(lock.with_name(lock.name.removesuffix(_LOCK)), patience=0) as run,
+            _locked(base, name.removesuffix(_LOCK), patience=0) as run,
         ):
-            _clear(run)
+            _clear(base, run)

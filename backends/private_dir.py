@@ -1,8 +1,9 @@
 """A directory that only this user can change, and everything in it relative to its descriptor.
 
 Another user may plant anything at a predictable path: a directory of their own, a link, a pipe. So
-a directory is opened without following links, and its owner and mode are checked on the open
-descriptor, not on the name. What is inside then cannot be swapped by anyone else.
+every directory on the way is opened without following links and checked on the open descriptor,
+not on the name, and the next one is opened relative to it. Where nobody else can rename anything on
+the way, and nobody else can write to its end, nothing inside can be swapped by anyone else.
 """
 
 from __future__ import annotations
@@ -12,21 +13,37 @@ import errno
 import os
 import stat
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from syncprims.errors import ConfigurationError
 
-_OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ON = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_DIR = os.O_RDONLY | _ON
+#: A directory on the way needs only to be passed through: it may be closed to reading.
+_PASS_DIR = getattr(os, "O_PATH", os.O_RDONLY) | _ON
+_MOST_LINKS = 40  # on the way, as in the kernel
 _CURE = "set SYNCPRIMS_DIR to a directory of your own (it is created if need be)"
+_NOT_PLAIN = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 def default_base(runtime_directory: str | None) -> Path:
     """Return where runs meet by default: memory rather than disk, and private to the user."""
-    if runtime_directory is not None and os.access(runtime_directory, os.W_OK | os.X_OK):
+    if runtime_directory is not None and _may_host(Path(runtime_directory), {os.geteuid()}):
         return Path(runtime_directory) / "syncprims"
+    # In a container it may be open to all without the sticky bit: then the disk has to do.
     shared_memory = Path("/dev/shm")
-    parent = shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
+    memory = _may_host(shared_memory, _trusted())
+    parent = shared_memory if memory else Path(tempfile.gettempdir())
     return parent / f"syncprims-{os.geteuid()}"
+
+
+def _may_host(path: Path, owners: set[int]) -> bool:
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return not _weakness(found, owners) and os.access(path, os.W_OK | os.X_OK)
 
 
 class PrivateDirectory:
@@ -37,55 +54,81 @@ class PrivateDirectory:
         self.fd = fd
 
     @classmethod
-    def open(cls, path: Path, *, private: bool = True) -> PrivateDirectory:
-        """Open `path`, making it with mode 0700 if it is not there.
+    def open(cls, path: Path) -> PrivateDirectory:
+        """Open the absolute `path`, making it with mode 0700 if it is not there.
 
-        With ``private=False`` others may look into a directory that existed, but not change it.
+        Others may look into one that existed, but not change it.
 
         :raises ConfigurationError: if it cannot be made, is no directory, is a link, belongs to
-            another user, or others may write to it.
+            another user, or others may write to it or put another one in its place.
+        :raises OSError: if there is no room to make it.
         """
+        above = _pass_to(path)
         try:
-            # One level only by hand, the rest as the user's umask has it.
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            fd = os.open(path, _OPEN_DIR)
+            fd = _enter(path, path.name or "/", above)
+        finally:
+            os.close(above)
+        return cls._checked(path, fd, 0o022)
+
+    def sub(self, name: str) -> PrivateDirectory:
+        """Open the directory `name` inside, making it if it is not there.
+
+        :raises ConfigurationError: if it is something else, or others may look into it.
+        """
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=self.fd)
+        return self._sub(name)
+
+    def _sub(self, name: str) -> PrivateDirectory:
+        path = self.path / name
+        try:
+            fd = os.open(name, _OPEN_DIR, dir_fd=self.fd)
         except OSError as error:
-            raise ConfigurationError(_why_not(path, error)) from error
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise ConfigurationError(_why_not(path, error)) from error
+            raise
+        return self._checked(path, fd, 0o077)
+
+    @classmethod
+    def _checked(cls, path: Path, fd: int, forbidden: int) -> PrivateDirectory:
         try:
-            _check(path, os.fstat(fd), 0o077 if private else 0o022)
+            _check(path, os.fstat(fd), forbidden)
         except BaseException:
             os.close(fd)
             raise
         return cls(path, fd)
 
-    def sub(self, name: str) -> PrivateDirectory:
-        """Open the directory `name` inside, making it if it is not there."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=self.fd)
-        fd = os.open(name, _OPEN_DIR, dir_fd=self.fd)
+    def open_file(self, name: str, flags: int) -> int:
+        """Return a descriptor of the regular file `name` inside: ours alone, under no other name.
+
+        :raises ConfigurationError: if it is something else, which is then left as it was.
+        """
+        path = self.path / name
+        careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            _check(self.path / name, os.fstat(fd), 0o077)
+            fd = os.open(name, careful, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno in _NOT_PLAIN:
+                raise _not_ours(path) from error
+            raise
+        try:
+            found = os.fstat(fd)
+            plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+            if not plain or found.st_uid != os.geteuid():
+                raise _not_ours(path)
+            mode = stat.S_IMODE(found.st_mode)
+            if mode & 0o077:
+                # Who may as much as read a file can hold its lock for ever.
+                raise ConfigurationError(
+                    f"{path} has mode {mode:04o}, which lets others in: they could hold its lock, "
+                    f"or read what ranks tell each other; remove it, or run `chmod 600 {path}`"
+                )
+            if flags & os.O_TRUNC:
+                os.ftruncate(fd, 0)  # only now: what it was might have been another's
         except BaseException:
             os.close(fd)
             raise
-        return PrivateDirectory(self.path / name, fd)
-
-    def open_file(self, name: str, flags: int) -> int:
-        """Return a descriptor of the regular file `name` inside: ours, and under no other name.
-
-        :raises ConfigurationError: if it is something else.
-        """
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        fd = os.open(name, flags, 0o600, dir_fd=self.fd)
-        found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink <= 1:
-            return fd
-        os.close(fd)
-        raise ConfigurationError(
-            f"{self.path / name} is not a plain file of this user's own; remove it, or {_CURE}"
-        )
+        return fd
 
     def open_pipe(self, name: str, *, make: bool = False) -> int:
         """Return a descriptor of the named pipe `name` inside, to read and to write.
@@ -133,23 +176,125 @@ class PrivateDirectory:
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(name, dir_fd=self.fd)
 
-    def remove_tree(self, name: str) -> None:
-        """Remove the directory `name` and the files in it, if they are there."""
+    def remove_directory(self, name: str) -> bool:
+        """Remove the directory `name`; False if it is not there, not empty, or no directory."""
         try:
-            inner = self.sub(name)
+            os.rmdir(name, dir_fd=self.fd)
         except OSError:
+            return False
+        return True
+
+    def remove_tree(self, name: str) -> None:
+        """Remove the directory `name` and the files in it, if they are there and ours."""
+        try:
+            inner = self._sub(name)
+        except (OSError, ConfigurationError):
             return
         try:
             for inside in inner.names():
-                inner.remove(inside)
+                with contextlib.suppress(OSError):
+                    inner.remove(inside)
         finally:
             inner.close()
-        with contextlib.suppress(OSError):  # it is gone, or holds what is not ours
-            os.rmdir(name, dir_fd=self.fd)
+        self.remove_directory(name)  # unless it holds what is not ours
 
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self.fd)
+
+
+# -- the way there --------------------------------------------------------------------------------
+
+
+def _pass_to(path: Path) -> int:
+    """Return a descriptor of the directory that holds `path`, each on the way made and checked.
+
+    Links on the way are followed if whoever made them is trusted: on macOS, /tmp is one.
+    """
+    trusted = _trusted()
+    at, todo, links = Path("/"), list(reversed(path.parts[1:-1])), 0
+    fd = os.open("/", _PASS_DIR)
+    try:
+        _check_passage(path, at, os.fstat(fd), trusted)
+        while todo:
+            name = todo.pop()
+            target = _link(at / name, name, fd, trusted)
+            if target is not None:
+                links += 1
+                if links > _MOST_LINKS:
+                    error = OSError(errno.EMLINK, "too many links on the way")
+                    raise ConfigurationError(_why_not(path, error))
+                todo += reversed(PurePath(target).parts)
+                continue
+            inner = _enter(at / name, name, fd, mode=0o755, flags=_PASS_DIR)
+            os.close(fd)
+            fd, at = inner, at / name
+            _check_passage(path, at, os.fstat(fd), trusted)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _link(path: Path, name: str, above: int, trusted: set[int]) -> str | None:
+    """Return where the link `name` leads; None if it is none, or not there."""
+    try:
+        found = os.stat(name, dir_fd=above, follow_symlinks=False)
+        target = os.readlink(name, dir_fd=above) if stat.S_ISLNK(found.st_mode) else None
+    except OSError:
+        return None  # whatever it is, opening it says what is wrong
+    if target is not None and found.st_uid not in trusted:
+        raise ConfigurationError(
+            f"{path} is a link that belongs to user {found.st_uid}, who could lead each rank "
+            f"elsewhere; {_CURE}"
+        )
+    return target
+
+
+def _enter(path: Path, name: str, above: int, mode: int = 0o700, flags: int = _OPEN_DIR) -> int:
+    """Open the directory `name` in the one behind `above`, making it if it is not there."""
+    try:
+        try:
+            return os.open(name, flags, dir_fd=above)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, mode, dir_fd=above)
+            return os.open(name, flags, dir_fd=above)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
+        raise ConfigurationError(_why_not(path, error)) from error
+
+
+def _trusted() -> set[int]:
+    """Return who may own the directories on the way: this user and root.
+
+    In a user namespace root outside has another number; there it is who owns the root directory.
+    """
+    return {0, os.geteuid(), Path("/").stat().st_uid}
+
+
+def _weakness(found: os.stat_result, trusted: set[int]) -> str:
+    """Return how a stranger could rename what is in this directory; empty if none could."""
+    if found.st_uid not in trusted:
+        return f"belongs to user {found.st_uid}"
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        return f"has mode {mode:04o}"
+    return ""
+
+
+def _check_passage(path: Path, at: Path, found: os.stat_result, trusted: set[int]) -> None:
+    weakness = _weakness(found, trusted)
+    if weakness:
+        mend = "" if found.st_uid not in trusted else f"run `chmod go-w {at}`, or "
+        raise ConfigurationError(
+            f"{path} cannot be used as a meeting place: {at} above it {weakness}, so others could "
+            f"put another directory in its place; {mend}{_CURE}, where others cannot rename it"
+        )
+
+
+# -- what is wrong --------------------------------------------------------------------------------
 
 
 def _check(path: Path, found: os.stat_result, forbidden: int) -> None:
@@ -164,6 +309,12 @@ def _check(path: Path, found: os.stat_result, forbidden: int) -> None:
             f"{path} has mode {mode:04o}, which lets others in: they could forge what ranks tell "
             f"each other; run `chmod 700 {path}`, or {_CURE}"
         )
+
+
+def _not_ours(path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path} is not a plain file of this user's own; remove it, or {_CURE}"
+    )
 
 
 def _why_not(path: Path, error: OSError) -> str:

@@ -60,7 +60,7 @@ class Watch:
         mine = myself()
         if sys.platform != "linux" or mine.namespace != who.namespace or not who.started:
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OverflowError):  # a damaged number is nobody's
             self._fd = os.pidfd_open(who.pid)
         if self._fd >= 0 and Identity.of(who.pid) not in (who, None):
             self.close()  # the number has passed on to another process

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import select
 import struct
 import time
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _TABLE = "seats"
 _MAGIC = b"syncprims seats 1"
+_FAMILY = _MAGIC.rstrip(b"0123456789")  # of all versions
 _HEADER = struct.Struct("<32sI")  # magic, world size
 _PAGE = 4096
 _PERSON = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
@@ -77,19 +79,29 @@ class Seats:
             undo.pop_all()
 
     def _open_table(self) -> mmap.mmap:
-        size = _PAGE + self._world_size * _SEAT_SIZE
+        size = _size(self._world_size)
         fd = self._directory.open_file(_TABLE, os.O_RDWR | os.O_CREAT)
         try:
             lay(fd, size, _HEADER.pack(_MAGIC, self._world_size))
-            magic, world_size = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size))
-            if magic.rstrip(b"\0") != _MAGIC or world_size != self._world_size:
-                raise ConfigurationError(
-                    f"{self._directory.path / _TABLE} is no table of {self._world_size} ranks of "
-                    f"this version; start all ranks from one installation, or remove the file"
-                )
+            magic, world_size = _header(fd)
+            if magic != _MAGIC or world_size != self._world_size:
+                raise self._no_table(magic)
+            if os.fstat(fd).st_size != size:
+                raise self._no_table(b"")  # cut off: to touch what is missing would kill
             return mmap.mmap(fd, size)
         finally:
             os.close(fd)
+
+    def _no_table(self, magic: bytes) -> ConfigurationError:
+        path = self._directory.path / _TABLE
+        if magic != _MAGIC and magic.startswith(_FAMILY):
+            return ConfigurationError(
+                f"{path} is of another version of syncprims; start all ranks from one installation"
+            )
+        return ConfigurationError(
+            f"{path} is no table of {self._world_size} ranks of this version: it is damaged, or "
+            f"something else; end what is left of the run, and remove {path.parent.parent}"
+        )
 
     # -- one's own seat -----------------------------------------------------------------------
 
@@ -238,22 +250,41 @@ def seat_name(rank: int) -> str:
 
 
 def world_size_of(directory: PrivateDirectory) -> int | None:
-    """Return the number of ranks the table in `directory` was laid for; None if it is not yet."""
+    """Return the number of ranks the table in `directory` was laid for; None if it is damaged.
+
+    The same if it is not laid yet.
+    """
     try:
         fd = directory.open_file(_TABLE, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        header = os.pread(fd, _HEADER.size, 0)
+        magic, world_size = _header(fd)
+        # A number that the file is not made for is damaged, and might be absurd.
+        right = magic == _MAGIC and os.fstat(fd).st_size == _size(world_size)
     finally:
         os.close(fd)
-    return _HEADER.unpack(header)[1] if len(header) == _HEADER.size else None
+    return world_size if right else None
 
 
 def taken(directory: PrivateDirectory) -> dict[int, bool]:
     """Return the seats that were ever taken at this table, and whether their ranks still live."""
-    ranks = [int(name[5:]) for name in directory.names() if name.startswith("seat-")]
+    found = [re.fullmatch(r"seat-(0|[1-9][0-9]{0,8})", name) for name in directory.names()]
+    ranks = [int(name[1]) for name in found if name is not None]
     return {rank: not is_free(directory, rank) for rank in sorted(ranks)}
+
+
+def _header(fd: int) -> tuple[bytes, int]:
+    """Return the magic and the world size in the file's header; of a shorter file, neither."""
+    header = os.pread(fd, _HEADER.size, 0)
+    if len(header) < _HEADER.size:
+        return b"", 0
+    magic, world_size = _HEADER.unpack(header)
+    return magic.rstrip(b"\0"), world_size
+
+
+def _size(world_size: int) -> int:
+    return _PAGE + world_size * _SEAT_SIZE
 
 
 def is_free(directory: PrivateDirectory, rank: int) -> bool:
