@@ -11,6 +11,8 @@ import os
 import select
 from typing import TYPE_CHECKING
 
+from syncprims.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
@@ -31,7 +33,7 @@ class Bells:
 
     def find(self, rank: int) -> None:
         """Get hold of the bell of `rank`; where that fails, it is not rung."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ConfigurationError):
             self._others[rank] = self._directory.open_pipe(_name(rank))
 
     def wake_for(self, fd: int) -> None:

@@ -34,7 +34,8 @@ WORD = struct.Struct("<QII")  #: round, flags, check
 HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
 FLAG, CONTENT, APART = 1, 2, 4  #: and from bit 8 on, how far the writer was ahead
 
-_MAGIC = b"syncprims board 2"
+_FAMILY = b"syncprims board "
+_MAGIC = _FAMILY + b"2"
 _HEADER = struct.Struct("<32sI")  # magic, members
 _HEADER_SIZE = 64
 _LINE = 64  # of a processor's cache
@@ -75,13 +76,9 @@ class Cells:
         fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
         try:
             lay(fd, size, _HEADER.pack(_MAGIC, count))
-            header = os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size)
-            magic, found = _HEADER.unpack(header)
-            if magic.rstrip(b"\0") != _MAGIC or found != count or os.fstat(fd).st_size < size:
-                raise ConfigurationError(
-                    f"{directory.path / name} is no board of {count} ranks; remove the file, and "
-                    f"start all ranks from one installation"
-                )
+            magic, found = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+            if magic.rstrip(b"\0") != _MAGIC or found != count or os.fstat(fd).st_size != size:
+                raise _no_board(directory, name, count, magic)
             self.memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
@@ -154,6 +151,20 @@ class Cells:
     def close(self) -> None:
         """Let go of the file."""
         self.memory.close()
+
+
+def _no_board(
+    directory: PrivateDirectory, name: str, count: int, magic: bytes
+) -> ConfigurationError:
+    path = directory.path / name
+    if magic.rstrip(b"\0") != _MAGIC and magic.startswith(_FAMILY):
+        return ConfigurationError(
+            f"{path} is of another version of syncprims; start all ranks from one installation"
+        )
+    return ConfigurationError(
+        f"{path} is no board of {count} ranks of this version: it is damaged, or something else; "
+        f"end what is left of the run, and remove {path.parent.parent}"
+    )
 
 
 def _round_of(word: bytes) -> int:

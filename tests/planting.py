@@ -186,7 +186,9 @@ class Remains:
             if path.is_dir():
                 directories.add(name)
                 continue
-            files[name] = path.read_bytes()
+            files[name] = path.read_bytes() if path.is_file() else b""
+            if not path.is_file():  # a pipe: to open it would wait for its other end
+                continue
             with path.open("rb") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -264,7 +264,8 @@ def flips(directory: Path, seeds: range, *, always: bool) -> set[str]:
 
 
 def test_flipped_bits_give_right_results_or_clear_errors(meeting_place: Path) -> None:
-    seen: set[Any] = flips(meeting_place, range(16), always=False)
+    seen: set[Any] = flips(meeting_place, range(12), always=False)
+    seen |= flips(meeting_place, range(50, 56), always=True)
     assert "went on" in seen
 
 
