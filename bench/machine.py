@@ -22,17 +22,15 @@ def described() -> list[str]:
         except metadata.PackageNotFoundError:
             versions.append(f"{name} not installed")
     versions.append(" ".join(part for part in platform.libc_ver() if part))
-    place = (
-        f"{os.cpu_count()} x {_processor()}{_memory()}, {platform.system()} {platform.release()}"
-    )
+    system = f"{platform.system()} {platform.release()}"
+    place = f"{os.cpu_count()} x {_processor()}{_memory()}, {system}"
     return [
         f"Made by `make bench` on {place}, with {', '.join(v for v in versions if v)}.",
         "",
-        "Trust the ratios: the peers ran in the same minutes on the same machine, in turn with "
-        "ours.",
+        "Trust the ratios: the peers ran in turn with ours, in the same minutes.",
         "",
-        "MPICH runs with its defaults, by `mpiexec -n RANKS` through mpi4py: no binding to "
-        "processors; its ranks spin while they wait. Gloo and Accelerate run under torchrun. One "
+        "MPICH runs with its defaults, by `mpiexec -n RANKS` through mpi4py: no binding to",
+        "processors; its ranks spin while they wait. Gloo and Accelerate run under torchrun. One",
         "math thread per rank for everybody.",
     ]
 

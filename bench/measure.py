@@ -79,14 +79,14 @@ def control_plane(scale: Scale, seen: Seen) -> list[str]:
         lines.append(row(CONTROL[aim.operation][OURS], aim.peer or "", aim, *cells))
     lines += [
         "",
-        "Ratios of medians: with an aim of `<=` our time over the peer's, else the peer's over "
-        "ours, so that more is better. "
-        "MPICH's and Gloo's broadcasts let the source go on before the others have come; ours, as "
-        "every call of ours, returns when all came, and so tells everyone of who is missing.",
+        f"Ratios of the medians of {scale.runs} runs: with an aim of `<=` our time over the",
+        "peer's, else the peer's over ours, so that more is better. MPICH's and Gloo's broadcasts",
+        "let the source go on before the others have come; every call of ours returns when all",
+        "came, and so can tell who is missing.",
     ]
     for ranks in scale.control:
         lines += ["", f"### {ranks} ranks, microseconds per call"]
-        lines += head("by", "call", f"median of {scale.runs} runs", "range", "times ours")
+        lines += head("by", "call", "median", "range", "times ours")
         for operation, calls in CONTROL.items():
             lines += seen.rows(ranks, operation, calls)
     return lines
@@ -104,8 +104,9 @@ def data_plane(scale: Scale, seen: Seen) -> list[str]:
         "",
         "## Data plane",
         "",
-        "Arrays of float32 into a given buffer whose pages are there, MB = 2**20 bytes; each call "
+        "Arrays of float32 into a given buffer whose pages are there, MB = 2**20 bytes. Each call",
         "is timed by itself, as long as the slowest rank took, and every result is checked.",
+        f"Medians and ranges are of all calls of {scale.data_runs} runs.",
         *head("ours", "MB", "beside", "aim", *columns),
     ]
     every_size = sorted({size for sizes in scale.data.values() for size in sizes})
@@ -118,7 +119,7 @@ def data_plane(scale: Scale, seen: Seen) -> list[str]:
             lines.append(row(DATA[aim.operation][OURS], size, aim.peer, aim, *cells))
     for ranks, sizes in scale.data.items():
         lines += ["", f"### {ranks} ranks, milliseconds per call"]
-        lines += head("by", "call", "median of all calls", "range", "times ours")
+        lines += head("by", "call", "median", "range", "times ours")
         for operation, calls in DATA.items():
             for size in sizes:
                 named = {library: f"{call}, {size} MB" for library, call in calls.items()}
@@ -135,6 +136,8 @@ def report(scale: Scale, seen: Seen) -> str:
     lines += resources.memory(seen, *scale.memory)
     lines += resources.long_wait(seen, *scale.wait)
     lines += ["", f"All of it took {(time.monotonic() - begin) / 60:.0f} minutes."]
+    if seen.failed:
+        lines += ["", "What failed:", "", *(f"- {failure}" for failure in seen.failed)]
     return "\n".join(lines) + "\n"
 
 
@@ -148,10 +151,9 @@ def main() -> None:
     seen = Seen()
     text = report(QUICK if options.quick else FULL, seen)
     print(text)
-    if seen.failed:
-        sys.exit("\n".join(seen.failed))  # what failed is no result: leave the last ones there
     if options.write:
         RESULTS.write_text(text)
+    sys.exit(1 if seen.failed else 0)
 
 
 if __name__ == "__main__":

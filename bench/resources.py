@@ -55,9 +55,9 @@ def memory(seen: Seen, ranks: int, size: int) -> list[str]:
         return [*lines, "", "Not measured: it takes Linux's /proc."]
     lines += [
         "",
-        "MB on top of the caller's buffers, over three calls. Peak: of all that a rank has mapped, "
-        "shared pages with it, which every rank that maps them counts. Afterwards: what stays. "
-        "Directory: the most that the files of the ranks' meeting place took, once for all ranks.",
+        "MB on top of the caller's buffers, over three calls. Peak: of all pages that a rank maps;",
+        "shared ones count at every rank that maps them. After: what stays. Directory: the most",
+        "that the files of the ranks' meeting place took, once for all ranks.",
         *head("by", "call", "peak, by rank", "private after", "shared after", "directory"),
     ]
     for operation, calls in DATA.items():

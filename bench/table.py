@@ -61,11 +61,16 @@ class Seen:
                 cells = [self.why_not(ranks, library, operation), "", ""]
             else:
                 median = statistics.median(times)
-                cells = [f"{median:.1f}", f"{min(times):.1f} - {max(times):.1f}", ""]
+                cells = [short(median), f"{short(min(times))} - {short(max(times))}", ""]
                 if ours:
-                    cells[2] = f"{median / statistics.median(ours):.2f}"
+                    cells[2] = short(median / statistics.median(ours))
             lines.append(row(library, call, *cells))
         return lines
+
+
+def short(figure: float) -> str:
+    """Return a figure with as many decimals as tell something."""
+    return f"{figure:.{2 if figure < 10 else 1 if figure < 100 else 0}f}"
 
 
 def row(*cells: object) -> str:
@@ -82,6 +87,6 @@ def spreads(title: str, unit: str, figures: Mapping[str, Sequence[float]]) -> li
     """Return a section of medians and ranges that are compared with nobody's."""
     lines = ["", f"## {title}", *head("case", f"median, {unit}", "range")]
     for name, times in figures.items():
-        span = f"{min(times):.1f} - {max(times):.1f}"
-        lines.append(row(name, f"{statistics.median(times):.1f}", span))
+        span = f"{short(min(times))} - {short(max(times))}"
+        lines.append(row(name, short(statistics.median(times)), span))
     return lines
