@@ -3,7 +3,7 @@
     python bench/measure.py [--write] [--quick]
 
 Ours and the peers run in turn within each repetition, so that a slow minute slows all. `--write`
-puts the figures into RESULTS.md; `--quick` only shows that everything here works.
+puts the figures into RESULTS.md and results.svg; `--quick` only shows that everything here works.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import chart
 import essentials
 import jobs
 import machine
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+PICTURE = Path(__file__).with_name("results.svg")
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def data_plane(scale: Scale, seen: Seen) -> list[str]:
 def report(scale: Scale, seen: Seen) -> str:
     begin = time.monotonic()
     lines = ["# Results", "", *machine.described()]
+    lines += ["", "![the medians at 4 ranks](results.svg)"]
     lines += essentials.section(scale.runs)
     lines += control_plane(scale, seen)
     lines += data_plane(scale, seen)
@@ -150,9 +153,11 @@ def main() -> None:
         parser.error("--quick gives no figures worth writing")
     seen = Seen()
     text = report(QUICK if options.quick else FULL, seen)
+    picture = chart.draw(seen, ranks=4, size=64)
     print(text)
     if options.write:
         RESULTS.write_text(text)
+        PICTURE.write_text(picture)
     sys.exit(1 if seen.failed else 0)
 
 
