@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -94,7 +95,9 @@ def start(
         out, err = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         process.terminate()  # launchers pass it on to their ranks; killed they could not
-        process.communicate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)
+        process.kill()
         raise NoFigures(f"failed: no end within {PATIENCE:.0f} s") from None
     found = [line for line in out.splitlines() if "{" in line]
     if process.returncode != 0 or not found:
