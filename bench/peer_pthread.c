@@ -1,5 +1,5 @@
 /* C's process-shared barrier, the floor that a barrier between processes is held against.
- * usage: pthread_barrier RANKS ROUNDS; prints microseconds per barrier. */
+ * usage: peer_pthread RANKS ROUNDS; prints microseconds per barrier. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>

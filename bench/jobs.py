@@ -1,0 +1,117 @@
+"""Start one library's ranks with a plan and bring back their figures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncprims.environment import place_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HERE = Path(__file__).parent
+PATIENCE = 900.0  # seconds; a job that takes longer has failed
+
+
+class Kind(NamedTuple):
+    """How the ranks of one library are started, and what has to be installed for it."""
+
+    command: Callable[[int], list[str]]
+    modules: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+
+
+def _find(program: str) -> str | None:
+    """Return where a program is: beside this Python first, activated or not."""
+    return shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+def _script(name: str) -> str:
+    return str(HERE / f"{name}.py")
+
+
+def _ours(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "syncprims", "run", "-n", str(ranks), _script("ours")]
+
+
+def _mpich(ranks: int) -> list[str]:
+    # mpi4py's own runner aborts the others if one raises.
+    start = [_find("mpiexec") or "mpiexec", "-n", str(ranks)]
+    return [*start, sys.executable, "-m", "mpi4py", _script("peer_mpich")]
+
+
+def _torchrun(name: str) -> Callable[[int], list[str]]:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return lambda ranks: [*run, str(ranks), _script(name)]
+
+
+def _plain(name: str) -> Callable[[int], list[str]]:
+    return lambda ranks: [sys.executable, _script(name), str(ranks)]
+
+
+KINDS = {
+    "syncprims": Kind(_ours),
+    "pthread": Kind(_plain("peer_pthread"), programs=("cc",)),
+    "MPICH": Kind(_mpich, ("mpi4py",), ("mpiexec",)),
+    "multiprocessing": Kind(_plain("peer_multiprocessing")),
+    "Gloo": Kind(_torchrun("peer_gloo"), ("torch",)),
+    "Accelerate": Kind(_torchrun("peer_accelerate"), ("torch", "accelerate")),
+}
+
+
+class NoFigures(Exception):
+    """A library that could not be measured, and why."""
+
+
+def start(
+    library: str, ranks: int, plan: dict[str, object], meeting: Path | None = None
+) -> dict[str, list[float]]:
+    """Run one job and return its figures; our ranks meet in the directory `meeting`.
+
+    :raises NoFigures: if it is not installed, or failed.
+    """
+    kind = KINDS[library]
+    lacking = [name for name in kind.modules if find_spec(name) is None]
+    lacking += [name for name in kind.programs if _find(name) is None]
+    if lacking:
+        raise NoFigures(f"not installed: {', '.join(lacking)}")
+    process = subprocess.Popen(
+        [*kind.command(ranks), json.dumps(plan)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(meeting),
+    )
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # launchers pass it on to their ranks; killed they could not
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)
+        process.kill()
+        raise NoFigures(f"failed: no end within {PATIENCE:.0f} s") from None
+    found = [line for line in out.splitlines() if "{" in line]
+    if process.returncode != 0 or not found:
+        print(out, err, sep="\n", file=sys.stderr)
+        raise NoFigures(f"failed with exit code {process.returncode}")
+    figures: dict[str, list[float]] = json.loads(found[-1][found[-1].index("{") :])
+    return figures
+
+
+def _environment(meeting: Path | None) -> dict[str, str]:
+    """Return the variables of a job: no other launcher's, and one thread per rank for everybody."""
+    outer = place_variables()
+    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+    clean.pop("PYTHONPATH", None)
+    if meeting is not None:
+        clean["SYNCPRIMS_DIR"] = str(meeting)
+    return {**clean, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,32 @@
+"""One rank of MPICH, through mpi4py, under measurement."""
+
+from __future__ import annotations
+
+import timing
+from mpi4py import MPI
+
+
+def main() -> None:
+    world = MPI.COMM_WORLD
+    rank = int(world.Get_rank())
+    small = timing.SMALL_DICT if rank == 0 else None
+    timing.run(
+        timing.Library(
+            rank=rank,
+            ranks=int(world.Get_size()),
+            barrier=world.Barrier,
+            gather=world.allgather,
+            calls={
+                "barrier": world.Barrier,
+                "flag": lambda: world.allreduce(False, op=MPI.LOR),
+                "all_gather": lambda: world.allgather(rank),
+                "small dict": lambda: world.bcast(small),
+            },
+            broadcast=world.Bcast,
+            all_reduce=world.Allreduce,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

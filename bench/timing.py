@@ -1,0 +1,210 @@
+"""What one rank does to be measured: the same steps whichever library is in its hands.
+
+A job fills in a `Library` and calls `run`, which reads the plan from the last argument and lets
+rank 0 print the figures as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float32]
+    Figures = dict[str, list[float]]
+
+SMALL_DICT = {"lr": 1e-3, "epoch": 3}
+MB = 2**20
+_COLUMNS = 1024  # of the arrays, as they are filled and checked
+_MOST_ROUNDS = 100_000
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is to be measured, and what measuring it takes, on one rank."""
+
+    rank: int
+    ranks: int
+    barrier: Callable[[], object]
+    gather: Callable[[float], Sequence[float]]  #: every rank's number, on every rank
+    calls: Mapping[str, Callable[[], object]]  #: by operation; see catalogue.CONTROL
+    stepped: Mapping[str, Callable[[], object]] = field(default_factory=dict)  #: within a real step
+    broadcast: Callable[[Array], object] | None = None  #: rank 0's array into everybody's
+    all_reduce: Callable[[Array, Array], object] | None = None  #: the sum of the first: the second
+    in_place: bool = False  #: its all_reduce takes one array only
+
+    def slowest(self, figure: float) -> float:
+        """Return the largest of all ranks' figures, on every rank: they decide alike."""
+        return max(self.gather(figure))
+
+
+def run(library: Library) -> None:
+    """Do what the plan says."""
+    plan = json.loads(sys.argv[-1])
+    steps: dict[str, Callable[..., Figures]] = {
+        "control": control,
+        "data": data,
+        "memory": memory,
+        "wait": wait,
+    }
+    figures = steps[plan.pop("what")](library, **plan)
+    if library.rank == 0:
+        print(json.dumps(figures), flush=True)
+
+
+def control(library: Library, seconds: float) -> Figures:
+    """Return the microseconds per call of every operation."""
+    figures = {name: [_per_call(library, call, seconds)] for name, call in library.calls.items()}
+    for name, call in library.stepped.items():
+        figures[name] = [_in_a_step(library, call, seconds)]
+    return figures
+
+
+def _per_call(library: Library, call: Callable[[], object], seconds: float) -> float:
+    """Call in a tight loop, ever longer until it takes `seconds`: what came before is warm-up."""
+    rounds = 10
+    while True:
+        library.barrier()
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            call()
+        # The slowest rank's: the source of a broadcast may be far ahead of those who receive.
+        spent = library.slowest(time.perf_counter() - begin)
+        if spent >= seconds or rounds == _MOST_ROUNDS:
+            return spent / rounds * 1e6
+        rounds = min(_MOST_ROUNDS, int(rounds * max(2.0, 1.2 * seconds / spent)))
+
+
+def _in_a_step(library: Library, call: Callable[[], object], seconds: float) -> float:
+    """Return the median of the call alone, once in a step that all ranks begin by the same clock.
+
+    All made the call before this one long ago, so there is nobody to wait for.
+    """
+    period, work = 5e-3, np.ones((96, 96), np.float32)
+    library.barrier()
+    start = max(library.gather(time.monotonic())) + period
+    times: list[float] = []
+    for step in range(max(20, int(4 * seconds / period))):
+        time.sleep(max(0.0, start + step * period - time.monotonic()))
+        work @ work  # busy before the call, as a training is: caches and clock are warm
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return library.slowest(float(np.median(times))) * 1e6
+
+
+def data(library: Library, sizes: Sequence[int], seconds: float) -> Figures:
+    """Return the milliseconds of single calls, of the rank that took longest, by size in MB."""
+    figures: Figures = {}
+    for size in sizes:
+        moves = _Moves(library, size)
+        for name in ("broadcast", "all_reduce"):
+            times: list[float] = []
+            moves.timed(name)  # warm-up
+            while len(times) < 3 or (len(times) < 30 and sum(times) < seconds * 1e3):
+                times.append(library.slowest(moves.timed(name)) * 1e3)
+            figures[f"{name} {size}"] = times
+    return figures
+
+
+def memory(library: Library, size: int, operation: str) -> Figures:
+    """Return the MB that three calls add to each rank, at their peak and afterwards, by rank."""
+    _Moves(library, 1).timed(operation)  # what the first call of all costs is not its arrays'
+    moves = _Moves(library, size)
+    moves.fill(0)
+    with contextlib.suppress(OSError):  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _status()
+    library.barrier()
+    for _ in range(3):
+        moves.call(operation)
+    after = _status()
+    grown = {
+        "peak": after["VmHWM"] - before["VmRSS"],
+        "private": after["RssAnon"] - before["RssAnon"],
+        "shared": after["RssShmem"] - before["RssShmem"],
+    }
+    return {name: list(library.gather(figure)) for name, figure in grown.items()}
+
+
+def _status() -> dict[str, float]:
+    """Return the sizes of this process in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    pairs = (line.split(":", 1) for line in lines)
+    return {name: int(text.split()[0]) / 1024 for name, text in pairs if text.endswith("kB")}
+
+
+def wait(library: Library, seconds: float) -> Figures:
+    """Return the share of a processor, in percent, that ranks take while they wait for rank 0."""
+    library.barrier()
+    if library.rank == 0:
+        time.sleep(seconds)
+    begin, before = time.perf_counter(), time.process_time()
+    library.barrier()
+    spent = time.process_time() - before
+    shares = library.gather(100 * spent / (time.perf_counter() - begin))
+    return {"wait": list(shares[1:])}
+
+
+class _Moves:
+    """Arrays of one size, and the calls that move them; every result is checked."""
+
+    def __init__(self, library: Library, size: int) -> None:
+        shape = (size * MB // 4 // _COLUMNS, _COLUMNS)
+        self._library = library
+        self._value: Array = np.ones(shape, np.float32)  # written to: every page is there
+        self._out: Array = self._value if library.in_place else np.ones(shape, np.float32)
+        self._rows: Array = (np.arange(shape[0]) % 251).astype(np.float32)[:, None]
+        self._columns: Array = np.arange(_COLUMNS, dtype=np.float32)[None, :]
+        self._count = 0
+
+    def timed(self, name: str) -> float:
+        """Return the seconds of one call on this rank, with new values, all ranks at once."""
+        self._count += 1
+        self.fill(self._count)
+        self._library.barrier()
+        begin = time.perf_counter()
+        self.call(name)
+        spent = time.perf_counter() - begin
+        self._check(name, self._count)
+        return spent
+
+    def fill(self, count: int) -> None:
+        """Write this rank's values, and what no result is into what will be overwritten."""
+        if self._out is not self._value:
+            self._out.fill(-1.0)
+        np.add(self._rows, self._columns + (self._library.rank + count), out=self._value)
+
+    def call(self, name: str) -> None:
+        """Make the call that is timed."""
+        library = self._library
+        if name == "broadcast":
+            assert library.broadcast is not None
+            library.broadcast(self._value)
+        else:
+            assert library.all_reduce is not None
+            library.all_reduce(self._value, self._out)
+
+    def _check(self, name: str, count: int) -> None:
+        """Raise unless every element is right; small integers are exact in any order of sums."""
+        ranks = self._library.ranks
+        if name == "broadcast":
+            result, factor, shift = self._value, 1, count
+        else:
+            result, factor, shift = self._out, ranks, ranks * count + ranks * (ranks - 1) // 2
+        line: Any = factor * self._columns + shift
+        for top in range(0, len(result), 1024):  # in parts: this shall take little memory
+            part = slice(top, top + 1024)
+            if not np.array_equal(result[part], factor * self._rows[part] + line):
+                raise AssertionError(f"{name}: wrong values at rank {self._library.rank}")
