@@ -53,6 +53,29 @@ def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str
     }
 
 
+def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
+    """Run `body` with just these variables in a forked child, and return the child's pid.
+
+    Its exit code is 0, or 1 if `body` raised. Nothing of the parent's is run at its end.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(variables)
+        body()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 class Died(Exception):
     """A rank ended without a result."""
 
