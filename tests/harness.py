@@ -22,7 +22,7 @@ import syncprims
 from syncprims.environment import place_variables, rank_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
 PATIENCE = 60.0  # seconds; nothing here should take more than a few
 
@@ -74,6 +74,33 @@ def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+@contextlib.contextmanager
+def busy_processors() -> Generator[None]:
+    """Keep every processor busy with something else."""
+
+    def burn() -> None:
+        parent = os.getppid()
+        while os.getppid() == parent:  # whatever happens to it, nobody burns on
+            sum(range(100_000))
+
+    pids = [fork(burn, os.environ.copy()) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def await_end(pid: int) -> None:
+    """Return when the process `pid` has ended."""
+    eye = os.pidfd_open(pid)
+    try:
+        assert select.select([eye], [], [], PATIENCE)[0], f"process {pid} does not end"
+    finally:
+        os.close(eye)
 
 
 class Died(Exception):
