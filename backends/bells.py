@@ -33,8 +33,9 @@ class Bells:
 
     def find(self, rank: int) -> None:
         """Get hold of the bell of `rank`; where that fails, it is not rung."""
-        with contextlib.suppress(OSError, ConfigurationError):
-            self._others[rank] = self._directory.open_pipe(_name(rank))
+        if rank not in self._others:
+            with contextlib.suppress(OSError, ConfigurationError):
+                self._others[rank] = self._directory.open_pipe(_name(rank))
 
     def wake_for(self, fd: int) -> None:
         """End a sleep also when `fd` becomes readable; once."""

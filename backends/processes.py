@@ -75,13 +75,13 @@ class Watch:
         """False where it cannot tell."""
         return self._fd >= 0
 
-    def ended(self) -> bool:
-        """Tell whether the process is known to have ended."""
+    def ended(self, within: float = 0.0) -> bool:
+        """Tell whether the process is known to have ended, waiting so many seconds for it."""
         if self._fd < 0:
             return False
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        return any(event & select.POLLIN for _, event in poll.poll(0))
+        return any(event & select.POLLIN for _, event in poll.poll(within * 1000))
 
     def exit_status(self) -> int | None:
         """Return how the process ended, as :func:`os.waitstatus_to_exitcode`; None if unknown."""

@@ -48,6 +48,9 @@ _FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
 _SEAT_SIZE = _FAILURE_AT + _FAILURE_SIZE
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
 _EXIT_GRACE = 0.5  # seconds to learn the exit code of a rank that said it has finished
+#: Seconds for a process that has lost its lock to be gone: all it has left to do is to end. (One
+#: that let go of the lock and lives on, by running another program, is lost all the same.)
+_DYING = 0.2
 
 
 class Seats:
@@ -135,14 +138,21 @@ class Seats:
     def watch(self) -> None:
         """Open an eye on every other rank, while all are known to live."""
         for rank in range(self._world_size):
-            if rank != self._rank and rank not in self._watches:
-                _, *who = self._person(rank)
-                watch = self._watches[rank] = Watch(Identity(*who))
+            if rank != self._rank:
+                self._eye_on(rank)
                 self.bells.find(rank)
-                if watch.sees:
-                    self.bells.wake_for(watch.fd)
-                    self._eyes.register(watch.fd, select.POLLIN)
-                    self._eye_of[watch.fd] = rank
+
+    def _eye_on(self, rank: int) -> Watch | None:
+        """Return the eye on `rank`, opening it if it sits there; None while it does not."""
+        watch = self._watches.get(rank)
+        if watch is None:
+            state, *who = self._person(rank)
+            if state == _ALIVE and (watch := Watch(Identity(*who))).sees:
+                self._watches[rank] = watch
+                self.bells.wake_for(watch.fd)
+                self._eyes.register(watch.fd, select.POLLIN)
+                self._eye_of[watch.fd] = rank
+        return watch
 
     def departed(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they went."""
@@ -173,7 +183,8 @@ class Seats:
         # It is lost if it was here, then gone, and still has said nothing: read before and after.
         # It may be just sitting down (its lock comes before its word), or just leaving.
         before = self._person(rank)[0]
-        watch = self._watches.get(rank)
+        # Not only once all have come: who dies while others still join is to be named as well.
+        watch = self._eye_on(rank) if rank != self._rank else None
         ended = watch is not None and watch.ended()
         gone = ended or (rank != self._rank and is_free(self._directory, rank))
         said = self._person(rank)[0]
@@ -206,6 +217,7 @@ class Seats:
     def _await_exit_status(self, watch: Watch | None) -> int | None:
         if watch is None or not watch.sees:
             return None
+        watch.ended(_DYING)
         deadline = time.monotonic() + 0.02
         while (status := watch.exit_status()) is None and time.monotonic() < deadline:
             time.sleep(0.0005)

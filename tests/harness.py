@@ -22,7 +22,7 @@ import syncprims
 from syncprims.environment import place_variables, rank_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
 PATIENCE = 60.0  # seconds; nothing here should take more than a few
 
@@ -51,6 +51,56 @@ def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str
         "SYNCPRIMS_JOIN_TIMEOUT": "30",
         **more,
     }
+
+
+def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
+    """Run `body` with just these variables in a forked child, and return the child's pid.
+
+    Its exit code is 0, or 1 if `body` raised. Nothing of the parent's is run at its end.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(variables)
+        body()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def busy_processors() -> Generator[None]:
+    """Keep every processor busy with something else."""
+
+    def burn() -> None:
+        parent = os.getppid()
+        while os.getppid() == parent:  # whatever happens to it, nobody burns on
+            sum(range(100_000))
+
+    pids = [fork(burn, os.environ.copy()) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def await_end(pid: int) -> None:
+    """Return when the process `pid` has ended."""
+    eye = os.pidfd_open(pid)
+    try:
+        assert select.select([eye], [], [], PATIENCE)[0], f"process {pid} does not end"
+    finally:
+        os.close(eye)
 
 
 class Died(Exception):
