@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import codec, reduction
 from .arrays import Spec, fits, memory_overlaps
-from .errors import EncodingError, RankMismatch
+from .errors import EncodingError, RankMismatch, SyncError
 from .interface import Note
 
 if TYPE_CHECKING:
     from .interface import Label, Window
     from .rounds import Rounds, Turn
+
+
+#: Why a rank may be unable to take what is sent: said to the others in the round. (Torch says
+#: RuntimeError where memory is short.) Anything else comes from outside, and breaks the group.
+_CANNOT = (SyncError, OSError, MemoryError, RuntimeError)
 
 
 class Package(NamedTuple):
@@ -100,7 +105,7 @@ def _receive(turn: Turn, rounds: Rounds, note: Note, src: int, out: Any) -> Any:
         value = codec.decode(sent.payload, allow_pickle=rounds.settings.pickle, beside=make)
         window = rounds.window()
         assert window is not None, "the source has one"
-    except Exception as error:  # an object's own code may run, and memory be short
+    except _CANNOT as error:
         turn.fail(note.label, error)
         raise
     from . import bulk
@@ -146,7 +151,7 @@ class _Reduction:
             result = self._reduce(notes, value)
         except RankMismatch:
             raise  # on all
-        except Exception as error:  # an object's own code may run, and memory be short
+        except _CANNOT as error:
             if arrays:
                 turn.fail(self._note.label, error)
             raise

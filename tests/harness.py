@@ -189,24 +189,33 @@ class Ranks:
         deadline = time.monotonic() + PATIENCE
         data: dict[int, bytes] = dict.fromkeys(pipes, b"")
         open_pipes = set(pipes)
+        # A child that a rank leaves alive holds its pipe open: so its own end counts as well.
+        ends = (
+            {os.pidfd_open(pid): pipe for pid, pipe in zip(pids, pipes, strict=True)}
+            if (hasattr(os, "pidfd_open"))
+            else {}
+        )
         try:
             while open_pipes:
                 left = deadline - time.monotonic()
-                ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, left))
+                eyes = [eye for eye, pipe in ends.items() if pipe in open_pipes]
+                ready, _, _ = select.select([*open_pipes, *eyes], [], [], max(0.0, left))
                 if not ready:
                     raise AssertionError(f"ranks {[pipes[p] for p in open_pipes]} hang")
-                for pipe in ready:
+                for pipe in open_pipes.intersection(ready):
                     chunk = os.read(pipe, 1 << 20)
                     data[pipe] += chunk
                     if not chunk:
                         open_pipes.discard(pipe)
+                if not open_pipes.intersection(ready):  # what they had to say has been read
+                    open_pipes.difference_update(ends[eye] for eye in ready if eye in ends)
         finally:
             for pid in pids if open_pipes else []:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-            for pipe in pipes:
-                os.close(pipe)
+            for fd in (*pipes, *ends):
+                os.close(fd)
         self._killed = self._killed or any(code < 0 for code in codes)
         return [
             pickle.loads(data[pipe]) if data[pipe] else Died(f"exit code {codes[rank]}")

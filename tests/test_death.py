@@ -103,6 +103,13 @@ def while_writing() -> None:
 PLACES = [in_user_code, in_a_barrier, while_encoding, while_writing]
 
 
+def meet(place: Callable[[], None]) -> None:
+    if place in PLACES[2:]:
+        sp.broadcast(None, src=VICTIM)
+    sp.barrier("load")  # which passes if the late note comes before the news of the death
+    sp.barrier("next")
+
+
 def told(
     place: Callable[[], None],
     companion: Callable[[int], None],
@@ -120,7 +127,7 @@ def told(
         if sp.get_rank() == LATE:
             await_end(pids[VICTIM])
         with pytest.raises(sp.PeerLost) as caught:
-            sp.barrier("load") if place in PLACES[:2] else sp.broadcast(None, src=VICTIM)
+            meet(place)
         return caught.value.rank, caught.value.missing, "killed by SIGKILL" in str(caught.value)
 
     outcomes = Ranks(Kind("file", 3), directory).outcomes(program)
@@ -204,7 +211,7 @@ def test_a_rank_killed_on_its_seat_is_told_to_those_who_sit(
 
             companion(leash[0])
             vars(sp.World)["join"]  # what is replaced exists
-            sp.World.join = die  # type: ignore[method-assign]
+            sp.World.join = die  # type: ignore[method-assign, assignment]
         if rank == LATE:
             return None
         with contextlib.suppress(TimeoutError), pytest.raises(sp.PeerLost) as caught:
