@@ -9,6 +9,8 @@ puts the figures into RESULTS.md and results.svg; `--quick` only shows that ever
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import chart
+import death
 import essentials
 import jobs
 import machine
@@ -42,6 +45,7 @@ class Scale:
     data_seconds: float
     memory: tuple[int, int]  #: ranks, MB
     wait: tuple[int, float]  #: ranks, seconds
+    kills: int  #: in each case
 
 
 FULL = Scale(
@@ -53,8 +57,9 @@ FULL = Scale(
     data_seconds=1.0,
     memory=(4, 256),
     wait=(8, 20.0),
+    kills=100,
 )
-QUICK = Scale(1, 0.02, (2, 4), {2: (1, 16)}, 1, 0.05, (2, 16), (2, 1.0))
+QUICK = Scale(1, 0.02, (2, 4), {2: (1, 16)}, 1, 0.05, (2, 16), (2, 1.0), 3)
 
 
 def measure(
@@ -129,6 +134,19 @@ def data_plane(scale: Scale, seen: Seen) -> list[str]:
     return lines
 
 
+def kill_to_report(kills: int) -> list[str]:
+    """Return how soon waiting ranks are told that one of them was killed."""
+    lines = ["", "## From a kill to the news, milliseconds", ""]
+    lines += [f"The slowest of the waiting ranks; {kills} kills in each case."]
+    lines += head("case", "median", "p99", "max")
+    for case, figures in death.measure(kills).items():
+        ordered = sorted(figures)
+        p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
+        shown = (statistics.median(ordered), p99, ordered[-1])
+        lines.append(row(case, *(f"{figure:.1f}" for figure in shown)))
+    return lines
+
+
 def report(scale: Scale, seen: Seen) -> str:
     begin = time.monotonic()
     lines = ["# Results", "", *machine.described()]
@@ -138,6 +156,7 @@ def report(scale: Scale, seen: Seen) -> str:
     lines += data_plane(scale, seen)
     lines += resources.memory(seen, *scale.memory)
     lines += resources.long_wait(seen, *scale.wait)
+    lines += kill_to_report(scale.kills)
     lines += ["", f"All of it took {(time.monotonic() - begin) / 60:.0f} minutes."]
     if seen.failed:
         lines += ["", "What failed:", "", *(f"- {failure}" for failure in seen.failed)]

@@ -119,14 +119,22 @@ def fits(out: Any, spec: Spec) -> bool:
     found = spec_of(out)
     if found is None or found[:3] != spec[:3]:
         return False
-    if found.library == "torch":
-        return bool(out.is_contiguous())
-    return bool(out.flags.c_contiguous and out.flags.writeable)
+    return is_contiguous(out) and (found.library == "torch" or bool(out.flags.writeable))
 
 
-def memory_overlaps(one: Any, other: Any) -> bool:
-    """Tell whether two arrays may have memory in common."""
-    import numpy
+def is_contiguous(obj: Any) -> bool:
+    """Tell whether the items of an array stand in memory one after the other."""
+    return bool(obj.flags.c_contiguous if is_array(obj) else obj.is_contiguous())
 
-    first, second = (numpy.frombuffer(raw(flat(array)), "u1") for array in (one, other))
-    return bool(numpy.may_share_memory(first, second))
+
+def may_fill(out: Any, source: Any) -> bool:
+    """Tell whether `out` may be filled item by item while `source` is read likewise."""
+    if not is_contiguous(source):
+        return True  # what is read is a copy
+    begin, other = _begin(out), _begin(source)
+    in_place = begin == other and out.itemsize == source.itemsize
+    return in_place or begin + size_of(out) <= other or other + size_of(source) <= begin
+
+
+def _begin(obj: Any) -> int:
+    return int(obj.__array_interface__["data"][0] if is_array(obj) else obj.data_ptr())

@@ -17,36 +17,37 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .interface import Note, Window
-    from .rounds import Turn
+    from .steps import Steps
 
 _SLOTS = 4  # of a broadcast, so that its source may be some pieces ahead
 _BUFFERS = 2  # of a reduction
+_SMALL_PIECE = 256 << 10
 _LINE = 64  # bytes, of a processor's cache
 
 
-def send(turn: Turn, step: Note, window: Window, arrays: Sequence[Any]) -> None:
+def send(steps: Steps, step: Note, window: Window, arrays: Sequence[Any]) -> None:
     """Pass `arrays` to all members, who call :func:`receive` for such; one round per piece."""
     size = _slot_size(window)
-    first = turn.posted + 1  # the round of piece 0
+    first = steps.posted + 1  # the round of piece 0
     sources = [raw(flat(array)) for array in arrays]
     for number, (index, at, length) in enumerate(_byte_pieces(sources, size)):
         # The place of the piece is free when all have gone on from the round of its last one. In
         # the first round, others may say that they cannot receive: that is heard before going on.
-        turn.reach(first if number == 1 else first + number - _SLOTS + 1)
+        steps.reach(first if number == 1 else first + number - _SLOTS + 1)
         begin = number % _SLOTS * size
         window.memory[begin : begin + length] = sources[index][at : at + length]
         window.fence()
-        turn.post(step)
-    turn.reach(turn.posted)
+        steps.post(step)
+    steps.reach(steps.posted)
 
 
-def receive(turn: Turn, step: Note, window: Window, arrays: Sequence[Any]) -> None:
+def receive(steps: Steps, step: Note, window: Window, arrays: Sequence[Any]) -> None:
     """Fill the contiguous `arrays` with what the source sends."""
     size = _slot_size(window)
     targets = [raw(flat(array)) for array in arrays]
     for number, (index, at, length) in enumerate(_byte_pieces(targets, size)):
-        turn.post(step)  # and so the piece before has been read
-        turn.reach(turn.posted)
+        steps.post(step)  # and so the piece before has been read
+        steps.reach(steps.posted)
         window.fence()
         begin = number % _SLOTS * size
         targets[index][at : at + length] = window.memory[begin : begin + length]
@@ -59,14 +60,14 @@ class Job(NamedTuple):
     result: Any  #: contiguous
 
 
-def reduce(turn: Turn, step: Note, window: Window, jobs: Sequence[Job], op: str) -> None:
+def reduce(steps: Steps, step: Note, window: Window, jobs: Sequence[Job], op: str) -> None:
     """Fill the results of all jobs, on all members alike.
 
     Each member reduces its share of a piece, always in the order of ranks: so all hold the same
     bits, and the same that one rank would have found by itself. In the round of piece k, members
     say that their part of it is there, and that they have reduced their share of piece k - 1.
     """
-    members, index = turn.members, turn.index
+    members, index = steps.members, steps.index
     vectors = [Job(flat(job.mine), flat(job.result)) for job in jobs]
     before: _Piece | None = None
     pieces = [
@@ -79,8 +80,8 @@ def reduce(turn: Turn, step: Note, window: Window, jobs: Sequence[Job], op: str)
         if before is not None:
             before.reduce_share(op)
         window.fence()
-        turn.post(step)
-        turn.reach(turn.posted)
+        steps.post(step)
+        steps.reach(steps.posted)
         window.fence()
         if before is not None:
             before.read_others()
@@ -177,8 +178,11 @@ def _slot_size(window: Window) -> int:
 def _byte_pieces(arrays: Sequence[memoryview], size: int) -> Iterator[tuple[int, int, int]]:
     """Return array number, place and length of each piece."""
     for index, array in enumerate(arrays):
-        for at in range(0, len(array), size):
-            yield index, at, min(size, len(array) - at)
+        # Smaller ones where the array is small, so that the others read one while the next is
+        # written.
+        most = min(size, max(_SMALL_PIECE, _up(len(array) // _SLOTS)))
+        for at in range(0, len(array), most):
+            yield index, at, min(most, len(array) - at)
 
 
 def _item_pieces(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import codec, reduction
-from .arrays import Spec, fits, memory_overlaps
+from .arrays import Spec, fits, may_fill
 from .errors import EncodingError, RankMismatch, SyncError
 from .interface import Note
+from .steps import Steps
 
 if TYPE_CHECKING:
     from .interface import Label, Window
-    from .rounds import Rounds, Turn
+    from .rounds import Rounds
 
 
 #: Why a rank may be unable to take what is sent: said to the others in the round. (Torch says
@@ -75,24 +76,26 @@ def broadcast(
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src == rounds.rank:
         package = _pack(rounds, note.label, obj)
-        rounds.as_one(note.label, timeout, lambda turn: _send(turn, note, package))
+        rounds.as_one(note.label, lambda: _send(Steps(rounds, timeout), note, package))
         return obj
-    return rounds.as_one(note.label, timeout, lambda turn: _receive(turn, rounds, note, src, out))
+    return rounds.as_one(
+        note.label, lambda: _receive(Steps(rounds, timeout), rounds, note, src, out)
+    )
 
 
-def _send(turn: Turn, note: Note, package: Package) -> None:
+def _send(steps: Steps, note: Note, package: Package) -> None:
     follows = bool(package.arrays)
-    turn.post(Note(note.label, follows, package.payload))
-    turn.reach(turn.posted)
+    steps.post(Note(note.label, follows, package.payload))
+    steps.reach(steps.posted)
     if package.window is not None:
         from . import bulk  # not before an array comes: it needs numpy
 
-        bulk.send(turn, note, package.window, package.arrays)
+        bulk.send(steps, note, package.window, package.arrays)
 
 
-def _receive(turn: Turn, rounds: Rounds, note: Note, src: int, out: Any) -> Any:
-    turn.post(note)
-    sent = turn.reach(turn.posted)[rounds.members.index(src)]
+def _receive(steps: Steps, rounds: Rounds, note: Note, src: int, out: Any) -> Any:
+    steps.post(note)
+    sent = steps.reach(steps.posted)[rounds.members.index(src)]
     if not sent.flag:
         return decode(rounds, sent.payload)
     arrays: list[Any] = []
@@ -106,11 +109,11 @@ def _receive(turn: Turn, rounds: Rounds, note: Note, src: int, out: Any) -> Any:
         window = rounds.window()
         assert window is not None, "the source has one"
     except _CANNOT as error:
-        turn.fail(note.label, error)
+        steps.fail(note.label, error)
         raise
     from . import bulk
 
-    bulk.receive(turn, note, window, arrays)
+    bulk.receive(steps, note, window, arrays)
     return value
 
 
@@ -129,7 +132,7 @@ def all_reduce(
     value = reduction.detached(value)
     package = _pack(rounds, note.label, value)
     steps = _Reduction(rounds, note, op, out, package)
-    return rounds.as_one(note.label, timeout, lambda turn: steps.run(turn, value))
+    return rounds.as_one(note.label, lambda: steps.run(Steps(rounds, timeout), value))
 
 
 class _Reduction:
@@ -143,31 +146,33 @@ class _Reduction:
         self._package = package
         self._jobs: list[tuple[Any, Any]] = []  # own array, and where its reduction goes
 
-    def run(self, turn: Turn, value: Any) -> Any:
+    def run(self, steps: Steps, value: Any) -> Any:
         payload, arrays, window = self._package
-        turn.post(Note(self._note.label, bool(arrays), payload))
-        notes = turn.reach(turn.posted)
+        steps.post(Note(self._note.label, bool(arrays), payload))
+        notes = steps.reach(steps.posted)
         try:
             result = self._reduce(notes, value)
         except RankMismatch:
             raise  # on all
         except _CANNOT as error:
             if arrays:
-                turn.fail(self._note.label, error)
+                steps.fail(self._note.label, error)
             raise
         if window is not None:
             from . import bulk  # not before an array comes: it needs numpy
 
             jobs = [bulk.Job(mine, target) for mine, target in self._jobs]
-            bulk.reduce(turn, self._note, window, jobs, self._op)
+            bulk.reduce(steps, self._note, window, jobs, self._op)
         return result
 
     def _reduce(self, notes: Any, value: Any) -> Any:
         """Reduce what came in the notes, and make room for the arrays beside them."""
-        rounds = self._rounds
+        rounds, (payload, arrays, _) = self._rounds, self._package
+        if arrays and arrays[0] is value and all(other.payload == payload for other in notes):
+            return self._target(value)  # one array, alike on all: nothing to look for
         seen: dict[bytes, Any] = {}  # equal bytes are read once
-        if not self._package.arrays:
-            seen[self._package.payload] = value
+        if not arrays:
+            seen[payload] = value
         for other in notes:
             if other.payload not in seen:
                 seen[other.payload] = self._read(other.payload)
@@ -195,14 +200,12 @@ class _Reduction:
     def _take(self, values: list[reduction.Beside]) -> Any:
         """Return the array that the reduction of these will be in."""
         place = values[self._rounds.members.index(self._rounds.rank)]
-        mine = self._package.arrays[place.number]
-        target, out = None, self._out
-        if not self._jobs and out is not None:
-            like = reduction.result_spec(mine, self._op)
-            # Half over the other, it would be overwritten before it is read.
-            if fits(out, like) and (out is mine or not memory_overlaps(out, mine)):
-                target = out
-        if target is None:
-            target = reduction.empty_result(mine, self._op)
-        self._jobs.append((mine, target))
-        return target
+        return self._target(self._package.arrays[place.number])
+
+    def _target(self, mine: Any) -> Any:
+        """Make room for the reduction of an array, and note that it is to be done."""
+        out, op = self._out, self._op
+        if self._jobs or not reduction.fits_result(out, mine, op) or not may_fill(out, mine):
+            out = reduction.empty_result(mine, op)
+        self._jobs.append((mine, out))
+        return out

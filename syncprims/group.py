@@ -241,23 +241,30 @@ class Group:
         self._rounds.fail(self._rounds.note(kind, src=src).label, error)
 
     def raise_flag(
-        self, kind: str, name: str | None, flag: bool, payload: bytes, *, lag: bool
-    ) -> Meeting:
-        """Post a flag with a payload; :meth:`flags` tells what the members posted."""
+        self, kind: str, name: str | None, flag: bool, payload: bytes
+    ) -> list[tuple[int, bytes]]:
+        """Return rank and payload of every member that raises its flag in this round."""
         rounds = self._rounds
         note = rounds.note(kind, name)
-        if flag:
-            note = Note(note.label, flag, payload)
-        if lag:
-            return rounds.defer(note, self._timeout)
-        meeting = Meeting(self._timeout)
-        meeting.notes = rounds.meet(note, self._timeout)
-        return meeting
+        return self._raised(rounds.meet(_flagged(note, flag, payload), self._timeout))
+
+    def defer_flag(
+        self, kind: str, name: str | None, flag: bool, payload: bytes, before: Meeting | None
+    ) -> Meeting:
+        """Post a flag, to ask :meth:`flags` for later, and wait for those of `before`."""
+        rounds = self._rounds
+        note = rounds.note(kind, name)
+        return rounds.defer(_flagged(note, flag, payload), self._timeout, before)
 
     def flags(self, meeting: Meeting) -> list[tuple[int, bytes]]:
         """Return rank and payload of every member that raised its flag at `meeting`."""
-        notes = meeting.notes if meeting.notes is not None else self._rounds.settle(meeting)
-        return [(r, n.payload) for r, n in zip(self.ranks, notes, strict=True) if n.flag]
+        return self._raised(self._rounds.settle(meeting))
+
+    def _raised(self, notes: Sequence[Note]) -> list[tuple[int, bytes]]:
+        for note in notes:
+            if note.flag:
+                return [(r, n.payload) for r, n in zip(self.ranks, notes, strict=True) if n.flag]
+        return []
 
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)
@@ -267,6 +274,10 @@ class Group:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
+
+
+def _flagged(note: Note, flag: bool, payload: bytes) -> Note:
+    return Note(note.label, flag, payload) if flag else note
 
 
 def _all_equal(values: list[Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arrays import Spec, flat, spec_of
+from .arrays import Spec, flat, is_contiguous, spec_of
 from .errors import RankMismatch
 from .kinds import is_array, is_dict, is_list_or_tuple, is_number, is_scalar, is_tensor
 
@@ -164,23 +164,20 @@ def empty_result(value: Any, op: str) -> Any:
     if is_array(value):
         import numpy
 
-        return numpy.empty(value.shape, _result_dtype(value.dtype, op))
+        return numpy.empty(value.shape, _numpy_dtype(value.dtype, op))
     import torch
 
-    dtype = value.dtype
-    exact = not (dtype.is_floating_point or dtype.is_complex)
-    if op == "mean" and exact:
-        dtype = torch.float64
-    elif dtype is torch.bool and op in ("sum", "prod"):
-        dtype = torch.int64
+    dtype = _torch_dtype(value.dtype, op)
     return torch.empty(value.shape, dtype=dtype, device=value.device)
 
 
-def result_spec(value: Any, op: str) -> Spec:
-    """Return what :func:`empty_result` makes."""
-    found = spec_of(empty_result(value[:0].reshape(0), op))
-    assert found is not None
-    return found._replace(shape=tuple(value.shape))
+def fits_result(out: Any, value: Any, op: str) -> bool:
+    """Tell whether the result of `op` on arrays like `value` can be put into `out` bit by bit."""
+    if spec_of(out) is None or is_array(out) != is_array(value) or not is_contiguous(out):
+        return False
+    dtype = _numpy_dtype(value.dtype, op) if is_array(value) else _torch_dtype(value.dtype, op)
+    writeable = not is_array(out) or out.flags.writeable
+    return bool(writeable and out.dtype == dtype and out.shape == value.shape)
 
 
 def detached(value: Any) -> Any:
@@ -197,13 +194,23 @@ def detached(value: Any) -> Any:
     return value
 
 
-def _result_dtype(dtype: Any, op: str) -> Any:
+def _numpy_dtype(dtype: Any, op: str) -> Any:
     import numpy
 
     if op == "mean" and dtype.kind in "biu":
         return numpy.dtype("f8")
     if dtype.kind == "b" and op in ("sum", "prod"):
         return numpy.dtype("i8")  # a count, not an OR
+    return dtype
+
+
+def _torch_dtype(dtype: Any, op: str) -> Any:
+    import torch
+
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return torch.float64
+    if dtype is torch.bool and op in ("sum", "prod"):
+        return torch.int64
     return dtype
 
 

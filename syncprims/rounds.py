@@ -74,6 +74,7 @@ class Rounds:
         # lock taken just before a `try` can stay taken for ever.
         self._inside: dict[object, int] = {}
         self._barred: Callable[[], SyncError] | None = None  # closed, forked or torn: why
+        self.told: BaseException | None = None  #: of the call under way: what the others know of
         whereabouts.add(self)
 
     # -- what the primitives use ------------------------------------------------------------
@@ -99,7 +100,7 @@ class Rounds:
                 board.post(note)
             except OSError as error:
                 told = error
-                self.post_instead(note, error)
+                self._post_instead(note, error)
                 raise
             notes = None
             if board.collected == before:  # nothing older to collect first, as nearly always
@@ -124,46 +125,53 @@ class Rounds:
                 self.raise_shared(notes)
         return notes
 
-    def as_one(self, label: Label | None, timeout: float | None, steps: Callable[[Turn], T]) -> T:
-        """Return ``steps(turn)``, with no other call of this rank between them.
+    def as_one(self, label: Label | None, steps: Callable[[], T]) -> T:
+        """Return ``steps()``, with no other call of this rank between them.
 
         An exception on the way breaks the group, unless all ranks have it: the others may have
         gone on, and all later rounds would be paired off wrongly.
         """
-        board, turn = self._board, Turn(self, timeout)
+        board, turn = self._board, object()
         before = board.posted
         try:
             thread = self._inside[turn] = get_ident()
             if len(self._inside) > 1 or self._barred is not None:
                 self._refuse(label)
-            self.thread = thread
-            return steps(turn)
+            self.thread, self.told = thread, None
+            return steps()
         except errors.SyncError:
             raise
         except BaseException as error:
-            if error is not turn.told and board.posted > before:
+            if error is not self.told and board.posted > before:
                 self._break_off(error)
             raise
         finally:
             self._inside.pop(turn, None)
 
-    def defer(self, note: Note, timeout: float | None = None) -> Meeting:
-        """Post `note` and return at once; :meth:`settle` collects its round."""
+    def defer(self, note: Note, timeout: float | None, before: Meeting | None = None) -> Meeting:
+        """Post `note` and return what :meth:`settle` collects; settle `before` on the way."""
 
-        def post(turn: Turn) -> Meeting:
-            turn.post(note)
+        def post() -> Meeting:
+            self.post(note, timeout)
             meeting = self._meetings[self._board.posted] = Meeting(timeout)
+            if before is not None:
+                self._collect_for(before)
             return meeting
 
-        return self.as_one(note.label, timeout, post)
+        return self.as_one(note.label, post)
 
     def settle(self, meeting: Meeting) -> Sequence[Note]:
         """Return the notes of a deferred round, as :meth:`meet` would have."""
-        while meeting.notes is None:
-            self.as_one(None, meeting.timeout, lambda _: self.collect(meeting.timeout))
+        if meeting.notes is None:
+            self.as_one(None, lambda: self._collect_for(meeting))
         if meeting.error is not None:
             raise meeting.error
+        assert meeting.notes is not None
         return meeting.notes
+
+    def _collect_for(self, meeting: Meeting) -> None:
+        while meeting.notes is None:
+            self.collect(meeting.timeout)
 
     def fail(self, label: Label, error: BaseException) -> None:
         """Tell the others, in the round of `label`, that this rank raised `error`.
@@ -175,7 +183,7 @@ class Rounds:
             return  # everybody knows already
         # If the group is broken, or the disk full, what is about to be raised says enough.
         with contextlib.suppress(errors.SyncError, OSError):
-            self.defer(self.failure_note(label, error))
+            self.defer(self.failure_note(label, error), None)
 
     def failure_note(self, label: Label, error: BaseException) -> Note:
         """Return the note that says so."""
@@ -198,17 +206,28 @@ class Rounds:
         assert self._barred is not None
         raise self._barred()
 
-    def post_instead(self, note: Note, error: OSError) -> None:
+    def post(self, note: Note, timeout: float | None) -> None:
+        """Post a note, having made room for it.
+
+        :raises OSError: if there is none on the disk; the others are told.
+        """
+        board = self._board
+        if board.posted - board.collected >= board.depth:
+            self.make_room(timeout)
+        try:
+            board.post(note)
+        except OSError as error:
+            self.told = error
+            self._post_instead(note, error)
+            raise
+
+    def _post_instead(self, note: Note, error: OSError) -> None:
         """Post, where a disk has no room for `note`, why this rank cannot."""
         # Short, so that it needs no room but what was set aside for every note.
         failure = Failure.of(self.rank, error)
         failure = failure._replace(message=failure.message[:150], traceback="")
         failed = PeerFailed.from_failure(failure, note.label.call)
         self._board.post(Note(note.label, failure=errors.dump(failed)))
-
-    def post(self, note: Note) -> None:
-        """Post a note; see :meth:`Board.post`."""
-        self._board.post(note)
 
     def window(self) -> Window | None:
         """Return the memory that arrays pass through, where the backend has such."""
@@ -352,53 +371,3 @@ class Rounds:
         """Break the group: this call raises the verdict, and so does every later one."""
         self._barred = lambda: errors.load(verdict)
         raise errors.load(verdict)
-
-
-class Turn:
-    """The steps of one call that takes several."""
-
-    def __init__(self, rounds: Rounds, timeout: float | None) -> None:
-        self._rounds = rounds
-        self._timeout = timeout
-        self._before = rounds.posted
-        self.told: BaseException | None = None  #: an exception that the others know of already
-        self.members = rounds.members
-        self.index = rounds.members.index(rounds.rank)  #: of this rank among the members
-
-    @property
-    def posted(self) -> int:
-        """How many rounds this rank has posted to."""
-        return self._rounds.posted
-
-    def post(self, note: Note) -> None:
-        """Post a note, having made room for it.
-
-        :raises OSError: if there is none on the disk; the others are told.
-        """
-        rounds = self._rounds
-        if rounds.posted != rounds.collected:
-            rounds.make_room(self._timeout)
-        try:
-            rounds.post(note)
-        except OSError as error:
-            self.told = error
-            rounds.post_instead(note, error)
-            raise
-
-    def fail(self, label: Label, error: BaseException) -> None:
-        """Post that this rank failed, and is about to raise `error`."""
-        self.post(self._rounds.failure_note(label, error))
-        self.told = error
-
-    def reach(self, number: int) -> Sequence[Note]:
-        """Collect the rounds up to `number`, and return the notes of the last.
-
-        :raises PeerFailed: if another member failed in one that is of this call.
-        """
-        rounds = self._rounds
-        notes: Sequence[Note] = ()
-        while rounds.collected < number:
-            notes = rounds.collect(self._timeout)
-            if rounds.collected > self._before:
-                rounds.raise_shared(notes)
-        return notes

@@ -58,13 +58,15 @@ class Trigger:
         self._set, self._why = False, None
         group = active_group()
         payload = codec.encode(why) if flag else b""
-        meeting = group.raise_flag("trigger", self._name, flag, payload, lag=bool(self._lag))
-        if self._lag:
-            before, self._before = self._before, (group, meeting)
-            if before is None or before[0] is not group:
-                return False  # the first check of this group, or of another world
-            group, meeting = before
-        raised = group.flags(meeting)
+        if not self._lag:
+            raised = group.raise_flag("trigger", self._name, flag, payload)
+        else:
+            # Of another group, or another world: then this is the first check of this one.
+            of, meeting = self._before or (group, None)
+            before = meeting if of is group else None
+            later = group.defer_flag("trigger", self._name, flag, payload, before)
+            self._before = group, later
+            raised = group.flags(before) if before is not None else []
         if not raised:
             return False
         self.ranks = [rank for rank, _ in raised]

@@ -20,6 +20,7 @@ LAYERS: list[set[str]] = [
     {"environment", "registry", "codec", "reduction", "shares"},
     {"whereabouts", "diagnosis", "notes"},
     {"rounds"},
+    {"steps"},
     {"bulk"},
     {"exchange"},
     {"turns"},
