@@ -141,7 +141,9 @@ def test_a_rank_stopped_anywhere_holds_nobody_up(rounds: int, meeting_place: Pat
     """Four lanes of worlds at once, since each waits for its deadline most of the time."""
     lanes = [
         fork(
-            lambda: lane(range(number * rounds, (number + 1) * rounds), meeting_place / f"{number}"),
+            lambda: lane(
+                range(number * rounds, (number + 1) * rounds), meeting_place / f"{number}"
+            ),
             os.environ.copy(),
         )
         for number in range(4)
