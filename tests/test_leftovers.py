@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -199,7 +200,7 @@ def test_short_lived_processes_leave_nothing(meeting_place: Path, count: int) ->
     """Each world has processes of its own, and all have one run id."""
     for number in range(count):
         pids = [
-            fork(lambda: one_world(number), environment(PAIR, rank, meeting_place, "same"))
+            fork(partial(one_world, number), environment(PAIR, rank, meeting_place, "same"))
             for rank in range(2)
         ]
         assert exit_codes(pids) == [0, 0]

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,13 +140,9 @@ def lane(seeds: range, directory: Path) -> None:
 @pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.soak)])
 def test_a_rank_stopped_anywhere_holds_nobody_up(rounds: int, meeting_place: Path) -> None:
     """Four lanes of worlds at once, since each waits for its deadline most of the time."""
+    seeds = [range(first, first + rounds) for first in range(0, 4 * rounds, rounds)]
     lanes = [
-        fork(
-            lambda: lane(
-                range(number * rounds, (number + 1) * rounds), meeting_place / f"{number}"
-            ),
-            os.environ.copy(),
-        )
-        for number in range(4)
+        fork(partial(lane, some, meeting_place / f"{some.start}"), os.environ.copy())
+        for some in seeds
     ]
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in lanes] == [0] * 4
