@@ -181,15 +181,15 @@ def lay(fd: int, size: int, header: bytes) -> None:
     A rank that was killed in here leaves one without a header, which is as good as new.
     """
     if os.fstat(fd).st_size == 0 or os.pread(fd, len(header), 0) == bytes(len(header)):
-        _allocate(fd, size)
+        allocate(fd, size)
         os.pwrite(fd, header, 0)
 
 
-def _allocate(fd: int, size: int) -> None:
+def allocate(fd: int, size: int) -> None:
     """Give the file `size` bytes that are really there: a map of it can never fault."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
-    else:
-        written = 0
-        while written < size:
-            written += os.pwrite(fd, b"\0" * min(1 << 20, size - written), written)
+    else:  # macOS: only what is not there yet, since others may use the rest already
+        end = os.fstat(fd).st_size
+        while end < size:
+            end += os.pwrite(fd, b"\0" * min(1 << 20, size - end), end)

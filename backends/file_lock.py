@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import os
 import re
@@ -77,9 +76,8 @@ class FileBackend(Backend):
     def board(self, members: Sequence[int]) -> SlotBoard:
         """Return the board of `members`, making it if this is the first of them."""
         name, rank = _board_name(members), self.topology.rank
-        lock = functools.partial(_locked, self._base, self._run_path.name)
-        with self._telling_of_the_disk(), lock():
-            board = SlotBoard(self._table, name, members, rank, self._seats, lock)
+        with self._telling_of_the_disk(), _locked(self._base, self._run_path.name):
+            board = SlotBoard(self._table, name, members, rank, self._seats)
         self._boards.append(board)
         return board
 

@@ -13,7 +13,7 @@ import time
 #: A wait is dear if it took more than a slice, and so much for each time: ranks among themselves
 #: take a few microseconds.
 _SLICE, _EACH = 0.001, 0.00005  # seconds
-_SHORTEST, _LONGEST = 16, 1024  # waits without trying it again
+_SHORTEST, _LONGEST = 16, 4096  # waits without trying it again
 
 
 class Patience:
@@ -31,6 +31,6 @@ class Patience:
     def weigh(self, looks: int, begin: float) -> None:
         """Learn from a wait that has given the processor away so many times since `begin`."""
         if time.monotonic() - begin > _SLICE + looks * _EACH:
-            self.waits, self._next = self._next, min(2 * self._next, _LONGEST)
+            self.waits, self._next = self._next, min(4 * self._next, _LONGEST)
         else:
-            self._next = _SHORTEST
+            self._next = max(self._next // 2, _SHORTEST)

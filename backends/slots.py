@@ -1,12 +1,13 @@
 """A board in shared memory: posting is writing one's own cell, collecting is looking at all.
 
-If the words of all members for a round equal the reader's own, then all notes do, and nothing needs
-decoding: that is the case of every barrier. Otherwise a note is decoded from its cell, or, where it
-did not fit in, from a file apart.
+If the words of all members for a round equal the reader's own, and it carries no payload, then all
+notes are equal and nothing needs decoding: that is the case of every barrier. Otherwise a note is
+decoded from its cell, or, where it did not fit in, from a file apart.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import zlib
@@ -34,8 +35,7 @@ from .verdicts import Verdicts
 from .windows import SharedWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
 
     from syncprims.interface import Window
 
@@ -68,7 +68,6 @@ class SlotBoard(Board):
         members: Sequence[int],
         rank: int,
         seats: Seats,
-        lock: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Open the board, making it if this is the first member; under the run's join lock."""
         super().__init__(members)
@@ -77,7 +76,6 @@ class SlotBoard(Board):
         self._seats = seats
         self._bells = seats.bells
         self._patience = Patience()
-        self._lock = lock  # of the run
         self._window: SharedWindow | None = None
         self._index = self.members.index(rank)
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
@@ -110,6 +108,7 @@ class SlotBoard(Board):
                 bare = self._learn(note)
             _, flags, check, body = bare
             if self._written[cell] is not body:
+                self._written[cell] = None  # an interrupt may come before it is
                 self._cells.write_body(cell, self._index, body)
                 self._written[cell] = body
         flags |= (number - 1 - self.collected) << 8
@@ -180,7 +179,9 @@ class SlotBoard(Board):
         note, word = self._mine[cell]
         count = len(self.members)
         row, intents, memory = self._rows[cell], self._intents, self._memory
-        all_equal, all_here = word * count, word[:1] * count  # words begin with the round
+        # Words begin with the round. Payloads are not told apart by their words.
+        all_here = word[:1] * count
+        all_equal = b"" if note[2] or note[3] else word * count
         looks, begin = 0, 0.0
         patience = self._patience
         while True:
@@ -200,7 +201,7 @@ class SlotBoard(Board):
             if not looks:
                 if patience.waits or self._waiting_for == number:
                     break
-                if not cell:  # now and then is enough
+                if not number & 3:  # now and then is enough
                     begin = time.monotonic()
             elif looks == _LOOKS:
                 if begin:
@@ -251,7 +252,8 @@ class SlotBoard(Board):
             if not self._all_here(number % CELLS) and self._memory[self._intents] == self._unbroken:
                 self._bells.sleep(seconds)
         finally:
-            self._memory[me] = 0
+            with contextlib.suppress(ValueError):  # closed meanwhile, by a handler that has forked
+                self._memory[me] = 0
 
     def _in_vain(self, number: int) -> bool:
         """Tell whether a member is lost or has failed, or an absent one has finished."""
@@ -274,9 +276,11 @@ class SlotBoard(Board):
         if words[:: WORD.size] != own[:1] * len(self.members):
             return None
         notes: list[Note] = []
+        bare = not (mine.payload or mine.failure)
         for index in range(len(self.members)):
             word = words[index * WORD.size : (index + 1) * WORD.size]
-            note = mine if word == own else self._take(number, index, word, mine.label)
+            same = index == self._index or (bare and word == own)
+            note = mine if same else self._take(number, index, word, mine.label)
             if note is None:
                 return None
             notes.append(note)
@@ -336,9 +340,8 @@ class SlotBoard(Board):
     def window(self) -> Window:
         """Return the memory that arrays pass through, making it if this is the first call."""
         if self._window is None:
-            with self._lock():
-                name, count = f"{self._name}-window", len(self.members)
-                self._window = SharedWindow(self._directory, name, count)
+            name, count = f"{self._name}-window", len(self.members)
+            self._window = SharedWindow(self._directory, name, count)
         return self._window.window
 
     def close(self) -> None:

@@ -41,20 +41,14 @@ class Verdicts:
         self._void: set[int] = set()  # rounds known to stay whole
 
     def give(self, number: int, text: bytes) -> None:
-        """Abort round `number` with `text`, unless it is too late or another came first.
-
-        :raises OSError: if the directory has no room for another name.
-        """
+        """Abort round `number` with `text`, unless it is too late or another came first."""
         if self.on(number) is None:
             self._cells.write_text(self._index, text)
             self._cells.intend(self._index, number)
             self._stands(number, self._index)
 
     def on(self, number: int) -> bytes | None:
-        """Return the text that bars round `number`; None if nothing does.
-
-        :raises OSError: if the directory has no room for another name.
-        """
+        """Return the text that bars round `number`; None if nothing does."""
         for giver, intended in enumerate(self._cells.intended()):
             if 0 < intended <= number and intended not in self._void:
                 by = self._stands(intended, giver)
@@ -70,7 +64,10 @@ class Verdicts:
             if not self._cells.all_posted(number):
                 time.sleep(_PAUSE)
             proposal = _VOID if self._cells.all_posted(number) else str(giver)
-            outcome = self._directory.claim(name, proposal)
+            try:
+                outcome = self._directory.claim(name, proposal)
+            except OSError:  # no room for a name: then everybody goes by what is seen
+                outcome = self._directory.claimed(name) or proposal
         if outcome != _VOID:
             return int(outcome)
         self._void.add(number)

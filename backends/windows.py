@@ -9,42 +9,38 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import threading
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Window
 
-from .cells import lay
+from .cells import allocate
 
 if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
 #: Bytes of a window, by preference. A member needs a share of it, so that many members need more.
 _SIZES, _LEAST_PER_MEMBER = (8 << 20, 2 << 20, 1 << 19), 64 << 10
-_MAGIC = b"syncprims window 1"
-_HEADER = struct.Struct("<32sQ")  # magic, bytes
 
 
 class SharedWindow:
     """The window of a board with `count` members, in the file `name` of `directory`."""
 
     def __init__(self, directory: PrivateDirectory, name: str, count: int) -> None:
-        """Map the file, making it if it is not there; under the run's join lock.
+        """Map the file, having made it with the others; no lock that a stopped one could hold.
 
         :raises ConfigurationError: if the file is something else.
         :raises OSError: if there is no room for the smallest.
         """
         fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
         try:
-            size = _size_of(fd) or _make(fd, directory, name, count)
-            if os.fstat(fd).st_size != mmap.PAGESIZE + size:
+            size = _agree(fd, directory, name, count)
+            if os.fstat(fd).st_size < size:  # to touch what is missing would kill
                 raise ConfigurationError(
-                    f"{directory.path / name} is no window of {count} ranks; remove the file, and "
-                    f"start all ranks from one installation"
+                    f"{directory.path / name} has been cut off; end what is left of the run"
                 )
-            self._map = mmap.mmap(fd, mmap.PAGESIZE + size)
+            self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
         self._memory = memoryview(self._map)
@@ -52,7 +48,7 @@ class SharedWindow:
         # ordered processors too (a release, then an acquire; either alone would let stores pass).
         self._lock = threading.Lock()
         self._lock.acquire()
-        self.window = Window(self._memory[mmap.PAGESIZE :], self._fence)
+        self.window = Window(self._memory, self._fence)
 
     def _fence(self) -> None:
         self._lock.release()
@@ -61,28 +57,31 @@ class SharedWindow:
     def close(self) -> None:
         """Let go of the memory, unless somebody still looks at it: then at the process's end."""
         try:
-            self.window.memory.release()
             self._memory.release()
             self._map.close()
         except BufferError:
             pass
 
 
-def _size_of(fd: int) -> int:
-    magic, size = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
-    return int(size) if magic.rstrip(b"\0") == _MAGIC else 0
+def _agree(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
+    """Return the size that all members use: what the first to name one has made room for."""
+    claim = f"{name}-size"
+    agreed = directory.claimed(claim)
+    if agreed is None:
+        agreed = directory.claim(claim, str(_make_room(fd, directory, name, count)))
+    if not agreed.isdecimal():
+        raise ConfigurationError(f"{directory.path / claim} is no size; remove it")
+    return int(agreed)
 
 
-def _make(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
-    """Give the window the largest size that there is room for."""
+def _make_room(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
+    """Give the window the largest size that there is room for. Others may do so at this moment."""
     for wanted in _SIZES:
         size = max(wanted, count * _LEAST_PER_MEMBER)
         try:
-            lay(fd, mmap.PAGESIZE + size, _HEADER.pack(_MAGIC, size))
+            allocate(fd, size)
         except OSError as error:
-            os.ftruncate(fd, 0)
             if wanted == _SIZES[-1]:
-                directory.remove(name)
                 raise OSError(
                     error.errno,
                     f"{error.strerror}, making room for {size} bytes that arrays pass through; "

@@ -117,9 +117,23 @@ def raw(vector: Any) -> memoryview:
 def fits(out: Any, spec: Spec) -> bool:
     """Tell whether the bytes of such an array can be written into `out` as they are."""
     found = spec_of(out)
-    if found is None or found[:3] != spec[:3]:
-        return False
-    return is_contiguous(out) and (found.library == "torch" or bool(out.flags.writeable))
+    return found is not None and found[:3] == spec[:3] and is_fillable(out)
+
+
+def is_fillable(out: Any) -> bool:
+    """Tell whether to write to what :func:`flat` returns is to write to this array."""
+    if is_array(out):
+        return bool(out.flags.c_contiguous and out.flags.writeable)
+    return bool(out.is_contiguous() and not out.is_conj() and not out.is_neg())
+
+
+def filled(out: Any) -> Any:
+    """Return `out`, which was written to behind torch's back; torch hears of it."""
+    if not is_array(out):
+        import torch
+
+        torch.autograd.graph.increment_version(out)
+    return out
 
 
 def is_contiguous(obj: Any) -> bool:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from .steps import Steps
 
 _SLOTS = 4  # of a broadcast, so that its source may be some pieces ahead
-_BUFFERS = 2  # of a reduction
+#: Of a reduction. Whoever has posted round k has read the results of piece k - 2, and may still be
+#: reading those of k - 1: so piece k + 1 goes where k - 2 was.
+_BUFFERS = 3
 _SMALL_PIECE = 256 << 10
 _LINE = 64  # bytes, of a processor's cache
 
@@ -51,6 +53,7 @@ def receive(steps: Steps, step: Note, window: Window, arrays: Sequence[Any]) -> 
         window.fence()
         begin = number % _SLOTS * size
         targets[index][at : at + length] = window.memory[begin : begin + length]
+        window.fence()  # read before this rank says so
 
 
 class Job(NamedTuple):
@@ -86,6 +89,7 @@ def reduce(steps: Steps, step: Note, window: Window, jobs: Sequence[Job], op: st
         if before is not None:
             before.read_others()
         before = piece
+    window.fence()
 
 
 class _Piece:

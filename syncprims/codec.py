@@ -22,6 +22,7 @@ _COMPLEX = struct.Struct("<dd")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 
 _MOST_REPEATS = 10_000
+BESIDE = b"A"  #: the tag of an array that goes beside
 LARGE = 1536  #: bytes from which on an array may go beside: about what a small note holds
 
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
@@ -45,6 +46,8 @@ def encode(
     try:
         return _Encoder(allow_pickle, canonical, beside).encode(obj)
     except _Entangled:
+        if beside is not None:
+            beside.clear()  # the pickle holds all
         return _pickled(obj, allow_pickle)
 
 
@@ -132,7 +135,7 @@ class _Encoder:
     def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
         if self._beside is not None and size_of(obj) >= LARGE:
             self._beside.append(obj)
-            out.append(_sized(b"A", spec.encode()))
+            out.append(_sized(BESIDE, spec.encode()))
         else:
             out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(obj)).tobytes()))
 
@@ -261,7 +264,7 @@ class _Decoder:
             return make_path(body.decode("utf-8", "surrogatepass"))
         if tag == b"P":
             return _unpickle(body, self._allow_pickle)
-        if tag == b"A" and self._beside is not None:
+        if tag == BESIDE and self._beside is not None:
             return self._beside(Spec.decode(body))
         raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
 

@@ -64,15 +64,18 @@ class Endings:
         self._hook = functools.partial(self._uncaught, sys.excepthook)
         sys.excepthook = self._hook
         self._last_value = getattr(sys, "last_value", None)
-        if not self._watches_forks:
-            self._watches_forks = True
-            os.register_at_fork(after_in_child=self._on_fork)
         if self._process != os.getpid():
             self._process = os.getpid()
             atexit.register(self._exit)
             process = sys.modules.get("multiprocessing.process")
             if process is not None and process.parent_process() is not None:
                 self._watch_child_of_multiprocessing()
+
+    def watch_forks(self) -> None:
+        """From now on a forked child is seen, in the child."""
+        if not self._watches_forks:
+            self._watches_forks = True
+            os.register_at_fork(after_in_child=self._on_fork)
 
     def unwatch(self) -> None:
         """Put back the excepthook that was there before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import codec, reduction
-from .arrays import Spec, fits, may_fill
+from .arrays import Spec, filled, fits, may_fill
 from .errors import EncodingError, RankMismatch, SyncError
 from .interface import Note
 from .steps import Steps
@@ -59,7 +59,7 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> Package:
         payload = codec.encode(obj, allow_pickle=rounds.settings.pickle, beside=arrays)
         if arrays:
             window = rounds.window()
-    except (EncodingError, OSError) as error:
+    except _CANNOT as error:
         rounds.fail(label, error)
         raise
     if arrays and window is None:
@@ -99,9 +99,10 @@ def _receive(steps: Steps, rounds: Rounds, note: Note, src: int, out: Any) -> An
     if not sent.flag:
         return decode(rounds, sent.payload)
     arrays: list[Any] = []
+    alone = sent.payload[:1] == codec.BESIDE  # the object is an array, and no more
 
     def make(spec: Spec) -> Any:
-        arrays.append(out if not arrays and fits(out, spec) else spec.make())
+        arrays.append(out if alone and fits(out, spec) else spec.make())
         return arrays[-1]
 
     try:
@@ -114,7 +115,7 @@ def _receive(steps: Steps, rounds: Rounds, note: Note, src: int, out: Any) -> An
     from . import bulk
 
     bulk.receive(steps, note, window, arrays)
-    return value
+    return filled(out) if value is out else value
 
 
 # -- all-reduce --------------------------------------------------------------------------------
@@ -163,6 +164,8 @@ class _Reduction:
 
             jobs = [bulk.Job(mine, target) for mine, target in self._jobs]
             bulk.reduce(steps, self._note, window, jobs, self._op)
+            if result is self._out:
+                filled(result)
         return result
 
     def _reduce(self, notes: Any, value: Any) -> Any:
@@ -205,7 +208,8 @@ class _Reduction:
     def _target(self, mine: Any) -> Any:
         """Make room for the reduction of an array, and note that it is to be done."""
         out, op = self._out, self._op
-        if self._jobs or not reduction.fits_result(out, mine, op) or not may_fill(out, mine):
+        alone = self._package.payload[:1] == codec.BESIDE  # the value is an array, and no more
+        if not alone or not reduction.fits_result(out, mine, op) or not may_fill(out, mine):
             out = reduction.empty_result(mine, op)
         self._jobs.append((mine, out))
         return out

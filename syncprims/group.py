@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,7 +113,7 @@ class Group:
         :raises EncodingError: on `src`, if the object cannot travel; the others get `PeerFailed`.
         :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
         """
-        src = self.ranks[0] if src is None else src
+        src = self.ranks[0] if src is None else int(operator.index(src))
         self._check_src(src)
         rounds = self._rounds
         note = rounds.note("broadcast", src=src)

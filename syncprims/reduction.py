@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arrays import Spec, flat, is_contiguous, spec_of
+from .arrays import Spec, flat, is_fillable, spec_of
 from .errors import RankMismatch
 from .kinds import is_array, is_dict, is_list_or_tuple, is_number, is_scalar, is_tensor
 
@@ -47,11 +47,20 @@ def check_value(value: object, where: str = "value") -> None:
     elif is_list_or_tuple(value):
         for index, part in enumerate(value):
             check_value(part, f"{where}[{index}]")
-    elif not (is_number(value) or is_array(value) or is_tensor(value)):
+    elif is_array(value):
+        _check_array(value, where)
+    elif not (is_number(value) or is_tensor(value)):
         raise TypeError(
             f"{where} is a {type(value).__name__}; all_reduce takes numbers, numpy arrays, torch "
             f"tensors, and dicts, lists or tuples of them"
         )
+
+
+def _check_array(array: Any, where: str) -> None:
+    masked = hasattr(array, "mask")
+    if masked or array.dtype.kind in "SUV":
+        what = "masks some of its items" if masked else f"holds {array.dtype}"
+        raise TypeError(f"{where} is an array that {what}; all_reduce takes arrays of numbers")
 
 
 def reduce(
@@ -79,6 +88,9 @@ class _Reducer:
 
     def reduce(self, values: list[Any], where: str) -> Any:
         shapes = [_describe(value) for value in values]
+        if len({isinstance(value, Beside) for value in values}) > 1:  # dense here, and sparse there
+            kinds = ["plain" if isinstance(value, Beside) else "not plain" for value in values]
+            shapes = [f"{shape}, {kind}" for shape, kind in zip(shapes, kinds, strict=True)]
         if any(shape != shapes[0] for shape in shapes):
             pairs = zip(self._ranks, shapes, strict=True)
             lines = "\n".join(f"  rank {rank}: {shape}" for rank, shape in pairs)
@@ -103,6 +115,8 @@ class _Reducer:
             if hasattr(first, "_fields"):  # a named tuple
                 return type(first)(*parts)
             return parts if isinstance(first, list) else tuple(parts)
+        if is_tensor(first) and str(first.layout) != "torch.strided":
+            return _reduce_sparse(values, self._op)
         if is_tensor(first) or is_array(first):
             result = empty_result(first, self._op)
             combine(values, self._op, result)
@@ -126,7 +140,8 @@ def _describe(value: Any) -> str:
         return f"{name} of shape {value.shape}, dtype {value.dtype}"
     if is_tensor(value):
         where = "" if value.device.type == "cpu" else f", on {value.device.type}"
-        return f"tensor of shape {tuple(value.shape)}, dtype {value.dtype}{where}"
+        layout = "" if str(value.layout) == "torch.strided" else f", {value.layout}"
+        return f"tensor of shape {tuple(value.shape)}, dtype {value.dtype}{where}{layout}"
     if is_scalar(value) and value.dtype not in ("float64", "bool"):
         return f"number of dtype {value.dtype}"
     return "number"
@@ -173,11 +188,10 @@ def empty_result(value: Any, op: str) -> Any:
 
 def fits_result(out: Any, value: Any, op: str) -> bool:
     """Tell whether the result of `op` on arrays like `value` can be put into `out` bit by bit."""
-    if spec_of(out) is None or is_array(out) != is_array(value) or not is_contiguous(out):
+    if spec_of(out) is None or is_array(out) != is_array(value) or not is_fillable(out):
         return False
     dtype = _numpy_dtype(value.dtype, op) if is_array(value) else _torch_dtype(value.dtype, op)
-    writeable = not is_array(out) or out.flags.writeable
-    return bool(writeable and out.dtype == dtype and out.shape == value.shape)
+    return bool(out.dtype == dtype and out.shape == value.shape)
 
 
 def detached(value: Any) -> Any:
@@ -245,6 +259,15 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
             total /= len(parts)
         if total is not out:
             out[...] = total
+
+
+def _reduce_sparse(values: list[Any], op: str) -> Any:
+    if op not in ("sum", "mean"):
+        raise TypeError(f"op={op!r}: of tensors that are {values[0].layout} only sum and mean")
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total / len(values) if op == "mean" else total
 
 
 def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:

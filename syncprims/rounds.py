@@ -293,14 +293,12 @@ class Rounds:
                 look = self._diagnosis.look(number, now - begin)
                 error = self._explain(look, now - begin, now >= deadline)
                 if error is not None:
-                    try:
-                        board.abort(errors.dump(error))
-                    except OSError:
-                        raise error from None  # no room to tell the others: they hear it by our end
+                    board.abort(errors.dump(error))
                     if board.verdict() is not None:
                         continue
                     if not look.missing and now >= deadline + _LOOK_AROUND:
-                        raise error  # all notes have long been up, and one cannot be read
+                        # All notes have long been up, and one cannot be read.
+                        self._tear(errors.dump(error))
                 elif now >= warn_at:
                     _warn(look.warning)
                     warn_every *= 2
@@ -333,7 +331,11 @@ class Rounds:
         later rounds would be paired off by one. So nobody passes another.
         """
         if self._barred is not None:
-            raise self._barred() from error  # a signal handler has shut the world down
+            # A signal handler has shut the world down, or this is a child that it has forked: what
+            # was waited on is closed. What the handler itself raised goes its own way.
+            if isinstance(error, (ValueError, OSError)):
+                raise self._barred() from error
+            return
         failed = PeerFailed.from_failure(Failure.of(self.rank, error), self.here())
         verdict = errors.dump(failed)
         self._barred = lambda: errors.load(verdict)

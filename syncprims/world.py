@@ -53,6 +53,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     :raises BackendUnavailable: if the backend cannot work here.
     :raises SyncTimeout: naming the ranks that did not come within ``SYNCPRIMS_JOIN_TIMEOUT``.
     """
+    _endings.watch_forks()  # before anything is held that a child could inherit
     with _state.starting:
         running = _state.world
         if running is not None:
@@ -76,6 +77,7 @@ def current(timeout: float | timedelta | None = None) -> World:
         return world
     if _state.ended is not None:
         raise _state.ended()
+    _endings.watch_forks()
     with _state.starting:
         return _state.world or _start(os.environ, None, None, join_within=seconds(timeout))
 
@@ -221,6 +223,7 @@ def _closed() -> SyncError:
 
 
 def _on_fork() -> None:
+    _state.starting = threading.RLock()  # a thread that the child does not have may hold it
     world = _state.world
     if world is None:
         return

@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import threading
+import time
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from conftest import several
 from harness import Kind, Ranks
 
 import syncprims as sp
+from syncprims import bulk, codec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,6 +169,72 @@ def test_trees_with_arrays_large_and_small(world: Ranks) -> None:
         sent: Any = sp.broadcast(tree if rank == n - 1 else None, n - 1)
         assert same(sent["pair"].first, trees[-1]["pair"].first)
         assert list(sent) == list(trees[-1])
+
+    world.run(program)
+
+
+@several()
+def test_arrays_of_mixed_sizes_keep_out_of_each_others_way(world: Ranks) -> None:
+    """One rank is slow to read what the others have reduced, and larger pieces follow smaller."""
+
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        dice = np.random.default_rng(5)  # the same on all
+        slow = np.random.default_rng([9, rank])
+        piece: Any = bulk._Piece  # pyright: ignore[reportPrivateUsage]
+        read = piece.read_others
+
+        def read_slowly(self: Any) -> None:
+            time.sleep(0.002 if slow.random() < 0.3 else 0)  # the fault, not a wait
+            read(self)
+
+        piece.read_others = read_slowly
+        for _ in range(12):
+            sizes = dice.integers(200, 20_000, 6)
+            parts = [[noise(r, int(size)) for size in sizes] for r in range(n)]
+            got = sp.all_reduce(parts[rank])
+            for place, total in enumerate(got):
+                assert same(total, expected([part[place] for part in parts], "sum"))
+
+    world.run(program)
+
+
+@several()
+def test_payloads_of_one_checksum_are_not_one(world: Ranks) -> None:
+    def program() -> None:
+        # These two differ by a multiple of the polynomial of CRC-32.
+        pair = [1 << 40, (1 << 40) ^ 0x1DB710641]
+        mine = pair[sp.get_rank() % 2]
+        sent = [pair[rank % 2] for rank in range(sp.get_world_size())]
+        assert zlib.crc32(codec.encode(pair[0])) == zlib.crc32(codec.encode(pair[1]))
+        assert sp.all_gather(mine) == sent
+        assert sp.all_reduce(mine) == sum(sent)
+
+    world.run(program)
+
+
+@several()
+def test_an_object_that_needs_pickle_takes_its_arrays_along(world: Ranks) -> None:
+    def program() -> None:
+        shared = ["twice"]
+        sent: Any = {"w": np.arange(1000.0), "x": shared, "y": shared}
+        got: Any = sp.broadcast(sent if sp.is_main() else None)
+        assert got["x"] is got["y"]
+        assert np.array_equal(got["w"], sent["w"])
+        assert sp.broadcast("next") == "next"
+
+    world.run(program)
+
+
+@several()
+def test_what_is_no_array_of_numbers_is_refused_on_all(world: Ranks) -> None:
+    def program() -> None:
+        masked: Any = np.ma.masked_less(np.arange(3), 1)
+        for bad in (np.zeros(2, "S3000"), np.array(["a"]), masked):
+            with pytest.raises((TypeError, sp.PeerFailed)):
+                sp.all_reduce(bad)
+        whole: Any = np.int64(1)  # any whole number will do
+        assert sp.broadcast(np.ones(500), src=whole)[0] == 1
 
     world.run(program)
 
@@ -386,5 +455,32 @@ def test_tensors_keep_what_they_are(world: Ranks) -> None:
         state = torch.nn.Linear(100, 100).state_dict()
         got: Any = sp.broadcast(state if rank == 0 else None)
         assert list(got) == ["weight", "bias"]
+
+    world.run(program)
+
+
+@several()
+def test_torch_is_not_deceived(world: Ranks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def program() -> None:
+        torch.set_num_threads(1)
+        n, rank = sp.get_world_size(), sp.get_rank()
+        value = torch.full((1000,), 1 + 2j, dtype=torch.complex64)
+        for out in (torch.zeros(1000, dtype=torch.complex64).conj(), torch.zeros_like(value)):
+            assert sp.all_reduce(value, out=out) is out
+            assert torch.equal(out.resolve_conj(), value * n)
+            assert sp.broadcast(value, out=out) is out
+            assert torch.equal(out.resolve_conj(), value)
+        leaf = torch.ones(1000, requires_grad=True)
+        middle = leaf * 2
+        loss = (middle * middle).sum()
+        sp.all_reduce(torch.ones(1000), out=middle.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        dense = torch.ones(1000)
+        with pytest.raises(sp.RankMismatch, match="sparse_coo"):
+            sp.all_reduce(dense if rank else dense.to_sparse())
+        assert torch.equal(sp.all_reduce(dense.to_sparse()).to_dense(), dense * n)
 
     world.run(program)

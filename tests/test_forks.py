@@ -305,14 +305,12 @@ def test_however_a_child_ends_its_parent_waits_on(
     assert ("ForkedProcess" in err) == (code == 1)
 
 
-@pytest.mark.xfail(reason="what the handler raises in the child becomes a ForkedProcess")
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_child_keeps_its_exit_code(code: int, scripts: Scripts) -> None:
     out, _ = ways_out(f"sys.exit({code})", False, scripts)
     assert out == f"child's exit code {code}\n"
 
 
-@pytest.mark.xfail(reason="the lock of init() is held by a thread that the child does not have")
 def test_a_child_forked_while_another_thread_starts_the_world_is_refused(
     meeting_place: Path, report: Pipe
 ) -> None:
