@@ -2,18 +2,15 @@
 
 Giving it away is by far the quickest where only ranks want it: each goes on as soon as the one
 before it is done. Where somebody else wants it, who never gives it back by himself, that costs a
-whole slice of his time, and sleeping until one is woken is quicker. Which it is shows in what it
-took the last time; now and then it is tried again.
+whole slice of his time, for this rank or for those that wait for it; and where ranks have work of
+their own between the rounds, it gains nothing. Then sleeping until one is woken is better. Which it
+is shows in how long the last waits took; now and then the other way is tried again.
 """
 
 from __future__ import annotations
 
-import time
-
-#: A wait is dear if it took more than a slice, and so much for each time: ranks among themselves
-#: take a few microseconds.
-_SLICE, _EACH = 0.001, 0.00005  # seconds
-_SHORTEST, _LONGEST = 16, 4096  # waits without trying it again
+_LONG = 0.001  # seconds: ranks among themselves take microseconds
+_SHORTEST, _LONGEST = 16, 256  # waits without trying it again
 
 
 class Patience:
@@ -28,9 +25,9 @@ class Patience:
         if self.waits:
             self.waits -= 1
 
-    def weigh(self, looks: int, begin: float) -> None:
-        """Learn from a wait that has given the processor away so many times since `begin`."""
-        if time.monotonic() - begin > _SLICE + looks * _EACH:
-            self.waits, self._next = self._next, min(4 * self._next, _LONGEST)
-        else:
+    def learn(self, waited: float) -> None:
+        """Learn from a wait of so many seconds."""
+        if waited > _LONG:
+            self.waits, self._next = max(self.waits, self._next), min(4 * self._next, _LONGEST)
+        elif not self.waits:
             self._next = max(self._next // 2, _SHORTEST)

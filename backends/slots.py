@@ -191,7 +191,7 @@ class SlotBoard(Board):
                 if memory[intents] != self._unbroken:
                     break
                 if begin:
-                    patience.weigh(looks, begin)
+                    patience.learn(time.monotonic() - begin)
                 self.collected = number
                 if self._apart.written or number == 1:
                     self._tidy(number)
@@ -204,8 +204,6 @@ class SlotBoard(Board):
                 if not number & 3:  # now and then is enough
                     begin = time.monotonic()
             elif looks == _LOOKS:
-                if begin:
-                    patience.weigh(looks, begin)
                 break
             looks += 1
             os.sched_yield()
@@ -225,6 +223,7 @@ class SlotBoard(Board):
                     return None
                 notes = self._take_all(number)
             if notes is not None:
+                self._patience.learn(self.now() - self._waiting_since)
                 self.collected = number
                 self._tidy(number)
                 return notes
@@ -277,6 +276,8 @@ class SlotBoard(Board):
             return None
         notes: list[Note] = []
         bare = not (mine.payload or mine.failure)
+        if bare and words == own * len(self.members):
+            return (mine,) * len(self.members)
         for index in range(len(self.members)):
             word = words[index * WORD.size : (index + 1) * WORD.size]
             same = index == self._index or (bare and word == own)
