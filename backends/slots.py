@@ -191,13 +191,19 @@ class SlotBoard(Board):
                 if memory[intents] != self._unbroken:
                     break
                 if begin:
-                    patience.learn(time.monotonic() - begin)
+                    patience.learn(time.monotonic() - begin, standing_for=4)
                 self.collected = number
                 if self._apart.written or number == 1:
                     self._tidy(number)
                 return (note,) * count
             if seen[:: WORD.size] == all_here:
-                break
+                notes = self._take_all(number)
+                if notes is None or memory[intents] != self._unbroken:
+                    break
+                self.collected = number
+                if self._apart.written or number == 1:
+                    self._tidy(number)
+                return notes
             if not looks:
                 if patience.waits or self._waiting_for == number:
                     break

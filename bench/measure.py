@@ -49,11 +49,11 @@ class Scale:
 
 
 FULL = Scale(
-    runs=5,
+    runs=3,
     seconds=0.3,
     control=(2, 4, 8),
     data={2: (1, 16, 64, 256), 4: (1, 16, 64, 256), 8: (64,)},
-    data_runs=3,
+    data_runs=2,
     data_seconds=1.0,
     memory=(4, 256),
     wait=(8, 20.0),
