@@ -235,7 +235,10 @@ def asleep():
 def children(pid):
     found = ""
     for task in os.listdir(f"/proc/{pid}/task"):
-        found += open(f"/proc/{pid}/task/{task}/children").read()
+        try:
+            found += open(f"/proc/{pid}/task/{task}/children").read()
+        except FileNotFoundError:
+            pass  # a thread that has ended since
     return [int(child) for child in found.split()]
 
 def fork():
