@@ -27,13 +27,14 @@ class Bells:
         """
         self._directory = directory
         self._others: dict[int, int] = {}
+        self._rank = rank
         self._own = directory.open_pipe(_name(rank), make=True)
         self._poll = select.poll()
         self._poll.register(self._own, select.POLLIN)
 
     def find(self, rank: int) -> None:
         """Get hold of the bell of `rank`; where that fails, it is not rung."""
-        if rank not in self._others:
+        if rank not in self._others and rank != self._rank:
             with contextlib.suppress(OSError, ConfigurationError):
                 self._others[rank] = self._directory.open_pipe(_name(rank))
 
@@ -51,8 +52,8 @@ class Bells:
                 self._poll.unregister(fd)
 
     def ring(self, rank: int) -> None:
-        """Wake `rank`, if it sleeps."""
-        fd = self._others.get(rank)
+        """Wake `rank`, if it sleeps; a thread of this rank may ring its own bell."""
+        fd = self._own if rank == self._rank else self._others.get(rank)
         if fd is not None:
             with contextlib.suppress(OSError):  # full: it has been rung often enough
                 os.write(fd, b"!")

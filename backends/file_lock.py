@@ -58,7 +58,7 @@ class FileBackend(Backend):
         self._run_path = _run_path(topology, settings)
         self._boards: list[SlotBoard] = []
         self._table: PrivateDirectory
-        self._seats: Seats
+        self.seats: Seats  #: of this world, once it is made
         with self._telling_of_the_disk():
             self._base = PrivateDirectory.open(self._run_path.parent)
             try:
@@ -75,18 +75,31 @@ class FileBackend(Backend):
 
     def board(self, members: Sequence[int]) -> SlotBoard:
         """Return the board of `members`, making it if this is the first of them."""
-        name, rank = _board_name(members), self.topology.rank
-        with self._telling_of_the_disk(), _locked(self._base, self._run_path.name):
-            board = SlotBoard(self._table, name, members, rank, self._seats)
+        return self.board_of(members, _board_name(members))
+
+    def board_of(
+        self, members: Sequence[int], name: str, seat_numbers: Sequence[int] | None = None
+    ) -> SlotBoard:
+        """Return the board `name`, of members that may sit elsewhere than at their ranks."""
+        seats = tuple(members if seat_numbers is None else seat_numbers)
+        rank = members[seats.index(self.topology.rank)]
+        with self.table() as table:
+            board = SlotBoard(table, name, members, rank, self.seats, seats)
         self._boards.append(board)
         return board
 
+    @contextlib.contextmanager
+    def table(self) -> Generator[PrivateDirectory]:
+        """Hold the directory of this world, and let no other rank make anything in it meanwhile."""
+        with self._telling_of_the_disk(), _locked(self._base, self._run_path.name):
+            yield self._table
+
     def close(self, failure: bytes | None = None) -> None:
         """Say how this rank ends, and clear away what nobody needs any more."""
-        self._seats.say_end(failure)
+        self.seats.say_end(failure)
         for board in self._boards:
             board.wake()  # who still waits for this rank hears it now
-        self._seats.leave()
+        self.seats.leave()
         self._let_go()
         name = self._run_path.name
         # What cannot be cleared now, the next run clears: an end must not fail or hang for it.
@@ -99,15 +112,15 @@ class FileBackend(Backend):
 
     def publish(self, word: bytes) -> None:
         """Let others read `word`."""
-        self._seats.say(word)
+        self.seats.say(word)
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self._seats.heard(rank)
+        return self.seats.heard(rank)
 
     def abandon(self) -> None:
         """Let go of seat and boards in a forked child."""
-        self._seats.leave()
+        self.seats.leave()
         self._let_go()
         self._base.close()
 
@@ -156,7 +169,7 @@ class FileBackend(Backend):
         self._table = run.sub(name)
         try:
             self._check_world_size()
-            self._seats = Seats(self._table, rank, world_size)
+            self.seats = Seats(self._table, rank, world_size)
         except BaseException:
             self._table.close()
             raise
@@ -264,6 +277,12 @@ def _acquire(base: PrivateDirectory, lock: str, patience: float) -> int:
                 f"SYNCPRIMS_RUN_ID"
             )
         time.sleep(_LOCK_PAUSE)
+
+
+def base_of(settings: Settings) -> PrivateDirectory:
+    """Open the directory in which runs have theirs."""
+    path = settings.directory or default_base(settings.runtime_directory)
+    return PrivateDirectory.open(Path(path).absolute())
 
 
 def _run_path(topology: Topology, settings: Settings) -> Path:

@@ -223,6 +223,15 @@ class Seats:
             time.sleep(0.0005)
         return status
 
+    def is_deserted(self, rank: int) -> bool:
+        """Tell whether `rank` went without a word; may be asked from another thread."""
+        before = self._person(rank)[0]
+        return (
+            before == _ALIVE
+            and is_free(self._directory, rank)
+            and self._person(rank)[0] == _ALIVE  # and has not said a word while it went
+        )
+
     # -- bytes --------------------------------------------------------------------------------
 
     def _at(self, rank: int) -> int:

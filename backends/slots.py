@@ -68,9 +68,16 @@ class SlotBoard(Board):
         members: Sequence[int],
         rank: int,
         seats: Seats,
+        seat_numbers: Sequence[int] | None = None,
     ) -> None:
-        """Open the board, making it if this is the first member; under the run's join lock."""
+        """Open the board, making it if this is the first member; under the run's join lock.
+
+        `seat_numbers` says where the members sit, if not at their ranks: at a table of one host of
+        several, seats are counted from zero.
+        """
         super().__init__(members)
+        self.seat_numbers = tuple(members if seat_numbers is None else seat_numbers)
+        self._seat_of = dict(zip(self.members, self.seat_numbers, strict=True))
         self._directory = directory
         self._name = name
         self._seats = seats
@@ -118,7 +125,7 @@ class SlotBoard(Board):
         self.posted = number
         memory = self._memory
         memory[self._own[cell]] = word
-        if memory[self._asleep] != self._nobody and self._all_here(cell):
+        if memory[self._asleep] != self._nobody and self.is_full(number):
             self.wake()  # this was the note they have been waiting for
 
     def _learn(self, note: Note) -> _Bare:
@@ -142,16 +149,17 @@ class SlotBoard(Board):
             found = self._bodies[text] = zlib.crc32(body), body
         return found
 
-    def _all_here(self, cell: int) -> bool:
-        """Tell whether all words of a round are there, whole or not."""
+    def is_full(self, number: int) -> bool:
+        """Tell whether all words of a round that this rank has posted are there, whole or not."""
+        cell = number % CELLS
         words = self._memory[self._rows[cell]]
         return words[:: WORD.size] == self._mine[cell][1][:1] * len(self.members)
 
     def wake(self) -> None:
         """Wake every member that sleeps."""
-        for member, asleep in zip(self.members, self._memory[self._asleep], strict=True):
+        for seat, asleep in zip(self.seat_numbers, self._memory[self._asleep], strict=True):
             if asleep:
-                self._bells.ring(member)
+                self._bells.ring(seat)
 
     def _write_content(self, number: int, note: Note) -> tuple[int, int]:
         """Write a body with more than a label; return its flags and its check."""
@@ -197,7 +205,7 @@ class SlotBoard(Board):
                     self._tidy(number)
                 return (note,) * count
             if seen[:: WORD.size] == all_here:
-                notes = self._take_all(number)
+                notes = self.notes(number)
                 if notes is None or memory[intents] != self._unbroken:
                     break
                 self.collected = number
@@ -223,11 +231,11 @@ class SlotBoard(Board):
         nap = min(_LONGEST_NAP, max(_FIRST_NAP, now - self._waiting_since))
         looks, slept = 0, False
         while True:
-            notes = self._take_all(number)
+            notes = self.notes(number)
             if self._memory[self._intents] != self._unbroken:
                 if self._verdicts.on(number) is not None:
                     return None
-                notes = self._take_all(number)
+                notes = self.notes(number)
             if notes is not None:
                 self._patience.learn(self.now() - self._waiting_since)
                 self.collected = number
@@ -242,7 +250,7 @@ class SlotBoard(Board):
                 return None
             if sleepy:
                 # Only after a sleep that was in vain: a death ends it, and most are not.
-                if slept and self._in_vain(number):
+                if slept and self.in_vain(number):
                     return None
                 self._sleep(number, nap if timeout is None else min(nap, timeout - (now - start)))
                 slept, nap = True, min(2 * nap, _LONGEST_NAP)
@@ -254,26 +262,26 @@ class SlotBoard(Board):
         try:
             self._memory[me] = 1
             # A note that came before its writer could see this would wake nobody.
-            if not self._all_here(number % CELLS) and self._memory[self._intents] == self._unbroken:
+            if not self.is_full(number) and self._memory[self._intents] == self._unbroken:
                 self._bells.sleep(seconds)
         finally:
             with contextlib.suppress(ValueError):  # closed meanwhile, by a handler that has forked
                 self._memory[me] = 0
 
-    def _in_vain(self, number: int) -> bool:
+    def in_vain(self, number: int) -> bool:
         """Tell whether a member is lost or has failed, or an absent one has finished."""
-        departed = self._seats.departed(self.members)
+        departed = self._seats.departed(self.seat_numbers)
         # The last notes may have arrived just before their writers went.
-        if not departed or self._take_all(number) is not None:
+        if not departed or self.notes(number) is not None:
             return False
         words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
-        absent = {m for m, word in zip(self.members, words, strict=True) if word[0] != number}
+        absent = {s for s, word in zip(self.seat_numbers, words, strict=True) if word[0] != number}
         return any(
-            state in ("lost", "failed") or (state == "finished" and rank in absent)
-            for rank, state in departed
+            state in ("lost", "failed") or (state == "finished" and seat in absent)
+            for seat, state in departed
         )
 
-    def _take_all(self, number: int) -> tuple[Note, ...] | None:
+    def notes(self, number: int) -> tuple[Note, ...] | None:
         """Return the notes of round `number`, or None while one is not here, or not whole."""
         cell = number % CELLS
         words = self._memory[self._rows[cell]]
@@ -316,6 +324,26 @@ class SlotBoard(Board):
             label = Label.decode(text)
         return Note(label, flag, content[:payload], content[payload:])
 
+    # -- for a board above this one: see there ----------------------------------------------------
+
+    @property
+    def here(self) -> int:
+        """The member whose view this is."""
+        return self.members[self._index]
+
+    def own(self, number: int) -> Note:
+        """Return the note that this rank has posted to a round of late."""
+        return self._mine[number % CELLS][0]
+
+    def rounds_of(self, rank: int) -> int:
+        """Return how many rounds a member has posted to."""
+        return self._cells.posted(self.members.index(rank))
+
+    def advance(self, number: int) -> None:
+        """Count the rounds up to `number` as collected: their notes came another way."""
+        self.collected = number
+        self._tidy(number)
+
     def _tidy(self, number: int) -> None:
         if self._apart.written:
             # All have read what they had collected when they posted this round.
@@ -329,7 +357,8 @@ class SlotBoard(Board):
     def status(self, rank: int) -> Status:
         """Tell what is known of `rank`: its cells say how far it is, its seat how it is."""
         index = self.members.index(rank)
-        state = self._seats.state(rank)  # first: what it posted before it went is there then
+        # The state first: what it posted before it went is there then.
+        state = self._seats.state(self._seat_of[rank])
         word = self._cells.last_word(index)
         number, _, _ = WORD.unpack(word)
         body = self._cells.read_body(number % CELLS, index, word) if number else None

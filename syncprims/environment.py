@@ -327,8 +327,35 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         directory=environ.get("SYNCPRIMS_DIR") or None,
         runtime_directory=environ.get("XDG_RUNTIME_DIR") or None,
         pickle=pickle == "1",
+        store=_store(environ),
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        heartbeat=_seconds(environ, "SYNCPRIMS_HEARTBEAT") or default.heartbeat,
         error_file=environ.get("SYNCPRIMS_ERROR_FILE") or None,
     )
+
+
+def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return where ranks of several hosts meet: what torch's variables say, or SLURM's imply."""
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if address and port:
+        return address, _number(environ, "MASTER_PORT")
+    if LAUNCHERS[2].speaks(environ) and not _is_interactive(LAUNCHERS[2], environ):
+        names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        nodes = next((environ[name] for name in names if environ.get(name)), None)
+        job = environ.get("SLURM_JOB_ID", "0")
+        if nodes is not None and job.isdecimal():
+            # Of its own for every job on a node; below the ports that systems give away.
+            return address or _first_node(nodes), int(port or 15000 + int(job) % 10000)
+    return None
+
+
+def _first_node(nodes: str) -> str:
+    """Return the first of SLURM's node names: node007 of ``node[007-010,3],gpu1``."""
+    import re  # slow to import, and only SLURM needs it
+
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^\[,]*))?", nodes)
+    assert match is not None, "it matches anything"
+    return f"{match[1]}{match[2] or ''}{match[3] or ''}"
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:

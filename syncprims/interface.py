@@ -39,6 +39,9 @@ class Settings(NamedTuple):
     directory: str | None = None  #: where the ranks of one host meet, if the user says so
     runtime_directory: str | None = None  #: the system's place for such things, where it has one
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
+    store: tuple[str, int] | None = None  #: host and port of the rendezvous store
+    agent_store: bool = False  #: torchrun's agent serves it, and no rank need
+    heartbeat: float = 10.0  #: a host that gives no sign of life for so long is taken for lost
     error_file: str | None = None  #: where the launcher looks for the reason why this rank failed
 
 

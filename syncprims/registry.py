@@ -20,7 +20,10 @@ ENTRY_POINTS = "syncprims.backends"
 
 _BUILT_IN = {
     "file": "syncprims.backends.file_lock:FileBackend",
+    "gloo": "syncprims.backends.torch_dist:GlooBackend",
+    "nccl": "syncprims.backends.torch_dist:NcclBackend",
     "single": "syncprims.backends.single:SingleBackend",
+    "torch": "syncprims.backends.torch_dist:TorchBackend",
 }
 
 
@@ -38,7 +41,7 @@ def backend_class(name: str) -> type[Backend]:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(
-            f"backend {name!r} cannot be imported from {target}: {error}. {_cure(module)}"
+            f"backend {name!r} cannot be imported from {target}: {error}. {_cure(module, error)}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BackendUnavailable(f"backend {name!r}: {target} is not a syncprims Backend class")
@@ -71,7 +74,9 @@ def _entry_points() -> list[EntryPoint]:
     return list(entry_points(group=ENTRY_POINTS))
 
 
-def _cure(module: str) -> str:
+def _cure(module: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return "Install torch, or set SYNCPRIMS_BACKEND=file on one host"
     if module.startswith("syncprims."):
         return (
             "A bare checkout has no installed backends: run `pip install -e .` in it, and start "

@@ -21,6 +21,7 @@ from .registry import backend_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
+    from types import ModuleType
 
     from .group import Group
     from .interface import Topology
@@ -104,7 +105,27 @@ def topology() -> Topology:
     """Return this process's place, from the world if there is or was one, else the environment."""
     if _state.world is not None:
         return _state.world.topology
-    return _state.topology or detect(os.environ)
+    return _state.topology or _place(os.environ)
+
+
+def _place(environ: Mapping[str, str]) -> Topology:
+    """Return this process's place by its launcher, else by the group it has initialized itself."""
+    place = detect(environ)
+    if place.launcher == "none":
+        distributed = sys.modules.get("torch.distributed")
+        if _is_initialized(distributed):
+            assert distributed is not None
+            rank, size = distributed.get_rank(), distributed.get_world_size()
+            # Who shares a host is not known before the ranks have met.
+            local = Topology(rank, size, rank, size, launcher="torch.distributed")
+            return local._replace(run_id=place.run_id)
+    return place
+
+
+def _is_initialized(distributed: ModuleType | None) -> bool:
+    return bool(
+        distributed is not None and distributed.is_available() and distributed.is_initialized()
+    )
 
 
 def _check_same(running: World, backend: str | None, timeout: float | None) -> None:
@@ -140,7 +161,7 @@ def _start(
     name, chosen_by = _choose(environ, backend)
     if name == "single":
         _refuse_lonely(environ, chosen_by)
-    place = detect(environ)
+    place = _place(environ)
     if name == "auto":
         name = "torch" if place.world_size > 1 else "single"
         chosen_by += f", which takes {name!r} for world_size={place.world_size}"
@@ -155,6 +176,7 @@ def _start(
             f"{place.launcher} started {place.num_nodes} nodes; choose one that spans hosts"
         )
     made = cls(place, settings)
+    place = made.topology  # it may know more of hosts than the launcher says
     try:
         world = World(made, name, settings, place, end=_end_block)
         _endings.watch()
@@ -180,8 +202,7 @@ def _choose(environ: Mapping[str, str], backend: str | None) -> tuple[str, str]:
     if named not in (None, "auto"):
         assert named is not None
         return named, f"SYNCPRIMS_BACKEND={named}"
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if _is_initialized(sys.modules.get("torch.distributed")):
         return "torch", "the torch.distributed group that is initialized already"
     return "auto", f"SYNCPRIMS_BACKEND={named}" if named else "the default, auto"
 

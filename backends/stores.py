@@ -1,0 +1,118 @@
+"""The rendezvous store of a run: where it is, who serves it, and how to connect."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from syncprims.errors import BackendUnavailable, ConfigurationError
+
+if TYPE_CHECKING:
+    from syncprims.interface import Settings, Topology
+
+_FOREVER = timedelta(days=365)  # a wait ends with its answer; deadlines are the rank's own
+
+
+class StoreSource:
+    """A store that all ranks of a run reach; every thread makes a connection of its own."""
+
+    def __init__(self, host: str, port: int, prefix: str, join_timeout: float) -> None:
+        self.address = f"{host}:{port}"
+        self.served_by_rank_0 = False  #: so that rank 0 must leave last
+        self._host = host
+        self._port = port
+        self._prefix = prefix
+        self._patience = timedelta(seconds=join_timeout)
+        self._kept: Any = None  # lives as long as this does, and the server with it
+
+    @property
+    def host(self) -> str:
+        """Where the store is served."""
+        return self._host
+
+    def connect(self) -> Any:
+        """Return a new connection, for one thread; it blocks until the store is served."""
+        store = dist.TCPStore(
+            self._host,
+            self._port,
+            is_master=False,
+            timeout=self._patience,
+            wait_for_workers=False,
+        )
+        store.set_timeout(_FOREVER)
+        return dist.PrefixStore(self._prefix, store)
+
+    def serve(self) -> None:
+        """Serve the store in this process.
+
+        :raises BackendUnavailable: if the port is taken, or cannot be opened here.
+        """
+        try:
+            # Several tenants: a process group that the program makes at the same address shares it.
+            self._kept = dist.TCPStore(
+                self._host, self._port, is_master=True, wait_for_workers=False, multi_tenant=True
+            )
+        except RuntimeError as error:
+            raise BackendUnavailable(
+                f"rank 0 cannot serve the store at {self.address}: "
+                f"{str(error).partition(chr(10))[0]}. Set MASTER_ADDR to the host of rank 0 and "
+                f"MASTER_PORT to a free port there, the same on all ranks"
+            ) from error
+
+    def keep(self, store: Any) -> None:
+        """Keep a store alive that somebody else has made."""
+        self._kept = store
+
+    def close(self) -> None:
+        """Let go of what was kept or served."""
+        self._kept = None
+
+
+def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
+    """Return the store of this run; None if it is a run of one host without any.
+
+    That of torchrun's agent if there is one, else that of the initialized default group, else one
+    that rank 0 serves at MASTER_ADDR and MASTER_PORT.
+
+    :raises ConfigurationError: if there are several hosts, and no store.
+    """
+    prefix = f"syncprims/{topology.run_id or 'run'}"
+    grouped = dist.is_available() and dist.is_initialized()
+    if settings.store is not None and (settings.agent_store or not grouped):
+        if topology.launcher == "syncprims" and topology.num_nodes == 1:
+            return None  # they share this host: `syncprims run` has started them on it
+        source = StoreSource(*settings.store, prefix, settings.join_timeout)
+        if not settings.agent_store:
+            source.served_by_rank_0 = True
+            if topology.rank == 0:
+                source.serve()
+        return source
+    if grouped:
+        return _of_default_group(prefix, settings.join_timeout)
+    if topology.num_nodes == 1:
+        return None
+    raise ConfigurationError(
+        f"{topology.launcher} started {topology.num_nodes} nodes, and nothing says where their "
+        f"ranks meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, "
+        f"the same on all ranks, or start them with torchrun"
+    )
+
+
+def _of_default_group(prefix: str, join_timeout: float) -> StoreSource:
+    """Return the store with which the program has initialized ``torch.distributed``."""
+    # Torch has no public name for it, and the ranks must meet where they have met before.
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    inner: Any = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, dist.TCPStore):
+        raise ConfigurationError(
+            f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
+            f"can be shared: initialize it with env:// or tcp://, or start the ranks with torchrun"
+        )
+    source = StoreSource(inner.host, inner.port, prefix, join_timeout)
+    source.keep(store)
+    source.served_by_rank_0 = True
+    return source

@@ -1,0 +1,349 @@
+"""Ranks on one host or many, as torchrun and its like start them: the backend of training jobs.
+
+The control plane is two-level. Ranks that share memory meet at the file backend's boards, and hosts
+meet at the rendezvous store; a run on one host is done with the store once all have come. No device
+and no process group is touched by a barrier, a flag or a small object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from syncprims.errors import BackendUnavailable, ConfigurationError, SyncTimeout
+from syncprims.interface import Backend, Board, Settings, Topology
+
+from .census import Census, Host, Register, identity
+from .fates import End
+from .file_lock import FileBackend, base_of
+from .heartbeat import Heartbeat
+from .relay import Relay
+from .store_link import StoreGone, StoreLink
+from .stores import StoreSource, find_store
+from .two_level import Ties, TwoLevelBoard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LAST_WORD = 2.0  # seconds to tell the other hosts how this rank ends
+_WORD_EVERY = 1.0  # seconds between two looks at another host's published words
+
+
+class TorchBackend(Backend):
+    """A rank of a run that torchrun, SLURM, MPI or the program itself has started."""
+
+    name = "torch"
+    spans_hosts = True
+    detects_death = True
+    needs: ClassVar[str | None] = None  #: the engine that was asked for by name
+
+    def __init__(self, topology: Topology, settings: Settings) -> None:
+        super().__init__(topology, settings)
+        if not dist.is_available():
+            raise BackendUnavailable(
+                "this build of torch has no torch.distributed; install another, or use "
+                "SYNCPRIMS_BACKEND=file on one host"
+            )
+        if self.needs == "nccl" and not torch.cuda.is_available():
+            raise BackendUnavailable(
+                f"backend 'nccl' needs a CUDA device, and rank {topology.rank} has none; use "
+                f"SYNCPRIMS_BACKEND=torch, which takes NCCL only where there is one"
+            )
+        _check_default_group(topology)
+        self._boards: list[TwoLevelBoard] = []
+        self._ties: Ties | None = None  # to other hosts, if there are any
+        self._heartbeat: Heartbeat | None = None
+        self._word_said = False
+        self._heard: dict[int, tuple[float, bytes]] = {}
+        self._source = find_store(topology, settings) if topology.world_size > 1 else None
+        self._speaker: StoreLink | None = None
+        self._waiter: StoreLink | None = None
+        if self._source is None:
+            everybody = list(range(topology.world_size))
+            self._census = Census(topology.run_id or "", [Host("here", everybody)])
+            self._local = FileBackend(topology, settings)
+            return
+        try:
+            self._join(self._source)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _join(self, source: StoreSource) -> None:
+        """Learn who shares this host, and sit down with them."""
+        self._speaker = StoreLink("speaker", source.connect, every=self._beat_every, pulse=self._pulse)
+        self._waiter = StoreLink("waiter", source.connect)
+        self._census = census = self._take_census(source)
+        top = self.topology
+        host_of = census.host_of
+        mine = census.hosts[host_of[top.rank]]
+        if top.launcher == "torch.distributed":  # which knows no hosts
+            self.topology = top = top._replace(
+                local_rank=mine.ranks.index(top.rank),
+                local_world_size=len(mine.ranks),
+                node_rank=host_of[top.rank],
+                num_nodes=len(census.hosts),
+            )
+        if len(census.hosts) == 1:
+            self._local = FileBackend(top._replace(run_id=census.token), self.settings)
+            self._hang_up()
+            return
+        seat = mine.ranks.index(top.rank)
+        place = Topology(seat, len(mine.ranks), seat, len(mine.ranks), 0, 1, top.launcher)
+        run_id = f"{census.token}-{host_of[top.rank]}"
+        self._local = FileBackend(place._replace(run_id=run_id), self.settings)
+        with self._local.table() as table:
+            heartbeat = Heartbeat(table, census.token, host_of[top.rank], self.settings.heartbeat)
+        self._ties = Ties(
+            seats=self._local.seats,
+            host=host_of[top.rank],
+            host_of=host_of,
+            names=[host.name for host in census.hosts],
+            store=source.address,
+            speaker=self._speaker,
+            waiter=self._waiter,
+            heartbeat=heartbeat,
+            ring=self._ring,
+        )
+        self._speaker.ask(heartbeat.beat, self.settings.join_timeout)
+        self._heartbeat = heartbeat
+
+    @property
+    def _beat_every(self) -> float:
+        return self.settings.heartbeat / 5
+
+    def _take_census(self, source: StoreSource) -> Census:
+        assert self._speaker is not None
+        assert self._waiter is not None
+        top, patience = self.topology, self.settings.join_timeout
+        register = Register(f"world-{top.world_size}", top.world_size)
+        base = base_of(self.settings)
+        try:
+            place = identity(base.fd)
+        finally:
+            base.close()
+        begin = time.monotonic()
+        try:
+            book = self._speaker.ask(lambda store: register.enter(store, top.rank, place), patience)
+        except StoreGone as error:
+            raise BackendUnavailable(
+                f"rank {top.rank} cannot reach the store at {source.address}: {error}. It is served "
+                f"by rank 0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR "
+                f"and MASTER_PORT right and open from here?"
+            ) from error
+        try:
+            left = max(0.0, patience - (time.monotonic() - begin))
+            return self._waiter.ask(lambda store: register.read(store, book), left)
+        except StoreGone:
+            missing = self._speaker.ask(lambda store: register.missing(store, book), patience)
+            waited = time.monotonic() - begin
+            raise _never_came(top, missing, waited, source.address) from None
+
+    @property
+    def meeting_place(self) -> str:
+        """The store, and the directory on this host."""
+        if self._source is None:
+            return self._local.meeting_place
+        return f"the store at {self._source.address} and {self._local.meeting_place}"
+
+    # -- boards -----------------------------------------------------------------------------------
+
+    def board(self, members: Sequence[int]) -> Board:
+        """Return the board of `members`: on one host shared memory alone, else two-level."""
+        hosts = self._census.hosts
+        if len(hosts) == 1:
+            return self._local.board(members)
+        assert self._ties is not None
+        here = hosts[self._ties.host].ranks
+        local = [rank for rank in members if rank in here]
+        seats = [here.index(rank) for rank in local]
+        name = f"board-{hashlib.blake2b(repr(tuple(members)).encode(), digest_size=8).hexdigest()}"
+        if len(local) == len(members):
+            return self._local.board_of(local, name, seats)
+        own = self._local.board_of(local, f"{name}-here", seats)
+        with self._local.table() as table:
+            relay = Relay(table, name, len(local), local.index(self.topology.rank))
+        prefix = f"{self._census.token}/{name}"
+        board = TwoLevelBoard(members, own, relay, prefix, self._ties)
+        self._boards.append(board)
+        return board
+
+    # -- words --------------------------------------------------------------------------------------
+
+    def publish(self, word: bytes) -> None:
+        """Let others read `word`, on this host and on others."""
+        self._local.publish(word)
+        if self._ties is not None and (word or self._word_said):
+            self._word_said = bool(word)
+            key = self._word_key(self.topology.rank)
+            self._ties.speaker.submit(lambda store: store.set(key, word))
+
+    def published(self, rank: int) -> bytes:
+        """Return the latest word of `rank`; that of another host may be a second old."""
+        ties = self._ties
+        if ties is None:
+            return self._local.published(rank)
+        if ties.host_of[rank] == ties.host:
+            return self._local.published(self._census.hosts[ties.host].ranks.index(rank))
+        if not self._word_said:
+            return b""  # only who waits for long, and has said so, asks another host
+        now = time.monotonic()
+        if now - self._heard.get(rank, (-_WORD_EVERY, b""))[0] >= _WORD_EVERY:
+            key = self._word_key(rank)
+
+            def read(store: Any) -> bytes:
+                return bytes(store.get(key)) if store.check([key]) else b""
+
+            word = b""
+            with contextlib.suppress(StoreGone):
+                word = ties.speaker.ask(read, _LAST_WORD)
+            self._heard[rank] = now, word
+        return self._heard[rank][1]
+
+    def _word_key(self, rank: int) -> str:
+        return f"{self._census.token}/word/{rank}"
+
+    # -- the link's thread ----------------------------------------------------------------------------
+
+    def _pulse(self, store: Any) -> None:
+        """Give a sign of life for this host, and tell the others of ranks that died on it."""
+        heartbeat, ties = self._heartbeat, self._ties
+        if heartbeat is None or ties is None:
+            return
+        heartbeat.beat(store)
+        for seat, rank in enumerate(self._census.hosts[ties.host].ranks):
+            if rank != self.topology.rank and self._local.seats.is_deserted(seat):
+                for board in self._boards:
+                    if rank in board.local.members:
+                        board.say_end(store, End(rank, board.rounds_of(rank), "lost"))
+                store.set(self._left_key(rank), "")
+
+    def _ring(self) -> None:
+        """Wake every rank of this host."""
+        assert self._ties is not None
+        for seat in range(len(self._census.hosts[self._ties.host].ranks)):
+            self._local.seats.bells.ring(seat)
+
+    # -- leaving ------------------------------------------------------------------------------------
+
+    def close(self, failure: bytes | None = None) -> None:
+        """Tell the other hosts, then this one, how this rank ends. Who serves the store goes last."""
+        ties = self._ties
+        if ties is not None:
+            with contextlib.suppress(StoreGone, RuntimeError):
+                ties.speaker.ask(lambda store: self._say_end(store, failure), _LAST_WORD)
+            if self._source is not None and self._source.served_by_rank_0 and self.topology.rank == 0:
+                self._see_the_others_off(ties, hurry=failure is not None)
+        self._hang_up()
+        for board in self._boards:
+            board.close()
+        self._local.close(failure)
+        self._let_go()
+
+    def _say_end(self, store: Any, failure: bytes | None) -> None:
+        state, text = ("finished", "") if failure is None else ("failed", failure.decode())
+        for board in self._boards:
+            board.say_end(store, End(self.topology.rank, board.posted, state, "", text))
+        store.set(self._left_key(self.topology.rank), "")
+
+    def _see_the_others_off(self, ties: Ties, *, hurry: bool) -> None:
+        """Serve the store until all others have left, or are on hosts that are gone."""
+        begin = warned = time.monotonic()
+        left = [rank for rank in range(self.topology.world_size) if rank != 0]
+
+        def look(store: Any) -> list[int]:
+            here = [rank for rank in left if not store.check([self._left_key(rank)])]
+            ties.heartbeat.look(store, {ties.host_of[rank] for rank in here} - {ties.host})
+            return here
+
+        with contextlib.suppress(StoreGone, RuntimeError):
+            while True:
+                left = ties.speaker.ask(look, ties.heartbeat.limit)
+                limit = ties.heartbeat.limit
+                left = [
+                    rank
+                    for rank in left
+                    if ties.host_of[rank] == ties.host
+                    or ties.heartbeat.silence(ties.host_of[rank]) < limit
+                ]
+                now = time.monotonic()
+                if not left or (hurry and now - begin > _LAST_WORD):
+                    return
+                if now - warned > self.settings.warn_after:
+                    warned = now
+                    logging.getLogger("syncprims").warning(
+                        f"rank 0 has finished, and stays for ranks {left[:8]}: it serves their store"
+                    )
+                time.sleep(min(0.2, 0.005 + (now - begin) / 10))
+
+    def _left_key(self, rank: int) -> str:
+        return f"{self._census.token}/left/{rank}"
+
+    def abandon(self) -> None:
+        """Let go of everything in a forked child: the threads are not there."""
+        for board in self._boards:
+            board.close()
+        self._local.abandon()
+        self._boards.clear()
+
+    def _hang_up(self) -> None:
+        for link in (self._speaker, self._waiter):
+            if link is not None:
+                link.close()
+
+    def _let_go(self) -> None:
+        self._hang_up()
+        self._boards.clear()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        if self._source is not None:
+            self._source.close()
+
+
+class GlooBackend(TorchBackend):
+    """The torch backend, with bulk data through Gloo."""
+
+    name = "gloo"
+    needs = "gloo"
+
+
+class NcclBackend(TorchBackend):
+    """The torch backend, with bulk data through NCCL: every rank has a CUDA device."""
+
+    name = "nccl"
+    needs = "nccl"
+
+
+def _check_default_group(topology: Topology) -> None:
+    """Refuse an initialized group that is not this world."""
+    if not dist.is_initialized():
+        return
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != (topology.rank, topology.world_size):
+        raise ConfigurationError(
+            f"torch.distributed is initialized with rank={rank} and world_size={world_size}, and "
+            f"{topology.launcher} says rank={topology.rank} and world_size={topology.world_size}; "
+            f"initialize it as the launcher says, or unset the launcher's variables"
+        )
+
+
+def _never_came(top: Topology, missing: list[int], waited: float, address: str) -> SyncTimeout:
+    arrived = [rank for rank in range(top.world_size) if rank not in missing]
+    lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
+    return SyncTimeout(
+        f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} did\n"
+        f"{lines}\nThis rank waits at the store at {address}, run id {top.run_id!r}: a rank that "
+        f"was started with others never meets it. See what keeps ranks {missing}. If they are only "
+        f"slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
+        rank=top.rank,
+        call="init",
+        missing=missing,
+        arrived=arrived,
+        waited=waited,
+    )
