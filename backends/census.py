@@ -21,6 +21,7 @@ class Host(NamedTuple):
 
     name: str
     ranks: list[int]  #: ascending
+    devices: bool = False  #: one for each of them
 
 
 class Census(NamedTuple):
@@ -52,8 +53,8 @@ class Register:
         self._prefix = prefix
         self._world_size = world_size
 
-    def enter(self, store: Any, rank: int, place: str) -> str:
-        """Write this rank down in the open book; return the book's name.
+    def enter(self, store: Any, rank: int, place: str, devices: int) -> str:
+        """Write this rank and the devices it sees into the open book; return the book's name.
 
         A book is closed once all ranks are in it, and then belongs to their world. So a second
         world of the same processes opens the next, and a rank that tries again, because the others
@@ -62,7 +63,7 @@ class Register:
         number = 1
         while store.check([self._key(number, "result")]):
             number += 1
-        entry = json.dumps([rank, place, socket.gethostname()]).encode() + b"\n"
+        entry = json.dumps([rank, place, socket.gethostname(), devices]).encode() + b"\n"
         store.append(self._key(number, "entries"), entry)
         if store.add(self._key(number, "count"), 1) >= self._world_size:
             entries = self._entries(store, number)
@@ -74,7 +75,7 @@ class Register:
     def read(self, store: Any, book: str) -> Census:
         """Return the result of a book, once it is closed."""
         token, hosts = json.loads(store.get(f"{book}result"))
-        return Census(token, [Host(name, ranks) for name, ranks in hosts])
+        return Census(token, [Host(*host) for host in hosts])
 
     def missing(self, store: Any, book: str) -> list[int]:
         """Return the ranks that are not in a book yet."""
@@ -82,17 +83,24 @@ class Register:
         entries = self._entries(store, number)
         return [rank for rank in range(self._world_size) if rank not in entries]
 
-    def _entries(self, store: Any, number: int) -> dict[int, tuple[str, str]]:
+    def _entries(self, store: Any, number: int) -> dict[int, tuple[str, str, int]]:
         lines = store.get(self._key(number, "entries")).splitlines()
-        return {rank: (place, name) for rank, place, name in map(json.loads, lines)}
+        return {rank: (place, name, devices) for rank, place, name, devices in map(_load, lines)}
 
     def _key(self, number: int, what: str) -> str:
         return f"{self._prefix}/census/{number}/{what}"
 
 
-def _by_host(entries: dict[int, tuple[str, str]]) -> list[Host]:
-    hosts: dict[str, Host] = {}
+def _load(line: bytes) -> tuple[int, str, str, int]:
+    rank, place, name, devices = json.loads(line)
+    return rank, place, name, devices
+
+
+def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[Host]:
+    at: dict[str, list[int]] = {}
     for rank in sorted(entries):
-        place, name = entries[rank]
-        hosts.setdefault(place, Host(name, [])).ranks.append(rank)
-    return list(hosts.values())
+        at.setdefault(entries[rank][0], []).append(rank)
+    return [
+        Host(entries[ranks[0]][1], ranks, min(entries[r][2] for r in ranks) >= len(ranks))
+        for ranks in at.values()
+    ]

@@ -71,7 +71,7 @@ def encode_notes(notes: Sequence[Note]) -> bytes:
 
 def decode_notes(data: bytes, mine: Note | None = None) -> list[Note]:
     """Return the notes that :func:`encode_notes` wrote; those equal to `mine` are `mine`."""
-    distinct, count = _SIZES.unpack_from(data)
+    distinct, count = map(int, _SIZES.unpack_from(data))
     at = _SIZES.size
     own = None if mine is None else mine.encode()
     notes: list[Note] = []
@@ -83,7 +83,8 @@ def decode_notes(data: bytes, mine: Note | None = None) -> list[Note]:
         notes.append(mine if mine is not None and text == own else Note.decode(text))
     if distinct == 1:
         return notes * count
-    return [notes[number] for number in struct.unpack_from(f"<{count}I", data, at)]
+    which: Sequence[int] = struct.unpack_from(f"<{count}I", data, at)
+    return [notes[int(number)] for number in which]
 
 
 class Fates:

@@ -110,6 +110,10 @@ class FileBackend(Backend):
         ):
             _clear(self._base, run)
 
+    def path_for(self, name: str) -> Path:
+        """Return the path of a file that goes with this world."""
+        return self._table.path / name
+
     def publish(self, word: bytes) -> None:
         """Let others read `word`."""
         self.seats.say(word)

@@ -89,7 +89,7 @@ class StoreLink:
         if not job.done.wait(patience):
             raise StoreGone(f"no answer for {patience:g} s")
         if job.error is not None:
-            if job.error is self.broken:
+            if self.broken is not None:
                 raise StoreGone(str(job.error).partition("\n")[0]) from job.error
             raise job.error
         return job.result  # type: ignore[no-any-return]
@@ -113,11 +113,13 @@ class StoreLink:
                     return
             self._busy_since = time.monotonic()
             try:
+                if self.broken is not None:
+                    raise self.broken
                 if store is None:
                     store = self._connect()
                 if self._every is not None and time.monotonic() >= next_pulse:
                     next_pulse = time.monotonic() + self._every
-                    if self._pulse is not None and self.broken is None:
+                    if self._pulse is not None:
                         self._pulse(store)
                 if job is not None:
                     job.result = job.work(store)

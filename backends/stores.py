@@ -5,12 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+import torch.distributed
 
 from syncprims.errors import BackendUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
     from syncprims.interface import Settings, Topology
+
+dist: Any = torch.distributed  # its types leave out what its documentation names
 
 _FOREVER = timedelta(days=365)  # a wait ends with its answer; deadlines are the rank's own
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncTimeout
 from syncprims.interface import Backend, Board, Settings, Topology
 
 from .census import Census, Host, Register, identity
+from .departures import Departures
+from .engines import LONG, GlooEngine, NcclEngine
 from .fates import End
 from .file_lock import FileBackend, base_of
-from .heartbeat import Heartbeat
+from .heartbeat import BEATS, Heartbeat
 from .relay import Relay
 from .store_link import StoreGone, StoreLink
 from .stores import StoreSource, find_store
@@ -30,6 +31,8 @@ from .two_level import Ties, TwoLevelBoard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+dist: Any = torch.distributed  # its types leave out what its documentation names
 
 _LAST_WORD = 2.0  # seconds to tell the other hosts how this rank ends
 _WORD_EVERY = 1.0  # seconds between two looks at another host's published words
@@ -60,13 +63,21 @@ class TorchBackend(Backend):
         self._ties: Ties | None = None  # to other hosts, if there are any
         self._heartbeat: Heartbeat | None = None
         self._word_said = False
+        self._opened = False  # torch's default group, by us: then it is ours to close
         self._heard: dict[int, tuple[float, bytes]] = {}
         self._source = find_store(topology, settings) if topology.world_size > 1 else None
         self._speaker: StoreLink | None = None
         self._waiter: StoreLink | None = None
         if self._source is None:
+            if topology.world_size > 1 and topology.run_id is None:
+                raise ConfigurationError(
+                    f"{topology.launcher} says neither where the ranks of this run meet nor what "
+                    f"it is called: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
+                    f"free port there, or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
+                )
             everybody = list(range(topology.world_size))
-            self._census = Census(topology.run_id or "", [Host("here", everybody)])
+            here = Host("here", everybody, _devices() >= topology.world_size)
+            self._census = Census(topology.run_id or "", [here])
             self._local = FileBackend(topology, settings)
             return
         try:
@@ -77,7 +88,8 @@ class TorchBackend(Backend):
 
     def _join(self, source: StoreSource) -> None:
         """Learn who shares this host, and sit down with them."""
-        self._speaker = StoreLink("speaker", source.connect, every=self._beat_every, pulse=self._pulse)
+        every = self.settings.heartbeat / BEATS
+        self._speaker = StoreLink("speaker", source.connect, every=every, pulse=self._pulse)
         self._waiter = StoreLink("waiter", source.connect)
         self._census = census = self._take_census(source)
         top = self.topology
@@ -112,11 +124,8 @@ class TorchBackend(Backend):
             ring=self._ring,
         )
         self._speaker.ask(heartbeat.beat, self.settings.join_timeout)
+        self._departures = Departures(census.token, host_of)
         self._heartbeat = heartbeat
-
-    @property
-    def _beat_every(self) -> float:
-        return self.settings.heartbeat / 5
 
     def _take_census(self, source: StoreSource) -> Census:
         assert self._speaker is not None
@@ -130,12 +139,14 @@ class TorchBackend(Backend):
             base.close()
         begin = time.monotonic()
         try:
-            book = self._speaker.ask(lambda store: register.enter(store, top.rank, place), patience)
+            book = self._speaker.ask(
+                lambda store: register.enter(store, top.rank, place, _devices()), patience
+            )
         except StoreGone as error:
             raise BackendUnavailable(
-                f"rank {top.rank} cannot reach the store at {source.address}: {error}. It is served "
-                f"by rank 0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR "
-                f"and MASTER_PORT right and open from here?"
+                f"rank {top.rank} cannot reach the store at {source.address}: {error}. It is "
+                f"served by rank 0, or by torchrun's agent on its host: is that up, and are "
+                f"MASTER_ADDR and MASTER_PORT right and open from here?"
             ) from error
         try:
             left = max(0.0, patience - (time.monotonic() - begin))
@@ -152,14 +163,23 @@ class TorchBackend(Backend):
             return self._local.meeting_place
         return f"the store at {self._source.address} and {self._local.meeting_place}"
 
-    # -- boards -----------------------------------------------------------------------------------
+    # -- boards -------------------------------------------------------------------------------
 
     def board(self, members: Sequence[int]) -> Board:
         """Return the board of `members`: on one host shared memory alone, else two-level."""
+        board = self._board(members)
+        hosts, host_of = self._census.hosts, self._census.host_of
+        # NCCL wants a device for each rank, and its first group takes all ranks of the world.
+        if all(hosts[host_of[rank]].devices for rank in members):
+            board.devices = NcclEngine(members, self.topology.world_size, self._open_default)
+        return board
+
+    def _board(self, members: Sequence[int]) -> Board:
         hosts = self._census.hosts
         if len(hosts) == 1:
             return self._local.board(members)
         assert self._ties is not None
+        assert self._source is not None
         here = hosts[self._ties.host].ranks
         local = [rank for rank in members if rank in here]
         seats = [here.index(rank) for rank in local]
@@ -171,10 +191,33 @@ class TorchBackend(Backend):
             relay = Relay(table, name, len(local), local.index(self.topology.rank))
         prefix = f"{self._census.token}/{name}"
         board = TwoLevelBoard(members, own, relay, prefix, self._ties)
+        place = tuple(members).index(self.topology.rank)
+        board.engine = GlooEngine(self._source, f"{prefix}/gloo", place, len(members))
         self._boards.append(board)
         return board
 
-    # -- words --------------------------------------------------------------------------------------
+    def _open_default(self) -> None:
+        """Make torch's default group, its device named so that NCCL need not guess."""
+        top = self.topology
+        index = torch.cuda.current_device()
+        if index == 0 and top.local_rank < torch.cuda.device_count():
+            index = top.local_rank  # nobody has chosen: one for each
+        store: Any
+        if self._source is not None:
+            store = dist.PrefixStore(f"{self._census.token}/default", self._source.connect())
+        else:
+            store = dist.FileStore(str(self._local.path_for("default-group")), top.world_size)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=top.rank,
+            world_size=top.world_size,
+            timeout=LONG,
+            device_id=torch.device("cuda", index),
+        )
+        self._opened = True
+
+    # -- words --------------------------------------------------------------------------------
 
     def publish(self, word: bytes) -> None:
         """Let others read `word`, on this host and on others."""
@@ -209,7 +252,7 @@ class TorchBackend(Backend):
     def _word_key(self, rank: int) -> str:
         return f"{self._census.token}/word/{rank}"
 
-    # -- the link's thread ----------------------------------------------------------------------------
+    # -- the link's thread --------------------------------------------------------------------
 
     def _pulse(self, store: Any) -> None:
         """Give a sign of life for this host, and tell the others of ranks that died on it."""
@@ -222,7 +265,7 @@ class TorchBackend(Backend):
                 for board in self._boards:
                     if rank in board.local.members:
                         board.say_end(store, End(rank, board.rounds_of(rank), "lost"))
-                store.set(self._left_key(rank), "")
+                self._departures.note(store, rank)
 
     def _ring(self) -> None:
         """Wake every rank of this host."""
@@ -230,19 +273,29 @@ class TorchBackend(Backend):
         for seat in range(len(self._census.hosts[self._ties.host].ranks)):
             self._local.seats.bells.ring(seat)
 
-    # -- leaving ------------------------------------------------------------------------------------
+    # -- leaving ------------------------------------------------------------------------------
 
     def close(self, failure: bytes | None = None) -> None:
-        """Tell the other hosts, then this one, how this rank ends. Who serves the store goes last."""
+        """Tell the other hosts and this one how this rank ends. Who serves the store goes last."""
         ties = self._ties
         if ties is not None:
             with contextlib.suppress(StoreGone, RuntimeError):
                 ties.speaker.ask(lambda store: self._say_end(store, failure), _LAST_WORD)
-            if self._source is not None and self._source.served_by_rank_0 and self.topology.rank == 0:
-                self._see_the_others_off(ties, hurry=failure is not None)
+            assert self._source is not None
+            if self._source.served_by_rank_0 and self.topology.rank == 0:
+                with contextlib.suppress(StoreGone, RuntimeError):
+                    self._departures.await_all(
+                        ties.speaker,
+                        ties.heartbeat,
+                        but=0,
+                        hurry=failure is not None,
+                        warn_after=self.settings.warn_after,
+                    )
         self._hang_up()
         for board in self._boards:
             board.close()
+        if self._opened and dist.is_initialized():
+            dist.destroy_process_group()
         self._local.close(failure)
         self._let_go()
 
@@ -250,40 +303,7 @@ class TorchBackend(Backend):
         state, text = ("finished", "") if failure is None else ("failed", failure.decode())
         for board in self._boards:
             board.say_end(store, End(self.topology.rank, board.posted, state, "", text))
-        store.set(self._left_key(self.topology.rank), "")
-
-    def _see_the_others_off(self, ties: Ties, *, hurry: bool) -> None:
-        """Serve the store until all others have left, or are on hosts that are gone."""
-        begin = warned = time.monotonic()
-        left = [rank for rank in range(self.topology.world_size) if rank != 0]
-
-        def look(store: Any) -> list[int]:
-            here = [rank for rank in left if not store.check([self._left_key(rank)])]
-            ties.heartbeat.look(store, {ties.host_of[rank] for rank in here} - {ties.host})
-            return here
-
-        with contextlib.suppress(StoreGone, RuntimeError):
-            while True:
-                left = ties.speaker.ask(look, ties.heartbeat.limit)
-                limit = ties.heartbeat.limit
-                left = [
-                    rank
-                    for rank in left
-                    if ties.host_of[rank] == ties.host
-                    or ties.heartbeat.silence(ties.host_of[rank]) < limit
-                ]
-                now = time.monotonic()
-                if not left or (hurry and now - begin > _LAST_WORD):
-                    return
-                if now - warned > self.settings.warn_after:
-                    warned = now
-                    logging.getLogger("syncprims").warning(
-                        f"rank 0 has finished, and stays for ranks {left[:8]}: it serves their store"
-                    )
-                time.sleep(min(0.2, 0.005 + (now - begin) / 10))
-
-    def _left_key(self, rank: int) -> str:
-        return f"{self._census.token}/left/{rank}"
+        self._departures.note(store, self.topology.rank)
 
     def abandon(self) -> None:
         """Let go of everything in a forked child: the threads are not there."""
@@ -318,6 +338,11 @@ class NcclBackend(TorchBackend):
 
     name = "nccl"
     needs = "nccl"
+
+
+def _devices() -> int:
+    """Return how many CUDA devices this process sees, without touching one."""
+    return torch.cuda.device_count()
 
 
 def _check_default_group(topology: Topology) -> None:

@@ -32,6 +32,7 @@ _ASK_ANYWAY = 1.0  # or what a waiting rank before it should have; doubled for e
 _FIRST_LOOK, _LONGEST_LOOK = 0.02, 1.0  # between two looks at the hosts that are missing
 _LOOK_PER_HOST = 0.002  # at least, so that many hosts do not crowd the store
 _MOST_LOOKED_AT = 8  # missing hosts at a time
+_NOTE_LIMIT = 64 * 1024  # bytes; what is larger would crowd the store
 
 
 class Ties(NamedTuple):
@@ -50,6 +51,8 @@ class Ties(NamedTuple):
 
 class TwoLevelBoard(Board):
     """The board of `members` on several hosts, seen from one of them."""
+
+    note_limit = _NOTE_LIMIT
 
     def __init__(
         self, members: Sequence[int], local: SlotBoard, relay: Relay, prefix: str, ties: Ties

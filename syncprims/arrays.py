@@ -1,4 +1,4 @@
-"""Numpy arrays and CPU tensors: what they are, apart from their contents, and their bare bytes."""
+"""Numpy arrays and tensors: what they are, apart from their contents, and their bare bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import sys
 from typing import Any, Literal, NamedTuple
 
+from .devices import is_on_device, own_device
 from .kinds import is_array
 
 
@@ -16,11 +17,13 @@ class Spec(NamedTuple):
     dtype: str  #: as numpy's `dtype.str`, or torch's name
     shape: tuple[int, ...]
     requires_grad: bool = False
+    device: str = "cpu"  #: its kind: which one of them is the receiver's choice
 
     def encode(self) -> bytes:
         """Return it as bytes."""
         shape = ",".join(map(str, self.shape))
-        return f"{self.library};{self.dtype};{shape};{int(self.requires_grad)}".encode()
+        grad = int(self.requires_grad)
+        return f"{self.library};{self.dtype};{shape};{grad};{self.device}".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Spec:
@@ -28,24 +31,25 @@ class Spec(NamedTuple):
 
         :raises ValueError: if these bytes are nothing of the kind.
         """
-        library, dtype, shape, requires_grad = data.decode().split(";")
+        library, dtype, shape, requires_grad, device = data.decode().split(";")
         if library == "numpy":
             if dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV":
                 raise ValueError(f"{dtype!r} is no dtype of an array that was sent")
         elif library != "torch":
             raise ValueError(f"{library!r} makes no arrays that are sent")
         sizes = tuple(int(part) for part in shape.split(",") if part)
-        return cls(library, dtype, sizes, requires_grad == "1")  # type: ignore[arg-type]
+        return cls(library, dtype, sizes, requires_grad == "1", device)  # type: ignore[arg-type]
 
-    def make(self) -> Any:
-        """Return such an array, its contents not set."""
+    def make(self, local_rank: int = 0) -> Any:
+        """Return such an array, its contents not set; a tensor on this rank's own device."""
         if self.library == "numpy":
             import numpy
 
             return numpy.empty(self.shape, self.dtype)
         import torch
 
-        made = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        device = own_device(self.device, local_rank)
+        made = torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
         return made.requires_grad_(self.requires_grad)
 
     @property
@@ -66,7 +70,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(obj: Any) -> Spec | None:
-    """Return what `obj` is, or None unless it is a plain array or a dense CPU tensor."""
+    """Return what `obj` is, or None unless it is a plain array or a dense tensor."""
     numpy = sys.modules.get("numpy")  # not loaded: then it is no array
     if numpy is not None and type(obj) is numpy.ndarray:
         if obj.dtype.hasobject or numpy.dtype(obj.dtype.str) != obj.dtype:
@@ -74,9 +78,10 @@ def spec_of(obj: Any) -> Spec | None:
         return Spec("numpy", obj.dtype.str, obj.shape)
     torch = sys.modules.get("torch")
     if torch is not None and type(obj) is torch.Tensor:
-        if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.is_quantized:
+        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type == "meta":
             return None
-        return Spec("torch", str(obj.dtype)[6:], tuple(obj.shape), obj.requires_grad)
+        dtype, shape = str(obj.dtype)[6:], tuple(obj.shape)
+        return Spec("torch", dtype, shape, obj.requires_grad, obj.device.type)
     return None
 
 
@@ -114,10 +119,16 @@ def raw(vector: Any) -> memoryview:
     return memoryview(vector.view(numpy.uint8))
 
 
+def on_host(obj: Any) -> Any:
+    """Return an array or tensor in this host's memory: the very one, if it is there."""
+    return obj if is_array(obj) or not is_on_device(obj) else obj.detach().cpu()
+
+
 def fits(out: Any, spec: Spec) -> bool:
     """Tell whether the bytes of such an array can be written into `out` as they are."""
     found = spec_of(out)
-    return found is not None and found[:3] == spec[:3] and is_fillable(out)
+    same = found is not None and found[:3] == spec[:3] and found.device == spec.device
+    return same and is_fillable(out)
 
 
 def is_fillable(out: Any) -> bool:

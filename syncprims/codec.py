@@ -10,7 +10,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, cast
 
-from .arrays import Spec, flat, raw, size_of, spec_of
+from .arrays import Spec, flat, on_host, raw, size_of, spec_of
+from .devices import arrived
 from .errors import EncodingError
 
 if TYPE_CHECKING:
@@ -65,14 +66,20 @@ class _Entangled(Exception):
 
 
 def decode(
-    data: bytes, *, allow_pickle: bool = True, beside: Callable[[Spec], Any] | None = None
+    data: bytes,
+    *,
+    allow_pickle: bool = True,
+    beside: Callable[[Spec], Any] | None = None,
+    local_rank: int = 0,
 ) -> Any:
     """Return the object that :func:`encode` wrote; arrays that went beside it are `beside`'s.
+
+    Tensors of devices arrive on that of `local_rank`, unless another is current.
 
     :raises EncodingError: if the bytes hold a pickle and it is forbidden or fails, or are damaged.
     """
     try:
-        obj, end = _Decoder(data, allow_pickle, beside).read(0)
+        obj, end = _Decoder(data, allow_pickle, beside, local_rank).read(0)
     except EncodingError:
         raise
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -137,7 +144,7 @@ class _Encoder:
             self._beside.append(obj)
             out.append(_sized(BESIDE, spec.encode()))
         else:
-            out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(obj)).tobytes()))
+            out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(on_host(obj))).tobytes()))
 
     def _write_container(self, kind: type, obj: Any, out: list[bytes], depth: int) -> None:
         key = id(obj)
@@ -191,10 +198,10 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
             f"a {kind} can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it "
             f"as numbers, strings, lists, dicts, arrays or paths, or allow pickle"
         )
-    import pickle  # slow to import, and rarely needed
+    from . import pickles  # slow to import, and rarely needed
 
     try:
-        return _sized(b"P", pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
+        return _sized(b"P", pickles.dumps(obj))
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
         raise EncodingError(
             f"a {kind} cannot travel between ranks: pickle says {type(error).__name__}: {error}"
@@ -203,8 +210,13 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
 
 class _Decoder:
     def __init__(
-        self, data: bytes, allow_pickle: bool, beside: Callable[[Spec], Any] | None
+        self,
+        data: bytes,
+        allow_pickle: bool,
+        beside: Callable[[Spec], Any] | None,
+        local_rank: int,
     ) -> None:
+        self._local_rank = local_rank
         self._data = data
         self._allow_pickle = allow_pickle
         self._beside = beside
@@ -246,8 +258,12 @@ class _Decoder:
         spec = Spec.decode(header)
         if spec.nbytes != len(body):
             raise ValueError(f"{len(body)} bytes for an array that has {spec.nbytes}")
-        array = spec.make()
+        array = spec._replace(device="cpu").make()
         raw(flat(array))[:] = body
+        if spec.device != "cpu":
+            array = arrived(
+                (spec.device, array.detach(), False, spec.requires_grad), self._local_rank
+            )
         return (array[()] if tag == b"g" else array), at
 
     def _make(self, tag: bytes, body: bytes) -> Any:
@@ -263,7 +279,7 @@ class _Decoder:
             make_path = Path if tag == b"p" else PurePosixPath
             return make_path(body.decode("utf-8", "surrogatepass"))
         if tag == b"P":
-            return _unpickle(body, self._allow_pickle)
+            return _unpickle(body, self._allow_pickle, self._local_rank)
         if tag == BESIDE and self._beside is not None:
             return self._beside(Spec.decode(body))
         raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
@@ -275,13 +291,13 @@ def _slice(data: bytes, at: int, size: int) -> tuple[bytes, int]:
     return data[at : at + size], at + size
 
 
-def _unpickle(body: bytes, allow_pickle: bool) -> Any:
+def _unpickle(body: bytes, allow_pickle: bool, local_rank: int) -> Any:
     if not allow_pickle:
         raise EncodingError("a pickle arrived, and SYNCPRIMS_PICKLE=0 forbids pickle")
-    import pickle
+    from . import pickles
 
     try:
-        return pickle.loads(body)
+        return pickles.loads(body, local_rank)
     except Exception as error:  # the object's own code runs here: it may raise anything
         raise EncodingError(
             f"an object arrived that cannot be made here: {type(error).__name__}: {error}"

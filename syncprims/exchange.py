@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import codec, reduction
 from .arrays import Spec, filled, fits, may_fill
+from .bulk import Job
+from .carriage import Carriage
 from .errors import EncodingError, RankMismatch, SyncError
 from .interface import Note
 from .steps import Steps
 
 if TYPE_CHECKING:
-    from .interface import Label, Window
+    from collections.abc import Callable
+
+    from .interface import Label
     from .rounds import Rounds
 
 
@@ -20,12 +25,17 @@ if TYPE_CHECKING:
 _CANNOT = (SyncError, OSError, MemoryError, RuntimeError)
 
 
+#: In place of an object's encoding: so many bytes, which follow as an array.
+_WHOLE = struct.Struct("<cQ?")  # tag, bytes, whether other arrays follow those
+_TAG = b"W"
+
+
 class Package(NamedTuple):
     """An object on its way."""
 
     payload: bytes
     arrays: list[Any]  #: that go beside it
-    window: Window | None  #: and what they pass through
+    carriage: Carriage | None  #: and what carries them
 
 
 def encode(rounds: Rounds, label: Label, obj: object, *, canonical: bool = False) -> bytes:
@@ -37,34 +47,77 @@ def encode(rounds: Rounds, label: Label, obj: object, *, canonical: bool = False
         raise
 
 
-def decode(rounds: Rounds, payload: bytes) -> Any:
-    """Return the object in a payload."""
-    return codec.decode(payload, allow_pickle=rounds.settings.pickle)
+def decode(rounds: Rounds, payload: bytes, beside: Callable[[Spec], Any] | None = None) -> Any:
+    """Return the object in a payload; arrays that go beside it are `beside`'s."""
+    allow_pickle, local_rank = rounds.settings.pickle, rounds.local_rank
+    return codec.decode(payload, allow_pickle=allow_pickle, beside=beside, local_rank=local_rank)
 
 
 def gather(rounds: Rounds, label: Label, obj: Any, timeout: float | None) -> list[Any]:
     """Return every member's object, in rank order; one's own is the very object."""
     payload = encode(rounds, label, obj)
-    notes = rounds.meet(Note(label, payload=payload), timeout)
+    if rounds.note_limit is None:
+        payloads = [note.payload for note in rounds.meet(Note(label, payload=payload), timeout)]
+    else:
+        carriage = _carriage(rounds)
+        payloads = rounds.as_one(
+            label, lambda: _gather(Steps(rounds, timeout), rounds, label, payload, carriage)
+        )
     return [
-        obj if rank == rounds.rank else decode(rounds, note.payload)
-        for rank, note in zip(rounds.members, notes, strict=True)
+        obj if rank == rounds.rank else decode(rounds, payload)
+        for rank, payload in zip(rounds.members, payloads, strict=True)
     ]
+
+
+def _gather(
+    steps: Steps, rounds: Rounds, label: Label, payload: bytes, carriage: Carriage | None
+) -> list[bytes]:
+    """Return all members' payloads; large ones follow as arrays, one member's after the other's."""
+    large = carriage is not None and len(payload) > (rounds.note_limit or 0)
+    steps.post(Note(label, large, _WHOLE.pack(_TAG, len(payload), False) if large else payload))
+    found: list[bytes] = []
+    for member, note in enumerate(steps.reach(steps.posted)):
+        found.append(note.payload)
+        if note.flag:
+            assert carriage is not None, "one member has one"
+            mine = payload if member == steps.index else None
+            found[-1] = _carry_whole(steps, Note(label), carriage, note.payload, mine, member)
+    return found
+
+
+def _carry_whole(
+    steps: Steps, step: Note, carriage: Carriage, header: bytes, mine: bytes | None, src: int
+) -> bytes:
+    """Return the payload that `header` stands for; `mine` is sent, if it is this rank's."""
+    import numpy
+
+    if mine is not None:
+        carriage.send(steps, step, [numpy.frombuffer(bytearray(mine), numpy.uint8)])
+        return mine
+    whole = numpy.empty(_WHOLE.unpack(header)[1], numpy.uint8)
+    carriage.receive(steps, step, [whole], src)
+    return whole.tobytes()
+
+
+def _carriage(rounds: Rounds) -> Carriage | None:
+    carrier = rounds.carrier()
+    return None if carrier is None else Carriage(carrier, rounds.device_engine())
 
 
 def _pack(rounds: Rounds, label: Label, obj: object) -> Package:
     arrays: list[Any] = []
-    window = None
+    limit = rounds.note_limit
+    carriage = None
     try:
         payload = codec.encode(obj, allow_pickle=rounds.settings.pickle, beside=arrays)
-        if arrays:
-            window = rounds.window()
+        if arrays or (limit is not None and len(payload) > limit):
+            carriage = _carriage(rounds)
     except _CANNOT as error:
         rounds.fail(label, error)
         raise
-    if arrays and window is None:
+    if arrays and carriage is None:
         return Package(encode(rounds, label, obj), [], None)
-    return Package(payload, arrays, window)
+    return Package(payload, arrays, carriage)
 
 
 # -- broadcast ---------------------------------------------------------------------------------
@@ -76,45 +129,54 @@ def broadcast(
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src == rounds.rank:
         package = _pack(rounds, note.label, obj)
-        rounds.as_one(note.label, lambda: _send(Steps(rounds, timeout), note, package))
+        rounds.as_one(note.label, lambda: _send(Steps(rounds, timeout), rounds, note, package))
         return obj
     return rounds.as_one(
         note.label, lambda: _receive(Steps(rounds, timeout), rounds, note, src, out)
     )
 
 
-def _send(steps: Steps, note: Note, package: Package) -> None:
-    follows = bool(package.arrays)
-    steps.post(Note(note.label, follows, package.payload))
+def _send(steps: Steps, rounds: Rounds, note: Note, package: Package) -> None:
+    payload, arrays, carriage = package
+    limit = rounds.note_limit
+    whole = carriage is not None and limit is not None and len(payload) > limit
+    header = _WHOLE.pack(_TAG, len(payload), bool(arrays)) if whole else payload
+    steps.post(Note(note.label, carriage is not None, header))
     steps.reach(steps.posted)
-    if package.window is not None:
-        from . import bulk  # not before an array comes: it needs numpy
-
-        bulk.send(steps, note, package.window, package.arrays)
+    if carriage is not None:
+        if whole:
+            _carry_whole(steps, note, carriage, header, payload, steps.index)
+        if arrays:
+            carriage.send(steps, note, arrays)
 
 
 def _receive(steps: Steps, rounds: Rounds, note: Note, src: int, out: Any) -> Any:
     steps.post(note)
-    sent = steps.reach(steps.posted)[rounds.members.index(src)]
+    index = rounds.members.index(src)
+    sent = steps.reach(steps.posted)[index]
     if not sent.flag:
         return decode(rounds, sent.payload)
     arrays: list[Any] = []
-    alone = sent.payload[:1] == codec.BESIDE  # the object is an array, and no more
+    payload, follows = sent.payload, True
+    alone = payload[:1] == codec.BESIDE  # the object is an array, and no more
 
     def make(spec: Spec) -> Any:
-        arrays.append(out if alone and fits(out, spec) else spec.make())
+        arrays.append(out if alone and fits(out, spec) else spec.make(rounds.local_rank))
         return arrays[-1]
 
+    carriage = _carriage(rounds)
+    assert carriage is not None, "the source has one"
     try:
-        value = codec.decode(sent.payload, allow_pickle=rounds.settings.pickle, beside=make)
-        window = rounds.window()
-        assert window is not None, "the source has one"
+        if payload[:1] == _TAG:
+            follows = _WHOLE.unpack(payload)[2]
+            payload = _carry_whole(steps, note, carriage, payload, None, index)
+        value = decode(rounds, payload, make)
     except _CANNOT as error:
-        steps.fail(note.label, error)
+        if follows:
+            steps.fail(note.label, error)
         raise
-    from . import bulk
-
-    bulk.receive(steps, note, window, arrays)
+    if arrays:
+        carriage.receive(steps, note, arrays, index)
     return filled(out) if value is out else value
 
 
@@ -148,7 +210,7 @@ class _Reduction:
         self._jobs: list[tuple[Any, Any]] = []  # own array, and where its reduction goes
 
     def run(self, steps: Steps, value: Any) -> Any:
-        payload, arrays, window = self._package
+        payload, arrays, carriage = self._package
         steps.post(Note(self._note.label, bool(arrays), payload))
         notes = steps.reach(steps.posted)
         try:
@@ -159,11 +221,9 @@ class _Reduction:
             if arrays:
                 steps.fail(self._note.label, error)
             raise
-        if window is not None:
-            from . import bulk  # not before an array comes: it needs numpy
-
-            jobs = [bulk.Job(mine, target) for mine, target in self._jobs]
-            bulk.reduce(steps, self._note, window, jobs, self._op)
+        if carriage is not None and arrays:
+            jobs = [Job(mine, target) for mine, target in self._jobs]
+            carriage.reduce(steps, self._note, jobs, self._op)
             if result is self._out:
                 filled(result)
         return result
@@ -197,8 +257,7 @@ class _Reduction:
             count += 1
             return reduction.Beside(spec, count - 1)
 
-        allow_pickle = self._rounds.settings.pickle
-        return codec.decode(payload, allow_pickle=allow_pickle, beside=place)
+        return decode(self._rounds, payload, place)
 
     def _take(self, values: list[reduction.Beside]) -> Any:
         """Return the array that the reduction of these will be in."""

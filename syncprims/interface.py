@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,6 +158,45 @@ class Window(NamedTuple):
     fence: Callable[[], object]
 
 
+class Engine(ABC):
+    """What carries bytes in bulk between the members of a board that share no memory.
+
+    All members call the same method at one time, from a thread of its own, and wait in it. If it
+    raises, the data is lost, and the engine is not used again.
+    """
+
+    @abstractmethod
+    def broadcast(self, data: memoryview, src: int) -> None:
+        """Fill `data` with that of member number `src`."""
+
+    @abstractmethod
+    def exchange(self, mine: memoryview, theirs: memoryview) -> None:
+        """Send the i-th of equal parts of `mine` to member i; what it sends is that of `theirs`."""
+
+    @abstractmethod
+    def gather(self, mine: memoryview, all_: memoryview) -> None:
+        """Fill the i-th of equal parts of `all_` with what member i calls `mine`."""
+
+
+class DeviceEngine(ABC):
+    """What carries tensors between accelerators, without a stop in the hosts' memory.
+
+    All members call the same method at one time; the work is queued on the current stream.
+    """
+
+    @abstractmethod
+    def takes(self, tensor: Any, op: str | None = None) -> bool:
+        """Tell whether such a tensor can be broadcast, or reduced with `op`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Any, src: int) -> None:
+        """Fill the contiguous `tensor` with that of member number `src`."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Any, op: str) -> None:
+        """Reduce the contiguous `tensor` in place, to the same bits on all members."""
+
+
 class Board(ABC):
     """The meeting place of one group, seen from one of its members.
 
@@ -166,6 +205,12 @@ class Board(ABC):
     """
 
     depth: int = 8
+    #: What carries bytes between all members, the same on each; asked where there is no window.
+    engine: Engine | None = None
+    #: What carries tensors between all members' devices; else they pass through hosts' memory.
+    devices: DeviceEngine | None = None
+    #: Bytes of payload from which on the engine carries them better than a note.
+    note_limit: int | None = None
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = tuple(members)  #: world ranks, ascending
@@ -210,7 +255,7 @@ class Board(ABC):
     def window(self) -> Window | None:
         """Return memory that all members share, the same amount on each; None if there is none.
 
-        Optional: without it, arrays travel in notes.
+        Optional: without it and without an engine, arrays travel in notes.
 
         :raises OSError: if there is no room for it.
         """

@@ -197,7 +197,7 @@ class World:
             rounds = None
             if self.rank in members:
                 board = self._backend.board(members)
-                rounds = Rounds(board, self.rank, self.settings, self._whereabouts)
+                rounds = Rounds(board, self.rank, self.settings, self._whereabouts, self.local_rank)
             self._groups[members] = Group(members, self.rank, rounds, self.timeout)
         return self._groups[members]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .diagnosis import Look
     from .errors import SyncError
-    from .interface import Board, Label, Settings, Window
+    from .interface import Board, DeviceEngine, Engine, Label, Settings, Window
     from .whereabouts import Whereabouts
 
 T = TypeVar("T")
@@ -58,9 +58,10 @@ class Rounds:
     """One rank's rounds at one board."""
 
     def __init__(
-        self, board: Board, rank: int, settings: Settings, whereabouts: Whereabouts
+        self, board: Board, rank: int, settings: Settings, whereabouts: Whereabouts, local_rank: int
     ) -> None:
         self.rank = rank
+        self.local_rank = local_rank
         self.members = board.members
         self.settings = settings
         self._board = board
@@ -229,9 +230,22 @@ class Rounds:
         failed = PeerFailed.from_failure(failure, note.label.call)
         self._board.post(Note(note.label, failure=errors.dump(failed)))
 
-    def window(self) -> Window | None:
-        """Return the memory that arrays pass through, where the backend has such."""
-        return self._board.window()
+    def carrier(self) -> Window | Engine | None:
+        """Return what arrays travel through, where the backend has such."""
+        return self._board.window() or self._board.engine
+
+    def device_engine(self) -> DeviceEngine | None:
+        """Return what tensors travel through from device to device, where there is such."""
+        return self._board.devices
+
+    @property
+    def note_limit(self) -> int | None:
+        """Bytes of payload from which on it travels as an array."""
+        return self._board.note_limit
+
+    def stand_by(self, job: Callable[[float], T | None], timeout: float | None) -> T:
+        """Return what ``job(seconds)`` gives in the end, unless a member is lost meanwhile."""
+        return self._wait(job, timeout, self._board.now(), at_board=False)
 
     @property
     def posted(self) -> int:
@@ -261,7 +275,7 @@ class Rounds:
         """Wait on if these notes are None; look whether they are of one call; count the round."""
         board = self._board
         if notes is None:
-            notes = self._wait(timeout, board.now() - waited)
+            notes = self._wait(board.collect, timeout, board.now() - waited)
         number = board.collected
         first = notes[0]
         for note in notes:
@@ -276,8 +290,15 @@ class Rounds:
                 meeting.error = self._shared_failure(notes)
         return notes
 
-    def _wait(self, timeout: float | None, begin: float) -> Sequence[Note]:
-        """Wait on: for the notes, a verdict, a death, a deadlock or the deadline."""
+    def _wait(
+        self,
+        attempt: Callable[[float], T | None],
+        timeout: float | None,
+        begin: float,
+        *,
+        at_board: bool = True,
+    ) -> T:
+        """Wait on: for what comes, a verdict, a death, a deadlock or the deadline."""
         board = self._board
         number = board.collected + 1
         deadline = math.inf if timeout is None else begin + timeout
@@ -291,7 +312,7 @@ class Rounds:
                     self._tear(verdict)
                 now = board.now()
                 look = self._diagnosis.look(number, now - begin)
-                error = self._explain(look, now - begin, now >= deadline)
+                error = self._explain(look, now - begin, now >= deadline, at_board)
                 if error is not None:
                     board.abort(errors.dump(error))
                     if board.verdict() is not None:
@@ -304,14 +325,14 @@ class Rounds:
                     warn_every *= 2
                     warn_at = now + warn_every
                 until = min(now + pause, warn_at, deadline if now < deadline else math.inf)
-                notes = board.collect(max(until - now, 0.001))
-                if notes is not None:
-                    return notes
+                came = attempt(max(until - now, 0.001))
+                if came is not None:
+                    return came
                 pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
             self._whereabouts.moved_on()
 
-    def _explain(self, look: Look, waited: float, late: bool) -> SyncError | None:
+    def _explain(self, look: Look, waited: float, late: bool, at_board: bool) -> SyncError | None:
         """Return why this round will not complete, or None while there is hope."""
         error = self._whereabouts.told_deadlock(self, look.missing)
         if error is None:
@@ -320,7 +341,7 @@ class Rounds:
             error = look.early_mismatch()
         if error is None and late:
             error = look.timeout()
-        if error is None and waited >= _LOOK_AROUND and look.missing:
+        if error is None and waited >= _LOOK_AROUND and look.missing and at_board:
             error = self._whereabouts.deadlock(self)
         return error
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .interface import Label, Note
     from .rounds import Rounds
+
+
+_SOON = 0.01  # seconds of work before this rank looks around
 
 
 class Steps:
@@ -33,10 +37,42 @@ class Steps:
         """
         self._rounds.post(note, self._timeout)
 
-    def fail(self, label: Label, error: BaseException) -> None:
-        """Post that this rank failed, and is about to raise `error`."""
+    def fail(self, label: Label, error: BaseException, *, for_good: bool = False) -> None:
+        """Post that this rank failed, and is about to raise `error`.
+
+        With `for_good`, the group does not stay whole: there is no next call for it.
+        """
         self.post(self._rounds.failure_note(label, error))
-        self._rounds.told = error
+        if not for_good:
+            self._rounds.told = error
+
+    def agree(self, step: Note) -> None:
+        """Return once all members have come to this step, and none has failed in this call."""
+        self.post(step)
+        self.reach(self.posted)
+
+    def stand_by(self, work: Callable[[], None]) -> None:
+        """Have `work` done on a thread, and see to it that no member is lost meanwhile.
+
+        What waits for others in there hears of nothing: this rank must be free to.
+
+        :raises BaseException: what `work` raises.
+        """
+        done = threading.Event()
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                raised.append(error)
+            done.set()
+
+        threading.Thread(target=run, name="syncprims-engine", daemon=True).start()
+        if not done.wait(_SOON):
+            self._rounds.stand_by(lambda seconds: done.wait(seconds) or None, self._timeout)
+        if raised:
+            raise raised[0]
 
     def reach(self, number: int) -> Sequence[Note]:
         """Collect the rounds up to `number`, and return the notes of the last.

@@ -21,6 +21,8 @@ HERE = Path(__file__).parent
 KINDS = [
     Kind("single", 1),
     *(Kind(backend, ranks) for backend in ("file", "tiny") for ranks in (1, 2, 4)),
+    Kind("torch", 2),
+    Kind("torch", 4, hosts=2),
 ]
 
 

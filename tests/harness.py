@@ -8,6 +8,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,8 @@ import uuid
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch  # noqa: F401 - before the ranks are forked, each of which would take seconds for it
 
 import syncprims
 from syncprims.environment import place_variables, rank_variables
@@ -28,20 +31,24 @@ PATIENCE = 60.0  # seconds; nothing here should take more than a few
 
 
 class Kind(NamedTuple):
-    """A backend and a world size."""
+    """A backend and a world size; also hosts, made up by giving each a directory of its own."""
 
     backend: str
     ranks: int
+    hosts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.backend}-{self.ranks}"
+        return f"{self.backend}-{self.ranks}" + (f"-on-{self.hosts}" if self.hosts > 1 else "")
 
 
 def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str) -> dict[str, str]:
     """Return the variables of one rank, and of no other launcher."""
     outer = place_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
-    own = rank_variables(rank, kind.ranks) if kind.backend != "single" else {}
+    own = rank_variables(rank, kind.ranks, kind.hosts) if kind.backend != "single" else {}
+    if kind.hosts > 1:
+        directory = directory / f"host-{rank * kind.hosts // kind.ranks}"
+        directory.mkdir(mode=0o700, exist_ok=True)
     return {
         **clean,
         **own,
@@ -51,6 +58,13 @@ def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str
         "SYNCPRIMS_JOIN_TIMEOUT": "30",
         **more,
     }
+
+
+def free_port() -> int:
+    """Return a port that nobody uses at this moment, for a store on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
@@ -136,6 +150,8 @@ class Ranks:
     ) -> list[Any]:
         """Return each rank's result or exception. With `start`, the world runs around it."""
         run_id = uuid.uuid4().hex
+        if self.kind.hosts > 1:
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
         pipes: dict[int, int] = {}
         pids: list[int] = []
         for rank in range(self.ranks):
@@ -224,7 +240,10 @@ class Ranks:
 
     def check_nothing_left(self) -> None:
         """Assert that the worlds cleared away what they made; a killed one could not."""
-        left = [p.name for p in self.directory.iterdir() if not p.name.startswith("tiny-")]
+        hosts = list(self.directory.glob("host-*"))
+        folders = hosts or [self.directory]
+        found = [p.name for folder in folders for p in folder.iterdir()]
+        left = [name for name in found if not name.startswith("tiny-")]
         assert not left or self._killed, left
 
 

@@ -58,7 +58,7 @@ WRONG = [
     ("no name for the run", {"RANK": "0", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"},
      "barrier()", ["SYNCPRIMS_RUN_ID"]),
     ("auto under torchrun", {"RANK": "0", "WORLD_SIZE": "2"}, "barrier()",
-     ["'torch'", "auto", "world_size=2"]),
+     ["MASTER_ADDR", "MASTER_PORT", "torchrun"]),
 ]  # fmt: skip
 
 

@@ -47,11 +47,15 @@ def test_queries_know_the_place(world: Ranks) -> None:
             sp.get_local_rank(),
             sp.get_local_world_size(),
         )
-        assert (w.node_rank, w.num_nodes) == (sp.get_node_rank(), sp.get_num_nodes()) == (0, 1)
-        return sp.get_rank(), sp.get_world_size(), sp.is_main(), sp.is_local_main(), sp.is_last()
+        assert (w.node_rank, w.num_nodes) == (sp.get_node_rank(), sp.get_num_nodes())
+        place = sp.get_rank(), sp.get_world_size(), sp.get_node_rank(), sp.get_num_nodes()
+        return *place, sp.is_main(), sp.is_local_main(), sp.is_last()
 
-    n = world.ranks
-    assert world.run(program) == [(r, n, r == 0, r == 0, r == n - 1) for r in range(n)]
+    n, hosts = world.ranks, world.kind.hosts
+    here = n // hosts
+    assert world.run(program) == [
+        (r, n, r // here, hosts, r == 0, r % here == 0, r == n - 1) for r in range(n)
+    ]
 
 
 def test_nobody_leaves_a_barrier_before_all_have_entered(world: Ranks, tmp_path: Path) -> None:
