@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed
 
@@ -20,6 +20,10 @@ _FOREVER = timedelta(days=365)  # a wait ends with its answer; deadlines are the
 class StoreSource:
     """A store that all ranks of a run reach; every thread makes a connection of its own."""
 
+    #: What this process serves, by address, until it ends: the next world may have it again. A
+    #: server that went with its world would go under the feet of ranks that are in the next.
+    _served: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, host: str, port: int, prefix: str, join_timeout: float) -> None:
         self.address = f"{host}:{port}"
         self.served_by_rank_0 = False  #: so that rank 0 must leave last
@@ -27,7 +31,7 @@ class StoreSource:
         self._port = port
         self._prefix = prefix
         self._patience = timedelta(seconds=join_timeout)
-        self._kept: Any = None  # lives as long as this does, and the server with it
+        self._kept: Any = None  # lives as long as this does
 
     @property
     def host(self) -> str:
@@ -51,9 +55,11 @@ class StoreSource:
 
         :raises BackendUnavailable: if the port is taken, or cannot be opened here.
         """
+        if self.address in self._served:
+            return
         try:
             # Several tenants: a process group that the program makes at the same address shares it.
-            self._kept = dist.TCPStore(
+            self._served[self.address] = dist.TCPStore(
                 self._host, self._port, is_master=True, wait_for_workers=False, multi_tenant=True
             )
         except RuntimeError as error:
@@ -68,7 +74,7 @@ class StoreSource:
         self._kept = store
 
     def close(self) -> None:
-        """Let go of what was kept or served."""
+        """Let go of what was kept."""
         self._kept = None
 
 

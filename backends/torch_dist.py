@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
 _LAST_WORD = 2.0  # seconds to tell the other hosts how this rank ends
+_TRY_AGAIN = 0.05  # seconds between two attempts to reach a store
 _WORD_EVERY = 1.0  # seconds between two looks at another host's published words
 
 
@@ -88,10 +89,16 @@ class TorchBackend(Backend):
 
     def _join(self, source: StoreSource) -> None:
         """Learn who shares this host, and sit down with them."""
-        every = self.settings.heartbeat / BEATS
-        self._speaker = StoreLink("speaker", source.connect, every=every, pulse=self._pulse)
-        self._waiter = StoreLink("waiter", source.connect)
-        self._census = census = self._take_census(source)
+        deadline = time.monotonic() + self.settings.join_timeout
+        while True:
+            self._dial(source)
+            try:
+                self._census = census = self._take_census(source, deadline)
+                break
+            except StoreGone:
+                # It was served by a world before this one, perhaps, and went with it.
+                self._hang_up()
+                time.sleep(_TRY_AGAIN)
         top = self.topology
         host_of = census.host_of
         mine = census.hosts[host_of[top.rank]]
@@ -127,34 +134,50 @@ class TorchBackend(Backend):
         self._departures = Departures(census.token, host_of)
         self._heartbeat = heartbeat
 
-    def _take_census(self, source: StoreSource) -> Census:
+    def _dial(self, source: StoreSource) -> None:
+        every = self.settings.heartbeat / BEATS
+        self._speaker = StoreLink("speaker", source.connect, every=every, pulse=self._pulse)
+        self._waiter = StoreLink("waiter", source.connect)
+
+    def _take_census(self, source: StoreSource, deadline: float) -> Census:
+        """Return who takes part.
+
+        :raises StoreGone: if the store went meanwhile, and there is time for another attempt.
+        """
         assert self._speaker is not None
         assert self._waiter is not None
-        top, patience = self.topology, self.settings.join_timeout
+        top, begin = self.topology, deadline - self.settings.join_timeout
         register = Register(f"world-{top.world_size}", top.world_size)
         base = base_of(self.settings)
         try:
             place = identity(base.fd)
         finally:
             base.close()
-        begin = time.monotonic()
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        book = None
         try:
             book = self._speaker.ask(
-                lambda store: register.enter(store, top.rank, place, _devices()), patience
+                lambda store: register.enter(store, top.rank, place, _devices()), left()
             )
+            return self._waiter.ask(lambda store: register.read(store, book), left())
         except StoreGone as error:
+            if left() > _TRY_AGAIN:
+                raise
+            waited = time.monotonic() - begin
+            with contextlib.suppress(StoreGone):
+                if book is not None:
+                    missing = self._speaker.ask(
+                        lambda store: register.missing(store, book), _LAST_WORD
+                    )
+                    raise _never_came(top, missing, waited, source.address) from None
             raise BackendUnavailable(
                 f"rank {top.rank} cannot reach the store at {source.address}: {error}. It is "
                 f"served by rank 0, or by torchrun's agent on its host: is that up, and are "
                 f"MASTER_ADDR and MASTER_PORT right and open from here?"
             ) from error
-        try:
-            left = max(0.0, patience - (time.monotonic() - begin))
-            return self._waiter.ask(lambda store: register.read(store, book), left)
-        except StoreGone:
-            missing = self._speaker.ask(lambda store: register.missing(store, book), patience)
-            waited = time.monotonic() - begin
-            raise _never_came(top, missing, waited, source.address) from None
 
     @property
     def meeting_place(self) -> str:

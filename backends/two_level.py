@@ -287,7 +287,10 @@ class TwoLevelBoard(Board):
     def verdict(self) -> bytes | None:
         """Return the verdict that bars the oldest uncollected round, if there is one."""
         if self._verdict is None:
-            fate = self._fate(self.collected + 1) or b""
+            number = self.collected + 1
+            fate = self._fate(number) or b""
+            if not fate:
+                self._ask_for(number)  # whoever asks here is not waiting in collect
             if fate[:1] == VERDICT:
                 self._verdict = fate[1:]
             elif fate[:1] == END:

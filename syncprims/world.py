@@ -15,6 +15,7 @@ from .endings import Endings, reason
 from .environment import claims_of_size, detect, read_settings
 from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed
 from .group import entered
+from .interface import Topology
 from .membership import World
 from .registry import backend_class
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from .group import Group
-    from .interface import Topology
 
 # -- the state -------------------------------------------------------------------------------
 
