@@ -67,8 +67,7 @@ class TorchBackend(Backend):
         self._opened = False  # torch's default group, by us: then it is ours to close
         self._heard: dict[int, tuple[float, bytes]] = {}
         self._source = find_store(topology, settings) if topology.world_size > 1 else None
-        self._speaker: StoreLink | None = None
-        self._waiter: StoreLink | None = None
+        self._links: tuple[StoreLink, ...] = ()
         if self._source is None:
             if topology.world_size > 1 and topology.run_id is None:
                 raise ConfigurationError(
@@ -91,9 +90,9 @@ class TorchBackend(Backend):
         """Learn who shares this host, and sit down with them."""
         deadline = time.monotonic() + self.settings.join_timeout
         while True:
-            self._dial(source)
+            speaker, waiter = self._dial(source)
             try:
-                self._census = census = self._take_census(source, deadline)
+                self._census = census = self._take_census(source, speaker, waiter, deadline)
                 break
             except StoreGone:
                 # It was served by a world before this one, perhaps, and went with it.
@@ -125,27 +124,28 @@ class TorchBackend(Backend):
             host_of=host_of,
             names=[host.name for host in census.hosts],
             store=source.address,
-            speaker=self._speaker,
-            waiter=self._waiter,
+            speaker=speaker,
+            waiter=waiter,
             heartbeat=heartbeat,
             ring=self._ring,
         )
-        self._speaker.ask(heartbeat.beat, self.settings.join_timeout)
+        speaker.ask(heartbeat.beat, self.settings.join_timeout)
         self._departures = Departures(census.token, host_of)
         self._heartbeat = heartbeat
 
-    def _dial(self, source: StoreSource) -> None:
+    def _dial(self, source: StoreSource) -> tuple[StoreLink, StoreLink]:
         every = self.settings.heartbeat / BEATS
-        self._speaker = StoreLink("speaker", source.connect, every=every, pulse=self._pulse)
-        self._waiter = StoreLink("waiter", source.connect)
+        speaker = StoreLink("speaker", source.connect, every=every, pulse=self._pulse)
+        self._links = speaker, StoreLink("waiter", source.connect)
+        return self._links
 
-    def _take_census(self, source: StoreSource, deadline: float) -> Census:
+    def _take_census(
+        self, source: StoreSource, speaker: StoreLink, waiter: StoreLink, deadline: float
+    ) -> Census:
         """Return who takes part.
 
         :raises StoreGone: if the store went meanwhile, and there is time for another attempt.
         """
-        assert self._speaker is not None
-        assert self._waiter is not None
         top, begin = self.topology, deadline - self.settings.join_timeout
         register = Register(f"world-{top.world_size}", top.world_size)
         base = base_of(self.settings)
@@ -159,19 +159,17 @@ class TorchBackend(Backend):
 
         book = None
         try:
-            book = self._speaker.ask(
+            book = speaker.ask(
                 lambda store: register.enter(store, top.rank, place, _devices()), left()
             )
-            return self._waiter.ask(lambda store: register.read(store, book), left())
+            return waiter.ask(lambda store: register.read(store, book), left())
         except StoreGone as error:
             if left() > _TRY_AGAIN:
                 raise
             waited = time.monotonic() - begin
             with contextlib.suppress(StoreGone):
                 if book is not None:
-                    missing = self._speaker.ask(
-                        lambda store: register.missing(store, book), _LAST_WORD
-                    )
+                    missing = speaker.ask(lambda store: register.missing(store, book), _LAST_WORD)
                     raise _never_came(top, missing, waited, source.address) from None
             raise BackendUnavailable(
                 f"rank {top.rank} cannot reach the store at {source.address}: {error}. It is "
@@ -336,9 +334,8 @@ class TorchBackend(Backend):
         self._boards.clear()
 
     def _hang_up(self) -> None:
-        for link in (self._speaker, self._waiter):
-            if link is not None:
-                link.close()
+        for link in self._links:
+            link.close()
 
     def _let_go(self) -> None:
         self._hang_up()
