@@ -8,12 +8,34 @@ writes down the result, which holds for all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
+import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from syncprims.errors import BackendUnavailable, SyncTimeout
+
+from .file_lock import base_of
+from .store_link import StoreGone
+from .stores import TRY_AGAIN
+
+if TYPE_CHECKING:
+    from syncprims.interface import Settings, Topology
+
+    from .store_link import StoreLink
+    from .stores import StoreSource
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two looks whether all have come
+_LAST_WORD = 2.0  # seconds to say that this rank gives up
+
+
+_VOID = b"void"
 
 
 class Host(NamedTuple):
@@ -53,12 +75,19 @@ class Register:
         self._prefix = prefix
         self._world_size = world_size
 
+    def give_up(self, store: Any, book: str) -> Census | None:
+        """Close a book for nobody, or return its result: all came at the last moment.
+
+        Nobody may go by a book that a rank has left. The others open the next, where it may meet
+        them if it tries again.
+        """
+        return _read(store.compare_set(f"{book}result", "", _VOID))
+
     def enter(self, store: Any, rank: int, place: str, devices: int) -> str:
         """Write this rank and the devices it sees into the open book; return the book's name.
 
         A book is closed once all ranks are in it, and then belongs to their world. So a second
-        world of the same processes opens the next, and a rank that tries again, because the others
-        did not come in time, finds the one it is in already.
+        world of the same processes opens the next.
         """
         number = 1
         while store.check([self._key(number, "result")]):
@@ -72,10 +101,11 @@ class Register:
                 store.compare_set(self._key(number, "result"), "", result)
         return self._key(number, "")
 
-    def read(self, store: Any, book: str) -> Census:
-        """Return the result of a book, once it is closed."""
-        token, hosts = json.loads(store.get(f"{book}result"))
-        return Census(token, [Host(*host) for host in hosts])
+    def look(self, store: Any, book: str) -> tuple[bool, Census | None]:
+        """Tell whether a book is closed, and its result, if it has one."""
+        if not store.check([f"{book}result"]):
+            return False, None
+        return True, _read(store.get(f"{book}result"))
 
     def missing(self, store: Any, book: str) -> list[int]:
         """Return the ranks that are not in a book yet."""
@@ -91,9 +121,93 @@ class Register:
         return f"{self._prefix}/census/{number}/{what}"
 
 
+def _read(result: bytes) -> Census | None:
+    if result == _VOID:
+        return None
+    token, hosts = json.loads(result)
+    return Census(token, [Host(*host) for host in hosts])
+
+
 def _load(line: bytes) -> tuple[int, str, str, int]:
     rank, place, name, devices = json.loads(line)
     return rank, place, name, devices
+
+
+def devices() -> int:
+    """Return how many CUDA devices this process sees, without touching one."""
+    return torch.cuda.device_count()
+
+
+def take_census(
+    link: StoreLink, source: StoreSource, top: Topology, settings: Settings, deadline: float
+) -> Census:
+    """Return who takes part, once all have come.
+
+    :raises SyncTimeout: naming the ranks that have not come at the deadline.
+    :raises BackendUnavailable: if there is no store to be reached.
+    :raises StoreGone: if the store went meanwhile, and there is time for another attempt.
+    """
+    register = Register(f"world-{top.world_size}", top.world_size)
+    base = base_of(settings)
+    try:
+        place = identity(base.fd)
+    finally:
+        base.close()
+
+    def left() -> float:
+        return max(0.0, deadline - time.monotonic())
+
+    def attend(book: str) -> Census | None:
+        pause = _FIRST_PAUSE
+        while True:
+            if not left():
+                raise StoreGone("not all ranks have come")
+            time.sleep(min(pause, left()))
+            pause = min(1.2 * pause, _LONGEST_PAUSE)  # there may be many of us
+            closed, census = link.ask(lambda store: register.look(store, book), left())
+            if closed:
+                return census
+
+    book = ""
+    try:
+        while True:
+            book = link.ask(lambda store: register.enter(store, top.rank, place, devices()), left())
+            census = attend(book)
+            if census is not None:
+                return census
+    except StoreGone as error:
+        if left() > TRY_AGAIN:
+            raise
+        why = error
+    if book:
+        with contextlib.suppress(StoreGone):
+            missing = link.ask(lambda store: register.missing(store, book), _LAST_WORD)
+            census = link.ask(lambda store: register.give_up(store, book), _LAST_WORD)
+            if census is not None:
+                return census
+            waited = settings.join_timeout - left()
+            raise _never_came(top, missing, waited, source.address)
+    raise BackendUnavailable(
+        f"rank {top.rank} cannot reach the store at {source.address}: {why}. It is served by rank "
+        f"0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR and MASTER_PORT "
+        f"right and open from here?"
+    ) from why
+
+
+def _never_came(top: Topology, missing: list[int], waited: float, address: str) -> SyncTimeout:
+    arrived = [rank for rank in range(top.world_size) if rank not in missing]
+    lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
+    return SyncTimeout(
+        f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} did\n"
+        f"{lines}\nThis rank waits at the store at {address}, run id {top.run_id!r}: a rank that "
+        f"was started with others never meets it. See what keeps ranks {missing}. If they are only "
+        f"slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
+        rank=top.rank,
+        call="init",
+        missing=missing,
+        arrived=arrived,
+        waited=waited,
+    )
 
 
 def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[Host]:

@@ -8,10 +8,14 @@ memory on every device, and two in flight at once can block each other.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import ipaddress
 import socket
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy
 import torch
 import torch.distributed
 
@@ -28,69 +32,130 @@ dist: Any = torch.distributed  # its types leave out what its documentation name
 #: data for an hour in `main_first`, what others have queued before may wait for it.
 LONG = timedelta(days=1)
 _CONNECT = timedelta(minutes=5)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.00002, 0.001  # seconds between two looks at a transfer
+_ELSEWHERE = "192.0.2.1"  # of nobody (RFC 5737): where packets to the world would go
 
 
 class GlooEngine(Engine):
     """Gloo among the members of one board, connected when the first bytes are to be carried."""
 
-    def __init__(self, source: StoreSource, prefix: str, index: int, count: int) -> None:
+    def __init__(
+        self,
+        source: StoreSource,
+        prefix: str,
+        index: int,
+        count: int,
+        interfaces: str | None = None,
+    ) -> None:
+        """`interfaces` are names of this host's, with commas between; None: on the store's way."""
         self._source = source
         self._prefix = prefix
         self._index = index
         self._count = count
+        self._interfaces = interfaces
         self._group: Any = None
+        self._under_way: Any = None
+        self._closed = False
 
     def broadcast(self, data: memoryview, src: int) -> None:
         """Fill `data` with that of member number `src`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
-        self._connected().broadcast([_tensor(data)], options).wait()
+        self._finish(self._connected().broadcast([_tensor(data)], options))
 
     def exchange(self, mine: memoryview, theirs: memoryview) -> None:
         """Send the i-th of equal parts of `mine` to member i; what it sends is that of `theirs`."""
-        group = self._connected()
-        group.alltoall_base(_tensor(theirs), _tensor(mine), [], [], dist.AllToAllOptions()).wait()
+        options = dist.AllToAllOptions()
+        theirs_, mine_ = _tensor(theirs), _tensor(mine)
+        self._finish(self._connected().alltoall_base(theirs_, mine_, [], [], options))
 
     def gather(self, mine: memoryview, all_: memoryview) -> None:
         """Fill the i-th of equal parts of `all_` with what member i calls `mine`."""
         parts = list(_tensor(all_).chunk(self._count))
-        self._connected().allgather(parts, _tensor(mine)).wait()
+        self._finish(self._connected().allgather(parts, _tensor(mine)))
+
+    def close(self) -> None:
+        """End what is under way, and let go of the group."""
+        self._closed = True
+        group, self._group = self._group, None
+        if group is None or self._under_way is None:
+            return
+        # Its end would wait for a peer that may be gone. It is left as it is, to the process's end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def _finish(self, work: Any) -> None:
+        # Not by `wait`: a thread that is in there when Python ends takes the process down with it.
+        self._under_way = work
+        pause = _FIRST_PAUSE
+        while not work.is_completed():
+            if self._closed:
+                raise RuntimeError("the transfer was given up")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._under_way = None
+        work.wait()
 
     def _connected(self) -> Any:
+        if self._closed:
+            raise RuntimeError("this engine is closed")
         if self._group is None:
             store = dist.PrefixStore(self._prefix, self._source.connect())
-            self._group = _gloo(store, self._index, self._count, self._source.host)
+            self._group = self._connect(store)
         return self._group
 
+    def _connect(self, store: Any) -> Any:
+        """Return a Gloo group on the interfaces that were named, or that which leads to the store.
 
-def _gloo(store: Any, index: int, count: int, towards: str) -> Any:
-    """Return a Gloo group that speaks over the interface on which the store is reached.
-
-    By itself Gloo asks what this host's own name means, which is a loopback address on many; unless
-    GLOO_SOCKET_IFNAME says which interface it is to be.
-    """
-    make: Any = dist.ProcessGroupGloo
-    with contextlib.suppress(AttributeError, OSError):  # of versions that say it otherwise
-        options = make._Options()
-        address = _own_address(towards)
-        options._devices = [make.create_device(hostname=address)]
-        options._timeout = _CONNECT
-        group = make(store, index, count, options)
+        By itself Gloo asks what this host's own name means: a loopback address on many.
+        """
+        make: Any = dist.ProcessGroupGloo
+        try:
+            options = make._Options()
+            if self._interfaces:
+                names = self._interfaces.split(",")
+                options._devices = [make.create_device(interface=name) for name in names]
+            else:
+                address = _own_address(self._source.host)
+                options._devices = [make.create_device(hostname=address)]
+            options._timeout = _CONNECT
+        except AttributeError:  # of a version that says it otherwise
+            return make(store, self._index, self._count, _CONNECT)
+        group = make(store, self._index, self._count, options)
         with contextlib.suppress(AttributeError):
             group._set_default_timeout(LONG)
         return group
-    return make(store, index, count, LONG)
 
 
 def _own_address(towards: str) -> str:
     """Return this host's address on the way to another; nothing is sent."""
-    family, kind, protocol, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    address = _address_towards(towards)
+    if ipaddress.ip_address(address).is_loopback and not _is_loopback(towards):
+        # This host itself, by a name that means nothing to others: then its address to the world.
+        with contextlib.suppress(OSError):
+            return _address_towards(_ELSEWHERE)
+    return address
+
+
+def _address_towards(host: str) -> str:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
 def _tensor(data: memoryview) -> Any:
+    if data.readonly:  # torch warns of these, though nothing is written to what is sent
+        address = numpy.frombuffer(data, numpy.uint8).ctypes.data
+        data = memoryview((ctypes.c_uint8 * len(data)).from_address(address))
     return torch.frombuffer(data, dtype=torch.uint8)
 
 

@@ -133,6 +133,11 @@ class Fates:
         """Return the fate of a round, once it is there."""
         return bytes(store.get(self._key(number, "fate")))
 
+    def release(self, store: Any, number: int) -> None:
+        """End every wait for a fate that all have known for long, and that is gone."""
+        store.set(self._key(number, "fate"), "")
+        store.delete_key(self._key(number, "fate"))
+
     def abort(self, store: Any, number: int, text: bytes) -> bytes:
         """Break a round with `text`, unless it is too late; return its fate, or the verdict.
 

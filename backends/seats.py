@@ -223,6 +223,14 @@ class Seats:
             time.sleep(0.0005)
         return status
 
+    def is_taken(self, rank: int) -> bool:
+        """Tell whether `rank` sits there; may be asked from another thread."""
+        return self._person(rank)[0] == _ALIVE and not is_free(self._directory, rank)
+
+    def has_left(self, rank: int) -> bool:
+        """Tell whether `rank` has said that it has finished; may be asked from another thread."""
+        return self._person(rank)[0] == _FINISHED
+
     def is_deserted(self, rank: int) -> bool:
         """Tell whether `rank` went without a word; may be asked from another thread."""
         before = self._person(rank)[0]

@@ -120,7 +120,8 @@ class StoreLink:
                 if self._every is not None and time.monotonic() >= next_pulse:
                     next_pulse = time.monotonic() + self._every
                     if self._pulse is not None:
-                        self._pulse(store)
+                        with contextlib.suppress(OSError, ValueError):  # the next one may do it
+                            self._pulse(store)
                 if job is not None:
                     job.result = job.work(store)
             except BaseException as error:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
+TRY_AGAIN = 0.05  # seconds between two attempts to reach a store
 _FOREVER = timedelta(days=365)  # a wait ends with its answer; deadlines are the rank's own
 
 
@@ -88,9 +89,9 @@ def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
     """
     prefix = f"syncprims/{topology.run_id or 'run'}"
     grouped = dist.is_available() and dist.is_initialized()
+    if topology.launcher == "syncprims" and topology.num_nodes == 1:
+        return None  # they share this host: `syncprims run` has started them on it
     if settings.store is not None and (settings.agent_store or not grouped):
-        if topology.launcher == "syncprims" and topology.num_nodes == 1:
-            return None  # they share this host: `syncprims run` has started them on it
         source = StoreSource(*settings.store, prefix, settings.join_timeout)
         if not settings.agent_store:
             source.served_by_rank_0 = True
@@ -98,7 +99,7 @@ def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
                 source.serve()
         return source
     if grouped:
-        return _of_default_group(prefix, settings.join_timeout)
+        return _of_default_group(prefix, topology, settings.join_timeout)
     if topology.num_nodes == 1:
         return None
     raise ConfigurationError(
@@ -108,14 +109,20 @@ def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
     )
 
 
-def _of_default_group(prefix: str, join_timeout: float) -> StoreSource:
-    """Return the store with which the program has initialized ``torch.distributed``."""
+def _of_default_group(prefix: str, topology: Topology, join_timeout: float) -> StoreSource | None:
+    """Return the store with which the program has initialized ``torch.distributed``.
+
+    None if it cannot be shared, and a run on one host can do without.
+    """
     # Torch has no public name for it, and the ranks must meet where they have met before.
     store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     inner: Any = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
     if not isinstance(inner, dist.TCPStore):
+        launched = topology.run_id is not None and topology.launcher != "torch.distributed"
+        if launched and topology.num_nodes == 1:
+            return None
         raise ConfigurationError(
             f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
             f"can be shared: initialize it with env:// or tcp://, or start the ranks with torchrun"

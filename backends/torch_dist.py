@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed
 
-from syncprims.errors import BackendUnavailable, ConfigurationError, SyncTimeout
+from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology
 
-from .census import Census, Host, Register, identity
+from .census import Census, Host, devices, take_census
 from .departures import Departures
 from .engines import LONG, GlooEngine, NcclEngine
 from .fates import End
-from .file_lock import FileBackend, base_of
+from .file_lock import FileBackend
 from .heartbeat import BEATS, Heartbeat
 from .relay import Relay
 from .store_link import StoreGone, StoreLink
-from .stores import StoreSource, find_store
+from .stores import TRY_AGAIN, StoreSource, find_store
 from .two_level import Ties, TwoLevelBoard
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
 _LAST_WORD = 2.0  # seconds to tell the other hosts how this rank ends
-_TRY_AGAIN = 0.05  # seconds between two attempts to reach a store
+_EXIT_GRACE = 3.0  # for a rank of this host that waits to say how another one ended
 _WORD_EVERY = 1.0  # seconds between two looks at another host's published words
 
 
@@ -64,6 +64,8 @@ class TorchBackend(Backend):
         self._ties: Ties | None = None  # to other hosts, if there are any
         self._heartbeat: Heartbeat | None = None
         self._word_said = False
+        self._left_since: dict[int, float] = {}  # ranks of this host that have finished
+        self._spoken_for: set[tuple[int, TwoLevelBoard]] = set()
         self._opened = False  # torch's default group, by us: then it is ours to close
         self._heard: dict[int, tuple[float, bytes]] = {}
         self._source = find_store(topology, settings) if topology.world_size > 1 else None
@@ -76,7 +78,7 @@ class TorchBackend(Backend):
                     f"free port there, or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
                 )
             everybody = list(range(topology.world_size))
-            here = Host("here", everybody, _devices() >= topology.world_size)
+            here = Host("here", everybody, devices() >= topology.world_size)
             self._census = Census(topology.run_id or "", [here])
             self._local = FileBackend(topology, settings)
             return
@@ -92,12 +94,14 @@ class TorchBackend(Backend):
         while True:
             speaker, waiter = self._dial(source)
             try:
-                self._census = census = self._take_census(source, speaker, waiter, deadline)
+                self._census = census = take_census(
+                    speaker, source, self.topology, self.settings, deadline
+                )
                 break
             except StoreGone:
                 # It was served by a world before this one, perhaps, and went with it.
                 self._hang_up()
-                time.sleep(_TRY_AGAIN)
+                time.sleep(TRY_AGAIN)
         top = self.topology
         host_of = census.host_of
         mine = census.hosts[host_of[top.rank]]
@@ -139,44 +143,6 @@ class TorchBackend(Backend):
         self._links = speaker, StoreLink("waiter", source.connect)
         return self._links
 
-    def _take_census(
-        self, source: StoreSource, speaker: StoreLink, waiter: StoreLink, deadline: float
-    ) -> Census:
-        """Return who takes part.
-
-        :raises StoreGone: if the store went meanwhile, and there is time for another attempt.
-        """
-        top, begin = self.topology, deadline - self.settings.join_timeout
-        register = Register(f"world-{top.world_size}", top.world_size)
-        base = base_of(self.settings)
-        try:
-            place = identity(base.fd)
-        finally:
-            base.close()
-
-        def left() -> float:
-            return max(0.0, deadline - time.monotonic())
-
-        book = None
-        try:
-            book = speaker.ask(
-                lambda store: register.enter(store, top.rank, place, _devices()), left()
-            )
-            return waiter.ask(lambda store: register.read(store, book), left())
-        except StoreGone as error:
-            if left() > _TRY_AGAIN:
-                raise
-            waited = time.monotonic() - begin
-            with contextlib.suppress(StoreGone):
-                if book is not None:
-                    missing = speaker.ask(lambda store: register.missing(store, book), _LAST_WORD)
-                    raise _never_came(top, missing, waited, source.address) from None
-            raise BackendUnavailable(
-                f"rank {top.rank} cannot reach the store at {source.address}: {error}. It is "
-                f"served by rank 0, or by torchrun's agent on its host: is that up, and are "
-                f"MASTER_ADDR and MASTER_PORT right and open from here?"
-            ) from error
-
     @property
     def meeting_place(self) -> str:
         """The store, and the directory on this host."""
@@ -213,7 +179,8 @@ class TorchBackend(Backend):
         prefix = f"{self._census.token}/{name}"
         board = TwoLevelBoard(members, own, relay, prefix, self._ties)
         place = tuple(members).index(self.topology.rank)
-        board.engine = GlooEngine(self._source, f"{prefix}/gloo", place, len(members))
+        interfaces = self.settings.gloo_interfaces
+        board.engine = GlooEngine(self._source, f"{prefix}/gloo", place, len(members), interfaces)
         self._boards.append(board)
         return board
 
@@ -283,10 +250,19 @@ class TorchBackend(Backend):
         heartbeat.beat(store)
         for seat, rank in enumerate(self._census.hosts[ties.host].ranks):
             if rank != self.topology.rank and self._local.seats.is_deserted(seat):
-                for board in self._boards:
-                    if rank in board.local.members:
-                        board.say_end(store, End(rank, board.rounds_of(rank), "lost"))
+                self._speak_for(store, rank, "lost")
                 self._departures.note(store, rank)
+            elif self._local.seats.has_left(seat):
+                since = self._left_since.setdefault(rank, time.monotonic())
+                if time.monotonic() - since >= _EXIT_GRACE:
+                    self._speak_for(store, rank, "finished")
+
+    def _speak_for(self, store: Any, rank: int, state: str) -> None:
+        """Tell the other hosts how a rank of this one has ended."""
+        for board in self._boards:
+            if rank in board.local.members and (rank, board) not in self._spoken_for:
+                self._spoken_for.add((rank, board))
+                board.say_end(store, End(rank, board.rounds_of(rank), state))
 
     def _ring(self) -> None:
         """Wake every rank of this host."""
@@ -321,6 +297,16 @@ class TorchBackend(Backend):
         self._let_go()
 
     def _say_end(self, store: Any, failure: bytes | None) -> None:
+        assert self._ties is not None
+        seats, own = self._local.seats, self._local.topology.rank
+        mates = [s for s in range(self._local.topology.world_size) if s != own]
+        if failure is None and any(seats.is_taken(seat) for seat in mates):
+            # They see how this process ends, which it does not know itself: with which exit code.
+            self._departures.note(store, self.topology.rank)
+            return
+        for seat in mates:
+            if seats.has_left(seat):  # and nobody will be here to say so
+                self._speak_for(store, self._census.hosts[self._ties.host].ranks[seat], "finished")
         state, text = ("finished", "") if failure is None else ("failed", failure.decode())
         for board in self._boards:
             board.say_end(store, End(self.topology.rank, board.posted, state, "", text))
@@ -360,11 +346,6 @@ class NcclBackend(TorchBackend):
     needs = "nccl"
 
 
-def _devices() -> int:
-    """Return how many CUDA devices this process sees, without touching one."""
-    return torch.cuda.device_count()
-
-
 def _check_default_group(topology: Topology) -> None:
     """Refuse an initialized group that is not this world."""
     if not dist.is_initialized():
@@ -376,19 +357,3 @@ def _check_default_group(topology: Topology) -> None:
             f"{topology.launcher} says rank={topology.rank} and world_size={topology.world_size}; "
             f"initialize it as the launcher says, or unset the launcher's variables"
         )
-
-
-def _never_came(top: Topology, missing: list[int], waited: float, address: str) -> SyncTimeout:
-    arrived = [rank for rank in range(top.world_size) if rank not in missing]
-    lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
-    return SyncTimeout(
-        f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} did\n"
-        f"{lines}\nThis rank waits at the store at {address}, run id {top.run_id!r}: a rank that "
-        f"was started with others never meets it. See what keeps ranks {missing}. If they are only "
-        f"slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
-        rank=top.rank,
-        call="init",
-        missing=missing,
-        arrived=arrived,
-        waited=waited,
-    )

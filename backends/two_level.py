@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 _FIRST_NAP, _LONGEST_NAP = 0.002, 0.05  # should nobody ring
 _BRING_ANYWAY = 0.02  # seconds after which a waiting rank does what the last to post should have
+_BRING_AGAIN = 1.0  # and after which it may be that nothing of it has arrived
 _ASK_ANYWAY = 1.0  # or what a waiting rank before it should have; doubled for each such
-_FIRST_LOOK, _LONGEST_LOOK = 0.02, 1.0  # between two looks at the hosts that are missing
+_FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # between two looks at the hosts that are missing
+_LAST_LOOK = 1.0  # at most, before absent ranks are named
 _LOOK_PER_HOST = 0.002  # at least, so that many hosts do not crowd the store
 _MOST_LOOKED_AT = 8  # missing hosts at a time
 _NOTE_LIMIT = 64 * 1024  # bytes; what is larger would crowd the store
@@ -69,7 +71,9 @@ class TwoLevelBoard(Board):
         self.fates = Fates(prefix, {h: [place[m] for m in ms] for h, ms in self._hosts.items()})
         self._elsewhere: dict[int, bytes] = {}  # fates that are too large for the relay
         self._last: dict[int, Label] = {}  # what members came for in the last round
-        self._asked_for = self._brought = 0  # rounds that this rank has asked for, and brought
+        self._asked_for = 0  # the latest round whose fate this rank has asked the store for
+        self._awaited = 0  # the round that the waiter's thread waits for at this moment; 0: none
+        self._brought: dict[int, float] = {}  # rounds that this rank has brought, and when
         self._waiting_for, self._waiting_since = 0, 0.0
         self._next_look, self._look_every = 0.0, _FIRST_LOOK
         self._ended: dict[int, End] = {}
@@ -97,9 +101,9 @@ class TwoLevelBoard(Board):
 
     def _bring(self, number: int) -> None:
         notes = self.local.notes(number)
-        if notes is None or self._brought >= number:
+        if notes is None or self.now() < self._brought.get(number, 0.0) + _BRING_AGAIN:
             return
-        self._brought = number
+        self._brought[number] = self.now()
 
         def bring(store: Any) -> None:
             fate = self.fates.bring(store, number, self._ties.host, notes)
@@ -116,9 +120,6 @@ class TwoLevelBoard(Board):
         """Wait for the fate of the oldest uncollected round, asleep."""
         number = self.collected + 1
         begin = now = self.now()
-        if self._waiting_for != number:  # else the core has asked again, after a look around
-            self._waiting_for, self._waiting_since = number, begin
-            self._next_look, self._look_every = begin + _FIRST_LOOK, _FIRST_LOOK
         nap, slept = _FIRST_NAP, False
         self._relay.wait_for(number)
         try:
@@ -152,15 +153,25 @@ class TwoLevelBoard(Board):
             return None
         notes = decode_notes(fate[1:], self.local.own(number))
         self._last = {m: note.label for m, note in zip(self.members, notes, strict=True)}
-        self._elsewhere.pop(number, None)
+        for old in [n for n in self._elsewhere if n <= number]:
+            self._elsewhere.pop(old, None)
+        for old in [n for n in self._brought if n <= number]:
+            del self._brought[old]
         self.collected = number
         self.local.advance(number)
+        if 0 < self._awaited < number:
+            self._release(self._awaited)
         return notes
 
     def _attend(self, number: int, now: float) -> None:
         """Do for this host what is to be done while waiting, if it falls to this rank."""
+        if self._waiting_for != number:
+            self._waiting_for, self._waiting_since = number, now
+            self._next_look, self._look_every = now + _FIRST_LOOK, _FIRST_LOOK
         waited = now - self._waiting_since
-        if waited >= _BRING_ANYWAY and self._relay.brought < number and self.local.is_full(number):
+        late = waited >= _BRING_ANYWAY and self._relay.brought < number
+        due = number <= self.posted and (late or waited >= _BRING_AGAIN)
+        if due and self.local.is_full(number):
             self._bring(number)
         others = self._relay.before_me(number)
         if others and waited < _ASK_ANYWAY * 2 ** min(others, 5):
@@ -170,9 +181,17 @@ class TwoLevelBoard(Board):
             most = max(_LONGEST_LOOK, _LOOK_PER_HOST * len(self._hosts))
             self._look_every = min(most, 2 * self._look_every)
             self._next_look = now + self._look_every
-            # The state of this host is read here: the link's thread must not touch the seats.
-            here = {rank: self.local.status(rank) for rank in self.local.members}
-            self._ties.speaker.submit(lambda store: self._look_around(store, number, here))
+            self._ties.speaker.submit(self._look_at(number))
+
+    def _look_at(self, number: int) -> Callable[[Any], None]:
+        # The state of this host is read here: the link's thread must not touch the seats.
+        here = {rank: self.local.status(rank) for rank in self.local.members}
+        return lambda store: self._look_around(store, number, here)
+
+    def inform(self) -> None:
+        """Look around now, whatever it costs: a deadline has passed, and absent ranks are named."""
+        with contextlib.suppress(StoreGone):
+            self._ties.speaker.ask(self._look_at(self.collected + 1), _LAST_LOOK)
 
     def _ask_for(self, number: int) -> None:
         if self._asked_for >= number:
@@ -180,19 +199,31 @@ class TwoLevelBoard(Board):
         self._asked_for = number
 
         def wait(store: Any) -> None:
-            fate = self.fates.wait(store, number)
-            with contextlib.suppress(ValueError):  # closed meanwhile
-                self._spread(number, fate)
+            if self._asked_for != number or self.collected >= number:
+                return  # known meanwhile, and soon removed
+            self._awaited = number
+            try:
+                if self.collected < number:
+                    fate = self.fates.wait(store, number)
+                    with contextlib.suppress(ValueError):  # closed meanwhile
+                        self._spread(number, fate)
+            finally:
+                self._awaited = 0
 
         self._ties.waiter.submit(wait)
 
+    def _release(self, number: int) -> None:
+        """End this rank's own wait for a fate that it knows, and that may have been removed."""
+        if number + self.depth < self.collected:
+            self._ties.speaker.submit(lambda store: self.fates.release(store, number))
+
     def _spread(self, number: int, fate: bytes) -> None:
         """Let all ranks of this host know the fate of a round."""
-        self._elsewhere[number] = fate
-        self._relay.publish(number, fate)
-        if self._relay.fate(number) != ELSEWHERE:
-            del self._elsewhere[number]
-        self._ties.ring()
+        if number > self.collected:
+            self._relay.publish(number, fate)
+            if self._relay.fate(number) == ELSEWHERE:
+                self._elsewhere[number] = fate
+            self._ties.ring()
 
     # -- what is known of the others ------------------------------------------------------------
 
@@ -200,6 +231,13 @@ class TwoLevelBoard(Board):
         """Learn who has not come to a round yet, and tell the other hosts about this one."""
         ties = self._ties
         brought = self.fates.brought(store, number)
+        if len(brought) == len(self._hosts):
+            # Whoever was counted last is stopped or gone, or was never counted: do it instead.
+            fate = self.fates.complete(store, number, brought)
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                assert fate is not None, "all have brought theirs"
+                self._spread(number, fate)
+            return
         seen: dict[str, list[Any]] = {}
         mine = here[self.local.here].label
         for host, data in brought.items():
@@ -228,7 +266,7 @@ class TwoLevelBoard(Board):
         host = ties.host_of[rank]
         end = self._ended.get(rank)
         if host == ties.host:
-            return self.local.status(rank)
+            return self.local.status(rank)  # which knows more than what was said of it
         number = self.collected + 1
         news = self._relay.news(number)
         rounds, label = self.collected, self._last.get(rank)
@@ -289,8 +327,8 @@ class TwoLevelBoard(Board):
         if self._verdict is None:
             number = self.collected + 1
             fate = self._fate(number) or b""
-            if not fate:
-                self._ask_for(number)  # whoever asks here is not waiting in collect
+            if not fate:  # maybe this rank waits for something else than the notes
+                self._attend(number, self.now())
             if fate[:1] == VERDICT:
                 self._verdict = fate[1:]
             elif fate[:1] == END:
@@ -314,6 +352,8 @@ class TwoLevelBoard(Board):
 
     def close(self) -> None:
         """Let go of the shared memory; the host's own board is closed by its backend."""
+        if self.engine is not None:
+            self.engine.close()
         self._relay.close()
 
 

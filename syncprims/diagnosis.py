@@ -74,6 +74,11 @@ class Look:
     @property
     def warning(self) -> str:
         """What a long wait says of itself."""
+        if not self.missing:
+            return (
+                f"still at {self._here} after {self._waited:.0f} s: all ranks {list(self._seen)} "
+                f"have come, and the data is under way"
+            )
         last = "; ".join(self._last_seen(rank) for rank in self.missing[:8])
         return (
             f"still waiting for ranks {self.missing} at {self._here} for {self._waited:.0f} s; "
@@ -112,6 +117,16 @@ class Look:
     def timeout(self) -> SyncTimeout:
         """Return the error of a wait that has run out of time."""
         arrived = [rank for rank in self._seen if rank not in self.missing]
+        if not self.missing:
+            return SyncTimeout(
+                f"{self._here} timed out after {self._waited:.1f} s: all ranks {arrived} have "
+                f"come, and the data has not arrived. Look at the network between their hosts. If "
+                f"it is only slow, allow more: timeout=, or SYNCPRIMS_TIMEOUT.",
+                rank=self._rank,
+                call=self._here,
+                arrived=arrived,
+                waited=self._waited,
+            )
         lines = "\n".join(f"  {self._last_seen(rank)}" for rank in self.missing)
         return SyncTimeout(
             f"{self._here} timed out after {self._waited:.1f} s: ranks {self.missing} did not "

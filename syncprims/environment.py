@@ -333,6 +333,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         store=_store(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         heartbeat=_seconds(environ, "SYNCPRIMS_HEARTBEAT") or default.heartbeat,
+        gloo_interfaces=environ.get("GLOO_SOCKET_IFNAME") or None,
         error_file=environ.get("SYNCPRIMS_ERROR_FILE") or None,
     )
 

@@ -40,7 +40,7 @@ def _broadcast(steps: Steps, step: Note, engine: Engine, arrays: Sequence[Any], 
             for at in range(0, len(data), _MOST):
                 engine.broadcast(data[at : at + _MOST], src)
 
-    _in_step(steps, step, carry)
+    _in_step(steps, step, engine, carry)
 
 
 def reduce(steps: Steps, step: Note, engine: Engine, jobs: Sequence[Job], op: str) -> None:
@@ -58,18 +58,16 @@ def reduce(steps: Steps, step: Note, engine: Engine, jobs: Sequence[Job], op: st
                 piece = slice(begin, begin + most)
                 _reduce(engine, len(steps.members), steps.index, mine[piece], result[piece], op)
 
-    _in_step(steps, step, carry)
+    _in_step(steps, step, engine, carry)
 
 
-def _in_step(steps: Steps, step: Note, carry: Callable[[], None]) -> None:
-    """Have the data carried once all are there, and return once all have it."""
+def _in_step(steps: Steps, step: Note, engine: Engine, carry: Callable[[], None]) -> None:
+    """Have the data carried once all are there, and return once all have it.
+
+    An error in there breaks the group: what others wait for in theirs will not come.
+    """
     steps.agree(step)
-    try:
-        steps.stand_by(carry)
-    except (RuntimeError, OSError) as error:  # what engines say when a peer or a link is gone
-        steps.fail(step.label, error, for_good=True)
-        steps.reach(steps.posted)  # the one that is gone is found out here
-        raise
+    steps.stand_by(carry, engine.close)
     steps.agree(step)
 
 

@@ -42,6 +42,7 @@ class Settings(NamedTuple):
     store: tuple[str, int] | None = None  #: host and port of the rendezvous store
     agent_store: bool = False  #: torchrun's agent serves it, and no rank need
     heartbeat: float = 10.0  #: a host that gives no sign of life for so long is taken for lost
+    gloo_interfaces: str | None = None  #: network interfaces for bulk data, with commas between
     error_file: str | None = None  #: where the launcher looks for the reason why this rank failed
 
 
@@ -177,6 +178,10 @@ class Engine(ABC):
     def gather(self, mine: memoryview, all_: memoryview) -> None:
         """Fill the i-th of equal parts of `all_` with what member i calls `mine`."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """End what is under way, with an error there, and let go of every connection."""
+
 
 class DeviceEngine(ABC):
     """What carries tensors between accelerators, without a stop in the hosts' memory.
@@ -251,6 +256,12 @@ class Board(ABC):
     @abstractmethod
     def verdict(self) -> bytes | None:
         """Return the verdict that bars this rank's oldest uncollected round, or None."""
+
+    def inform(self) -> None:  # noqa: B027 - optional
+        """Learn all there is to know of the others: their status is about to become a verdict.
+
+        Optional: for boards whose :meth:`status` may lag behind.
+        """
 
     def window(self) -> Window | None:
         """Return memory that all members share, the same amount on each; None if there is none.

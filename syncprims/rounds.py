@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -299,8 +300,8 @@ class Rounds:
         at_board: bool = True,
     ) -> T:
         """Wait on: for what comes, a verdict, a death, a deadlock or the deadline."""
-        board = self._board
-        number = board.collected + 1
+        board = self._board  # not at it, all have come to the last round, and nobody is missing:
+        number = board.collected + at_board
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
         warn_at = begin + warn_every
@@ -311,6 +312,8 @@ class Rounds:
                 if verdict is not None:
                     self._tear(verdict)
                 now = board.now()
+                if now >= deadline:
+                    board.inform()
                 look = self._diagnosis.look(number, now - begin)
                 error = self._explain(look, now - begin, now >= deadline, at_board)
                 if error is not None:
@@ -328,6 +331,8 @@ class Rounds:
                 came = attempt(max(until - now, 0.001))
                 if came is not None:
                     return came
+                if board.now() < until:  # it gave up early: what it saw is seen here soon
+                    time.sleep(0.001)
                 pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
             self._whereabouts.moved_on()

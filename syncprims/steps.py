@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 
 _SOON = 0.01  # seconds of work before this rank looks around
+_CAUSE = 1.0  # seconds for the death that an engine has met to be known
+_FAREWELL = 1.0  # seconds for a thread whose work was stopped to end
 
 
 class Steps:
@@ -37,26 +40,23 @@ class Steps:
         """
         self._rounds.post(note, self._timeout)
 
-    def fail(self, label: Label, error: BaseException, *, for_good: bool = False) -> None:
-        """Post that this rank failed, and is about to raise `error`.
-
-        With `for_good`, the group does not stay whole: there is no next call for it.
-        """
+    def fail(self, label: Label, error: BaseException) -> None:
+        """Post that this rank failed, and is about to raise `error`."""
         self.post(self._rounds.failure_note(label, error))
-        if not for_good:
-            self._rounds.told = error
+        self._rounds.told = error
 
     def agree(self, step: Note) -> None:
         """Return once all members have come to this step, and none has failed in this call."""
         self.post(step)
         self.reach(self.posted)
 
-    def stand_by(self, work: Callable[[], None]) -> None:
+    def stand_by(self, work: Callable[[], None], stop: Callable[[], None]) -> None:
         """Have `work` done on a thread, and see to it that no member is lost meanwhile.
 
-        What waits for others in there hears of nothing: this rank must be free to.
+        What waits for others in there hears of nothing: this rank must be free to. It calls `stop`,
+        which ends the work, if there is no need for it any more.
 
-        :raises BaseException: what `work` raises.
+        :raises BaseException: what `work` raises; but a lost member's `PeerLost`, if that is why.
         """
         done = threading.Event()
         raised: list[BaseException] = []
@@ -68,11 +68,29 @@ class Steps:
                 raised.append(error)
             done.set()
 
-        threading.Thread(target=run, name="syncprims-engine", daemon=True).start()
-        if not done.wait(_SOON):
-            self._rounds.stand_by(lambda seconds: done.wait(seconds) or None, self._timeout)
-        if raised:
-            raise raised[0]
+        thread = threading.Thread(target=run, name="syncprims-engine", daemon=True)
+        thread.start()
+        try:
+            if not done.wait(_SOON):
+                self._rounds.stand_by(lambda seconds: done.wait(seconds) or None, self._timeout)
+            if raised:
+                self._look_for_the_cause()
+                raise raised[0]
+        except BaseException:
+            stop()
+            raise
+        finally:
+            thread.join(_FAREWELL)
+
+    def _look_for_the_cause(self) -> None:
+        """Return if no member turns out to be lost within a moment."""
+        until = time.monotonic() + _CAUSE
+
+        def look(seconds: float) -> bool | None:
+            time.sleep(min(seconds, _SOON))
+            return time.monotonic() >= until or None
+
+        self._rounds.stand_by(look, None)
 
     def reach(self, number: int) -> Sequence[Note]:
         """Collect the rounds up to `number`, and return the notes of the last.

@@ -67,6 +67,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+_SERVER = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def served_store() -> Generator[int]:
+    """Serve a store as torchrun's agent does, in a process of its own; give its port."""
+    command = [sys.executable, "-c", _SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+
+
 def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
     """Run `body` with just these variables in a forked child, and return the child's pid.
 

@@ -245,16 +245,26 @@ def _facts(error: sp.SyncError) -> list[Any]:
     return [type(error).__name__, error.rank, sorted(error.missing)]
 
 
-def run(seed: int, directory: Path, logs: Path) -> History:
-    """Run the program of `seed` by ranks that meet in `directory`, and return what they saw."""
-    backend_class("file"), sp.version()  # what these import is imported once, not by every rank
+def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> History:
+    """Run the program of `seed` by ranks that meet in `directory`, and return what they saw.
+
+    With the port of a `store`, they are on two or three hosts, as far as they can tell.
+    """
     made = plan(seed)
+    world, more = World("file", made.ranks), {}
+    if store is not None:
+        hosts = next(h for h in (2, 3, made.ranks) if made.ranks % h == 0)
+        world = World("torch", made.ranks, hosts)
+        more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store), "SYNCPRIMS_HEARTBEAT": "4"}
+        more["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # served here: no rank takes it along
+    # What these import is imported once, not by every rank.
+    backend_class(world.backend), sp.version()
     reader, writer = os.pipe()
     pids: list[int] = []
     paths = [logs / f"{seed}-{rank}" for rank in range(made.ranks)]
     try:
         for rank, path in enumerate(paths):
-            env = environment(World("file", made.ranks), rank, directory, f"seed {seed}")
+            env = environment(world, rank, directory, f"seed {seed}", **more)
             log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600)
             pids.append(fork(_Rank(made, rank, log, writer).run, env))
             os.close(log)
@@ -305,10 +315,10 @@ def _hurt(pids: Sequence[int], made: Plan, joined: int) -> tuple[dict[int, int],
             os.close(eye)
 
 
-def check(seeds: Sequence[int], directory: Path, logs: Path) -> None:
+def check(seeds: Sequence[int], directory: Path, logs: Path, store: int | None = None) -> None:
     """Run all these seeds and assert that every history is as promised."""
     for seed in seeds:
-        history = run(seed, directory, logs)
+        history = run(seed, directory, logs, store)
         found = violations(history)
         assert not found, "\n".join([*found, show(history)])
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import random_programs
-from harness import Kind, Ranks
+from harness import Kind, Ranks, served_store
 from histories import Event, History, Step, show, violations, waits_for
 
 import syncprims as sp
@@ -282,3 +282,21 @@ def test_random_programs_keep_every_promise(
 @pytest.mark.parametrize("first", range(1_000, 11_000, 250))
 def test_ten_thousand_random_programs(first: int, meeting_place: Path, tmp_path: Path) -> None:
     judge(first, 250, meeting_place, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        *(range(first, first + 15) for first in (0, 15, 30, 45)),
+        *(
+            pytest.param(range(first, first + 100), marks=pytest.mark.soak)
+            for first in range(20_000, 22_000, 100)
+        ),
+    ],
+    ids=str,
+)
+def test_random_programs_on_several_hosts_keep_every_promise(
+    seeds: range, meeting_place: Path, tmp_path: Path
+) -> None:
+    with served_store() as store:
+        random_programs.check(seeds, meeting_place, tmp_path, store)
