@@ -157,6 +157,8 @@ def take_census(
     def left() -> float:
         return max(0.0, deadline - time.monotonic())
 
+    missing: list[int] = []  # as last heard of: whoever serves the store may give up first
+
     def attend(book: str) -> Census | None:
         pause = _FIRST_PAUSE
         while True:
@@ -164,9 +166,11 @@ def take_census(
                 raise StoreGone("not all ranks have come")
             time.sleep(min(pause, left()))
             pause = min(1.2 * pause, _LONGEST_PAUSE)  # there may be many of us
-            closed, census = link.ask(lambda store: register.look(store, book), left())
+            closed, census = link.ask(lambda store: register.look(store, book), _LAST_WORD)
             if closed:
                 return census
+            if left() < _LAST_WORD:
+                missing[:] = link.ask(lambda store: register.missing(store, book), _LAST_WORD)
 
     book = ""
     try:
@@ -176,17 +180,16 @@ def take_census(
             if census is not None:
                 return census
     except StoreGone as error:
-        if left() > TRY_AGAIN:
+        if left() > (_LAST_WORD if missing else TRY_AGAIN):
             raise
         why = error
     if book:
         with contextlib.suppress(StoreGone):
-            missing = link.ask(lambda store: register.missing(store, book), _LAST_WORD)
             census = link.ask(lambda store: register.give_up(store, book), _LAST_WORD)
             if census is not None:
                 return census
-            waited = settings.join_timeout - left()
-            raise _never_came(top, missing, waited, source.address)
+        if missing:
+            raise _never_came(top, missing, settings.join_timeout - left(), source.address)
     raise BackendUnavailable(
         f"rank {top.rank} cannot reach the store at {source.address}: {why}. It is served by rank "
         f"0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR and MASTER_PORT "

@@ -47,7 +47,7 @@ _WORD_AT, _WORD_SIZE = 64, 4096 - 64
 _FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
 _SEAT_SIZE = _FAILURE_AT + _FAILURE_SIZE
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
-_EXIT_GRACE = 2.0  # seconds to learn the exit code of a rank that said it has finished
+_EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that said it has finished
 #: Seconds for a process that has lost its lock to be gone: all it has left to do is to end. (One
 #: that let go of the lock and lives on, by running another program, is lost all the same.)
 _DYING = 0.2

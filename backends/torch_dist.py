@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
 _LAST_WORD = 2.0  # seconds to tell the other hosts how this rank ends
-_EXIT_GRACE = 3.0  # for a rank of this host that waits to say how another one ended
+_EXIT_GRACE = 6.0  # for a rank of this host that waits to say how another one ended
 _WORD_EVERY = 1.0  # seconds between two looks at another host's published words
 
 

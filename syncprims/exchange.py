@@ -100,8 +100,8 @@ def _carry_whole(
 
 
 def _carriage(rounds: Rounds) -> Carriage | None:
-    carrier = rounds.carrier()
-    return None if carrier is None else Carriage(carrier, rounds.device_engine())
+    carrier, devices = rounds.carriers()
+    return None if carrier is None else Carriage(carrier, devices)
 
 
 def _pack(rounds: Rounds, label: Label, obj: object) -> Package:

@@ -231,13 +231,9 @@ class Rounds:
         failed = PeerFailed.from_failure(failure, note.label.call)
         self._board.post(Note(note.label, failure=errors.dump(failed)))
 
-    def carrier(self) -> Window | Engine | None:
-        """Return what arrays travel through, where the backend has such."""
-        return self._board.window() or self._board.engine
-
-    def device_engine(self) -> DeviceEngine | None:
-        """Return what tensors travel through from device to device, where there is such."""
-        return self._board.devices
+    def carriers(self) -> tuple[Window | Engine | None, DeviceEngine | None]:
+        """Return what arrays travel through, and tensors from device to device, if anything."""
+        return self._board.window() or self._board.engine, self._board.devices
 
     @property
     def note_limit(self) -> int | None:
@@ -245,7 +241,7 @@ class Rounds:
         return self._board.note_limit
 
     def stand_by(self, job: Callable[[float], T | None], timeout: float | None) -> T:
-        """Return what ``job(seconds)`` gives in the end, unless a member is lost meanwhile."""
+        """Return what ``job(seconds)`` gives, unless a member is lost meanwhile."""
         return self._wait(job, timeout, self._board.now(), at_board=False)
 
     @property
@@ -300,8 +296,8 @@ class Rounds:
         at_board: bool = True,
     ) -> T:
         """Wait on: for what comes, a verdict, a death, a deadlock or the deadline."""
-        board = self._board  # not at it, all have come to the last round, and nobody is missing:
-        number = board.collected + at_board
+        board = self._board
+        number = board.collected + at_board  # not at it, nobody is missing
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
         warn_at = begin + warn_every
