@@ -163,6 +163,11 @@ class Board(ABC):
     """
 
     depth: int = 8
+    #: Does :attr:`now` stand still while anybody can go on, as in a test? Then `collect` returns
+    #: None only when its time is up or waiting is in vain, and need not be asked between; `timeout`
+    #: may be infinite. It keeps in :attr:`waiting_since` when a wait began.
+    virtual_time: bool = False
+    waiting_since: float = 0.0
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = tuple(members)  #: world ranks, ascending

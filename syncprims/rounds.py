@@ -64,6 +64,7 @@ class Rounds:
         self.members = board.members
         self.settings = settings
         self._board = board
+        self._first_look = math.inf if board.virtual_time else _FIRST_LOOK
         self._diagnosis = Diagnosis(board, rank)
         self._whereabouts = whereabouts
         self._meetings: dict[int, Meeting] = {}  # round -> who still wants its notes
@@ -104,7 +105,9 @@ class Rounds:
                 raise
             notes = None
             if board.collected == before:  # nothing older to collect first, as nearly always
-                limit = _FIRST_LOOK if timeout is None or timeout > _FIRST_LOOK else timeout
+                limit = self._first_look
+                if timeout is not None and timeout < limit:
+                    limit = timeout
                 notes = board.collect(limit)
                 for other in notes or (None,):
                     if other is not note:  # else all are the same: nothing to look for
@@ -252,7 +255,7 @@ class Rounds:
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, check that all came for the same, and count it."""
-        limit = _FIRST_LOOK if timeout is None or timeout > _FIRST_LOOK else timeout
+        limit = self._first_look if timeout is None else min(timeout, self._first_look)
         return self._examine(self._board.collect(limit), limit, timeout)
 
     def _examine(
@@ -261,7 +264,8 @@ class Rounds:
         """Wait on if these notes are None; look whether they are of one call; count the round."""
         board = self._board
         if notes is None:
-            notes = self._wait(timeout, board.now() - waited)
+            begin = board.waiting_since if board.virtual_time else board.now() - waited
+            notes = self._wait(timeout, begin)
         number = board.collected
         first = notes[0]
         for note in notes:
@@ -282,8 +286,9 @@ class Rounds:
         number = board.collected + 1
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
-        warn_at = begin + warn_every
-        pause = _FIRST_LOOK
+        pause = self._first_look
+        # Where time is virtual, whoever waits without a deadline waits for ever.
+        warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
         try:
             while True:
                 verdict = board.verdict()
@@ -307,7 +312,7 @@ class Rounds:
                 notes = board.collect(max(until - now, 0.001))
                 if notes is not None:
                     return notes
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = max(self._first_look, min(2 * pause, _LONGEST_PAUSE))
         finally:
             self._whereabouts.moved_on()
 

@@ -105,7 +105,7 @@ def test_mutable_state_lives_in_world_only() -> None:
         if isinstance(node, ast.Global)
     }
     assert not keepers
-    assert "_state = _State()" in (ROOT / "syncprims/world.py").read_text()
+    assert "_state = _State(os.environ, _make)" in (ROOT / "syncprims/world.py").read_text()
 
 
 def test_heavy_libraries_are_imported_only_in_the_rooms_made_for_them() -> None:
