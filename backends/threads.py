@@ -64,9 +64,10 @@ class Room:
 
         Returns False if there are none: they wait for somebody who is not here.
         """
-        stuck = {
-            rank: board for rank, board in self.waiting.items() if board.missing() & {*self.waiting}
-        }
+        stuck: dict[int, ThreadBoard] = {}
+        found = self.waiting
+        while found != stuck:  # until only those are left whose way leads into a circle
+            stuck, found = found, {r: b for r, b in found.items() if b.missing() & found.keys()}
         if not stuck:
             return False
         lines = "\n".join(

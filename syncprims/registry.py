@@ -21,6 +21,7 @@ ENTRY_POINTS = "syncprims.backends"
 _BUILT_IN = {
     "file": "syncprims.backends.file_lock:FileBackend",
     "single": "syncprims.backends.single:SingleBackend",
+    "threads": "syncprims.backends.threads:ThreadBackend",
 }
 
 

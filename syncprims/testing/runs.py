@@ -1,0 +1,58 @@
+"""How a world in a test went, rank by rank: what a verdict is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from .probe import Seen
+
+if TYPE_CHECKING:
+    from .faults import Fault
+    from .schedules import Seed
+
+#: ``left``: it had not ended when the world was given up. ``died``: its process ended by itself,
+#: without a result.
+End = Literal["returned", "raised", "killed", "stopped", "died", "left"]
+
+
+@dataclass
+class Outcome:
+    """How one rank ended."""
+
+    rank: int
+    end: End = "left"
+    result: Any = None
+    error: BaseException | None = None
+    detail: str = ""  #: how a process ended
+    calls: list[Seen] = field(default_factory=list[Seen])
+    waits: Seen | None = None  #: where it waits, or waited for what never came
+    torn: bool = False  #: it has seen a group break, and may have coped
+    struck: list[Fault] = field(default_factory=list["Fault"])
+
+    @property
+    def last(self) -> Seen | None:
+        """The last call it came to."""
+        return self.calls[-1] if self.calls else None
+
+
+@dataclass
+class Run:
+    """How a whole world ended."""
+
+    outcomes: list[Outcome]
+    seed: Seed | None = None  #: of its schedule, where there is one
+    stuck: bool = False  #: it came to a deadlock
+    gave_up: str = ""  #: why it was given up, if it was
+    stacks: str = ""  #: of all ranks, then
+    steps: int = 0  #: decisions of the schedule
+    trace: list[tuple[int, Seen]] = field(default_factory=list[tuple[int, Seen]])
+
+    @property
+    def struck(self) -> list[Fault]:
+        """The faults that have happened."""
+        return [fault for outcome in self.outcomes for fault in outcome.struck]
+
+    def path(self) -> list[tuple[int, tuple[int, ...], bytes]]:
+        """Return who posted what, one after another: equal for equal runs."""
+        return [(rank, seen.members, seen.label.encode()) for rank, seen in self.trace]
