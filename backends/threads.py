@@ -43,6 +43,7 @@ class Room:
         self.boards: dict[tuple[int, ...], Shared] = {}
         self.waiting: dict[int, ThreadBoard] = {}  #: ranks that wait, and where
         self.states: list[State] = ["unknown"] * world_size
+        self.departed = False  #: is any rank gone?
         self._details = [""] * world_size
         self._failures = [b""] * world_size
         self._words = [b""] * world_size
@@ -54,6 +55,7 @@ class Room:
     def lose(self, rank: int, detail: str) -> None:
         """Let the others see `rank` as dead from now on, whatever it still does."""
         self.states[rank], self._details[rank] = "lost", detail
+        self.departed = True
 
     def ended(self, rank: int) -> tuple[State, str, bytes]:
         """Return the state of `rank`, how it ended, and the failure it left."""
@@ -90,6 +92,7 @@ class Room:
         if self.states[rank] == "alive":
             self.states[rank] = "finished" if failure is None else "failed"
             self._failures[rank] = failure or b""
+            self.departed = True
 
     def say(self, rank: int, word: bytes) -> None:
         """Keep the latest word of `rank`."""
@@ -163,17 +166,21 @@ class ThreadBoard(Board):
         self._shared = room.boards.setdefault(self.members, Shared(self.members))
 
     def post(self, note: Note) -> None:
-        """Pin up the note, once it is this rank's turn."""
-        self._referee.step(self._rank)
+        """Pin up the note."""
+        if self.posted > self.collected:
+            self._referee.step(self._rank)  # it goes on without waiting: others may be faster
         shared = self._shared
         self.posted += 1
-        shared.rounds.setdefault(self.posted, {})[self._rank] = note
+        notes = shared.rounds.setdefault(self.posted, {})
+        notes[self._rank] = note
         shared.posted[self._rank] = self.posted
         shared.last[self._rank] = note
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Return the oldest uncollected round's notes, others going on meanwhile."""
-        if not self._complete() and not self._in_vain():
+        if self._complete():
+            self._referee.step(self._rank)  # the last to come need not be the first to go on
+        elif not self._in_vain():
             self.waiting_since = self._referee.now()
             until = self.waiting_since + (math.inf if timeout is None else timeout)
             self._room.waiting[self._rank] = self
@@ -208,6 +215,8 @@ class ThreadBoard(Board):
         """Tell whether it never will be."""
         if self.verdict() is not None:
             return True
+        if not self._room.departed:
+            return False
         states, missing = self._room.states, self.missing()
         return any(
             states[member] in ("lost", "failed")
