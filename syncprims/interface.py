@@ -168,6 +168,9 @@ class Board(ABC):
     #: may be infinite. It keeps in :attr:`waiting_since` when a wait began.
     virtual_time: bool = False
     waiting_since: float = 0.0
+    #: Set by the core: until when it will ask again for the round that it waits for, once that has
+    #: taken a moment; infinite if it has no deadline, None while it does not wait.
+    waits_until: float | None = None
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = tuple(members)  #: world ranks, ascending

@@ -289,6 +289,7 @@ class Rounds:
         pause = self._first_look
         # Where time is virtual, whoever waits without a deadline waits for ever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
+        board.waits_until = deadline
         try:
             while True:
                 verdict = board.verdict()
@@ -314,6 +315,7 @@ class Rounds:
                     return notes
                 pause = max(self._first_look, min(2 * pause, _LONGEST_PAUSE))
         finally:
+            board.waits_until = None
             self._whereabouts.moved_on()
 
     def _explain(self, look: Look, waited: float, late: bool) -> SyncError | None:

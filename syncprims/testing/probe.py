@@ -13,12 +13,13 @@ from syncprims.interface import Backend, Board
 from .errors import Killed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from syncprims.interface import Label, Note, Status, Window
 
     from .faults import Fault, Victim
 
+_LOOK = 0.02  # seconds between two questions to the witness
 JOIN = "init"  # the round in which a world starts; what users count begins after it
 
 
@@ -29,15 +30,31 @@ class Seen(NamedTuple):
     label: Label
 
 
+class Witness:
+    """Is told what a rank does, as it does it. Here, nothing comes of that."""
+
+    def came(self, rank: int, seen: Seen) -> None:
+        """`rank` has come to a call."""
+
+    def posted(self, rank: int, seen: Seen, number: int) -> None:
+        """It has posted to this round of the board."""
+
+    def struck(self, rank: int, fault: Fault) -> None:
+        """A fault is about to strike it."""
+
+    def waits(self, rank: int, seen: Seen, number: int, until: float) -> bytes | None:
+        """It waits for this round, until then; return a verdict if it had better not."""
+        return None
+
+    def goes_on(self, rank: int) -> None:
+        """It does not wait any more."""
+
+
 class Probe:
     """What one rank has done so far."""
 
     def __init__(
-        self,
-        rank: int,
-        faults: Sequence[Fault],
-        victim: Victim,
-        tell: Callable[[Probe], None] = lambda probe: None,
+        self, rank: int, faults: Sequence[Fault], victim: Victim, witness: Witness
     ) -> None:
         self.rank = rank
         self.calls: list[Seen] = []  #: rounds it came to, that of the start left out
@@ -49,7 +66,7 @@ class Probe:
         self.boards: list[ProbedBoard] = []
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._victim = victim
-        self.tell = tell  #: called at every change
+        self.witness = witness
 
     def probe(self, backend: Backend) -> Backend:
         """Return `backend`, looked at from now on."""
@@ -61,9 +78,11 @@ class Probe:
         if label.kind == JOIN:
             return
         self.calls.append(Seen(members, label))
+        self.witness.came(self.rank, self.calls[-1])
         for fault in self._faults:
             if fault not in self.struck and fault.strikes(self.rank, len(self.calls), label):
                 self.struck.append(fault)
+                self.witness.struck(self.rank, fault)
                 fault.do(self._victim)
 
     def check_alive(self) -> None:
@@ -120,6 +139,7 @@ class ProbedBoard(Board):
         self.virtual_time = inner.virtual_time
         self._probe = probe
         self._last: Seen | None = None
+        self._until: float | None = None
 
     @property
     def posted(self) -> int:  # type: ignore[override]
@@ -143,17 +163,40 @@ class ProbedBoard(Board):
         probe.arrive(self.members, note.label)
         self._last = Seen(self.members, note.label)
         self.inner.post(note)
-        probe.tell(probe)
+        probe.witness.posted(probe.rank, self._last, self.inner.posted)
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Collect, and let it be known that this rank waits."""
         probe = self._probe
         probe.check_alive()
         probe.waits = self._last
-        notes = self.inner.collect(timeout)
+        if self._until is None or self.virtual_time:
+            notes = self.inner.collect(timeout)
+        else:
+            notes = self._collect_slowly(timeout, self._until)
         if notes is not None:
             probe.waits = None
         return notes
+
+    def _collect_slowly(self, timeout: float | None, until: float) -> Sequence[Note] | None:
+        """Collect, with a witness who may know that it is in vain."""
+        assert self._last is not None
+        witness = self._probe.witness
+        verdict = witness.waits(self._probe.rank, self._last, self.inner.collected + 1, until)
+        if verdict is not None:
+            self.inner.abort(verdict)
+        return self.inner.collect(_LOOK if timeout is None else min(timeout, _LOOK))
+
+    @property
+    def waits_until(self) -> float | None:  # type: ignore[override]
+        """Until when the core will ask again."""
+        return self._until
+
+    @waits_until.setter
+    def waits_until(self, until: float | None) -> None:
+        self._until = until
+        if until is None:
+            self._probe.witness.goes_on(self._probe.rank)
 
     def status(self, rank: int) -> Status:
         """Tell what is known of `rank`."""

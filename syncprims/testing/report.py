@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -107,3 +110,19 @@ def _met(outcome: Outcome, ranks: int) -> str:
     if outcome.error is not None and outcome.waits is not None:
         return f"{type(outcome.error).__name__}, while it {where(outcome, ranks)}"
     return where(outcome, ranks)
+
+
+def users_lines(stack: Sequence[str]) -> list[str]:
+    """Return the lines of a stack, outermost first, that are the user's.
+
+    What started the rank stands before them, and the library's own calls after.
+    """
+    here = str(Path(__file__).parent)
+    backends = Path(str(getattr(sys.modules.get("syncprims.backends"), "__file__", here))).parent
+    starts = [i for i, line in enumerate(stack) if here in line and "be_rank" in line]
+    rest = list(stack[max(starts, default=-1) + 1 :])
+    core = str(Path(here).parent)
+    ours = [f'"{path}' for path in (core, str(backends), threading.__file__)]
+    while rest and any(path in rest[-1] for path in ours):
+        rest.pop()
+    return rest or list(stack[-1:])

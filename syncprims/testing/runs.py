@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from syncprims.errors import TORN
+
 from .probe import Seen
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ class Outcome:
     detail: str = ""  #: how a process ended
     calls: list[Seen] = field(default_factory=list[Seen])
     waits: Seen | None = None  #: where it waits, or waited for what never came
+    consequence: bool = False  #: its error only reports another rank's
     torn: bool = False  #: it has seen a group break, and may have coped
+    waited: bool = False  #: its error came while it waited
     struck: list[Fault] = field(default_factory=list["Fault"])
 
     @property
@@ -56,3 +60,14 @@ class Run:
     def path(self) -> list[tuple[int, tuple[int, ...], bytes]]:
         """Return who posted what, one after another: equal for equal runs."""
         return [(rank, seen.members, seen.label.encode()) for rank, seen in self.trace]
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Tell whether an error only reports another rank's, or was raised over one that does."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, TORN):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False

@@ -19,8 +19,9 @@ from syncprims.world import clean_environ, init, seated
 
 from .errors import Killed, WorldAborted
 from .output import mark, told_apart
-from .probe import Probe
-from .runs import Outcome, Run
+from .probe import Probe, Seen, Witness
+from .report import users_lines
+from .runs import Outcome, Run, is_consequence
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -57,6 +58,14 @@ class _Victim:
         self._world.scheduler.sleep(self._rank, seconds)
 
 
+class _Tracer(Witness):
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def posted(self, rank: int, seen: Seen, number: int) -> None:
+        self._run.trace.append((rank, seen))
+
+
 class ThreadWorld:
     """One run of `fn` on so many threads."""
 
@@ -72,10 +81,9 @@ class ThreadWorld:
         self.scheduler = Scheduler(ranks, seed.schedule(ranks), self._break_deadlock)
         self.room = cls.room(self.scheduler, ranks)
         self.outcomes = [Outcome(rank) for rank in range(ranks)]
-        self.probes = [
-            Probe(rank, faults, _Victim(self, rank), self._trace) for rank in range(ranks)
-        ]
         self._run = Run(self.outcomes, seed)
+        tracer = _Tracer(self._run)
+        self.probes = [Probe(rank, faults, _Victim(self, rank), tracer) for rank in range(ranks)]
         self._threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
@@ -126,15 +134,12 @@ class ThreadWorld:
             outcome.end, outcome.error = ("raised", error) if error.code else ("returned", None)
         except BaseException as error:
             outcome.end, outcome.error = "raised", error
+            outcome.consequence = is_consequence(error)
         finally:
             self.scheduler.leave(rank)
 
     def _make(self, cls: type[Backend], place: Topology, settings: Settings) -> Backend:
         return self.probes[place.rank].probe(self.room.backend(place, settings))
-
-    def _trace(self, probe: Probe) -> None:
-        if probe.calls:
-            self._run.trace.append((probe.rank, probe.calls[-1]))
 
     def _break_deadlock(self) -> bool:
         if self.room.break_deadlock():
@@ -207,7 +212,7 @@ class ThreadWorld:
     def _stacks(self) -> str:
         parts: list[str] = []
         for rank, frame in self._frames().items():
-            stack = [line for line in traceback.format_stack(frame) if not _is_ours(line)]
+            stack = users_lines(traceback.format_stack(frame))
             parts.append(f"stack of rank {rank}:\n" + "".join(stack).rstrip())
         return "\n".join(parts)
 
@@ -228,7 +233,3 @@ def _one_processor(number: int) -> Generator[None]:
         yield
     finally:
         os.sched_setaffinity(0, ours)
-
-
-def _is_ours(line: str) -> bool:
-    return f'"{__file__}"' in line or f'"{threading.__file__}"' in line

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from syncprims.errors import TORN, PeerLost, SyncError
+from syncprims.errors import PeerLost, SyncError
 
 from . import report
 from .errors import DeadlockError, RankDied, StallError, UnequalRounds
@@ -33,12 +33,13 @@ _OUTCOMES = ("Skipped", "XFailed")  # pytest's: what a test says of itself, and 
 def conclude(run: Run, replay: str = "") -> list[Any]:
     """Return each rank's result, or raise why there is none; `replay` says how to see it again."""
     __tracebackhide__ = True
-    if run.gave_up:
-        raise _noted(StallError(f"{run.gave_up}\n{report.lines(run)}\n{run.stacks}"), replay)
     failed = [outcome for outcome in run.outcomes if outcome.error is not None]
-    causes = [outcome for outcome in failed if not _is_consequence(outcome.error)]
+    causes = [outcome for outcome in failed if not outcome.consequence]
     if causes:
         _raise_causes(run, causes, replay)
+    if run.gave_up:
+        text = f"{run.gave_up}\n{report.lines(run)}\n{run.stacks}".rstrip()
+        raise _noted(StallError(text), replay)
     if failed:
         _raise_consequence(run, failed, replay)
     died = [outcome for outcome in run.outcomes if outcome.end == "died"]
@@ -52,17 +53,6 @@ def conclude(run: Run, replay: str = "") -> list[Any]:
     if not run.struck and not any(outcome.torn for outcome in run.outcomes):
         _check_equal_rounds(run, replay)
     return [outcome.result for outcome in run.outcomes]
-
-
-def _is_consequence(error: BaseException | None) -> bool:
-    """Tell whether an error only reports another rank's, or was raised over one that does."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, TORN):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
 
 
 def _raise_causes(run: Run, causes: Sequence[Outcome], replay: str) -> NoReturn:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from .runs import Run
+    from .starting import Start
 
     Kind = Literal["threads", "processes"]
 
@@ -30,6 +31,7 @@ def run_world(
     seed: int | str | None = None,
     faults: Iterable[Fault] = (),
     timeout: float | timedelta | None = 60,
+    start: Start | None = None,
 ) -> list[Any]:
     """Return what ``fn()`` returns on each rank of a world that is gone afterwards.
 
@@ -41,6 +43,8 @@ def run_world(
     text), with a note that says which rank it was and what became of the others. A rank that a
     fault kills has the result None.
 
+    :param start: how processes begin: "fork" (the quickest, and the default on Linux unless CUDA
+        is in use), "forkserver" or "spawn" (then `fn` stands at the top level of a file).
     :param timeout: seconds of real time after which a world that still runs is given up.
     :raises DeadlockError: if ranks wait for what can never come.
     :raises UnequalRounds: if all ended well, but with different numbers of calls.
@@ -52,7 +56,14 @@ def run_world(
     around = ambient.get()
     chosen = Seed.read(seed) if seed is not None else around.seed or Seed.fresh()
     run = run_once(
-        fn, ranks, kind=kind, backend=backend, seed=chosen, faults=[*faults], timeout=timeout
+        fn,
+        ranks,
+        kind=kind,
+        backend=backend,
+        seed=chosen,
+        faults=[*faults],
+        timeout=timeout,
+        start=start,
     )
     return conclude(run, around.replay(run.seed))
 
@@ -64,8 +75,9 @@ def run_once(
     kind: Kind,
     backend: str | None,
     seed: Seed,
-    faults: Sequence[Fault],
+    faults: list[Fault],
     timeout: float | timedelta | None,
+    start: Start | None = None,
 ) -> Run:
     """Return how one world went, whatever it came to."""
     _check(fn, ranks, kind, backend, faults)
@@ -75,7 +87,7 @@ def run_once(
         return ThreadWorld(fn, ranks, seed, faults, sink).run(limit)
     from .processes import ProcessWorld  # not before it is asked for
 
-    return ProcessWorld(fn, ranks, backend or "file", faults, sink).run(limit)
+    return ProcessWorld(fn, ranks, backend or "file", faults, sink, start).run(limit)
 
 
 def _check(
