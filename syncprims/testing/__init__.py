@@ -10,6 +10,10 @@ from .errors import RankDied as RankDied
 from .errors import StallError as StallError
 from .errors import UncontrolledError as UncontrolledError
 from .errors import UnequalRounds as UnequalRounds
+from .explore import Explored as Explored
+from .explore import Point as Point
+from .explore import every_point as every_point
+from .explore import explore as explore
 from .faults import Delay as Delay
 from .faults import Fault as Fault
 from .faults import Kill as Kill

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
 _STREAMS = ("stdout", "stderr")
 
@@ -58,6 +58,15 @@ class Collected:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def by_rank(worlds: Sequence[Collected]) -> list[tuple[int, str, str]]:
+    """Return rank, stream and all text of it, over all these worlds."""
+    texts: dict[tuple[int, str], str] = {}
+    for world in worlds:
+        for key, parts in world.texts.items():
+            texts[key] = texts.get(key, "") + "".join(parts)
+    return [(rank, stream, text) for (rank, stream), text in sorted(texts.items())]
 
 
 class _RankStream:
