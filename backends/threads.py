@@ -205,11 +205,7 @@ class ThreadBoard(Board):
         """Tell whether the oldest uncollected round may be collected."""
         number, shared = self.collected + 1, self._shared
         notes = shared.rounds.get(number)
-        return (
-            notes is not None
-            and len(notes) == len(self.members)
-            and number < shared.aborted_at
-        )
+        return notes is not None and len(notes) == len(self.members) and number < shared.aborted_at
 
     def _in_vain(self) -> bool:
         """Tell whether it never will be."""

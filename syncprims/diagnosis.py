@@ -127,6 +127,8 @@ class Look:
 
     def _last_seen(self, rank: int) -> str:
         status = self._seen[rank]
+        if status.label is not None and status.label.kind == "init":
+            return f"rank {rank} has made no call since it joined"
         if status.label is not None:
             return f"rank {rank} was last seen at {status.label}"
         if status.state == "unknown":

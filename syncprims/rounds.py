@@ -107,7 +107,7 @@ class Rounds:
             if board.collected == before:  # nothing older to collect first, as nearly always
                 limit = self._first_look
                 if timeout is not None and timeout < limit:
-                    limit = timeout
+                    limit = min(timeout, self.settings.warn_after)
                 notes = board.collect(limit)
                 for other in notes or (None,):
                     if other is not note:  # else all are the same: nothing to look for
@@ -255,7 +255,9 @@ class Rounds:
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, check that all came for the same, and count it."""
-        limit = self._first_look if timeout is None else min(timeout, self._first_look)
+        limit = self._first_look
+        if timeout is not None and timeout < limit:
+            limit = min(timeout, self.settings.warn_after)
         return self._examine(self._board.collect(limit), limit, timeout)
 
     def _examine(

@@ -118,7 +118,8 @@ def current(timeout: float | timedelta | None = None) -> World:
         raise state.ended()
     _endings.watch_forks()
     with state.starting:
-        return state.running or _start(state, None, None, join_within=seconds(timeout))
+        running = _mine().running  # another thread may have been first
+        return running or _start(state, None, None, join_within=seconds(timeout))
 
 
 def shutdown() -> None:

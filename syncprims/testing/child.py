@@ -26,6 +26,7 @@ from syncprims.world import become_rank, init
 from .journal import Scribe
 from .output import mark
 from .probe import Probe
+from .report import shortened
 from .runs import is_consequence
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Orders:
     parent: int
 
     def path(self, what: str, rank: int) -> Path:
-        """Return the path of a rank's ``journal``, ``report``, ``stack``, ``stdout``, ``stderr``."""
+        """Return the path of a rank's ``journal``, ``report``, ``stack`` or ``stdout``."""
         return self.folder / f"{what}-{rank}"
 
     @property
@@ -88,7 +89,8 @@ def be_rank(orders: Orders, rank: int, fn: Callable[[], Any]) -> None:
             return probe.probe(cls(place, settings))
 
         become_rank(make)
-        result, error = None, None
+        result: Any = None
+        error: BaseException | None = None
         try:
             with init():
                 result = fn()
@@ -120,7 +122,9 @@ def _settle(orders: Orders, rank: int) -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+        )
     stack = orders.path("stack", rank).open("w")
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     os.environ.clear()
@@ -147,7 +151,7 @@ def _die_with(parent: int) -> None:
 def _report(
     orders: Orders, rank: int, result: Any, error: BaseException | None, probe: Probe
 ) -> None:
-    text = "".join(traceback.format_exception(error)) if error is not None else ""
+    text = "".join(traceback.format_exception(shortened(error))) if error is not None else ""
     facts = {
         "text": text,
         "torn": probe.torn,
@@ -276,18 +280,24 @@ def serve(orders: Orders, fn: Callable[[], Any]) -> None:
     """Fork all ranks, and pass on how they end; what a fork server does."""
     inner = Orders(orders.folder, orders.ranks, orders.faults, orders.environ, os.getpid())
     _die_with(orders.parent)
-    backend_class(orders.environ["SYNCPRIMS_BACKEND"]), version()  # found once, and not by every rank
+    load_once(orders.environ["SYNCPRIMS_BACKEND"])
     pids: dict[int, int] = {}
     for rank in range(orders.ranks):
         pid = os.fork()
         if not pid:
             be_rank(inner, rank, fn)
         pids[pid] = rank
-        print(f"started {rank} {pid}", flush=True)
+        os.write(1, f"started {rank} {pid}\n".encode())
     while pids:
         pid = await_any()
-        print(f"ended {pids.pop(pid)} {reap(pid)}", flush=True)
+        os.write(1, f"ended {pids.pop(pid)} {reap(pid)}\n".encode())
     os._exit(0)
+
+
+def load_once(backend: str) -> None:
+    """Find here, before it forks, what every rank would look for by itself."""
+    backend_class(backend)
+    version()
 
 
 def await_any() -> int:

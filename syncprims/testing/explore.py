@@ -157,7 +157,9 @@ def _compare(one: Run, other: Run) -> None:
     a, b = one.path(), other.path()
     if a == b:
         return
-    number = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    number = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
     def shown(run: Run) -> str:
         if number >= len(run.trace):

@@ -46,7 +46,9 @@ class Fault:
         """Tell whether it happens to this rank at this round."""
         if rank != self.rank:
             return False
-        return number == self.at if isinstance(self.at, int) else self.at in (label.name, label.kind)
+        return (
+            number == self.at if isinstance(self.at, int) else self.at in (label.name, label.kind)
+        )
 
     def do(self, victim: Victim) -> None:
         """Let it happen."""
@@ -86,7 +88,7 @@ class Delay(Fault):
 class Raise(Fault):
     """The call raises `error` on this rank."""
 
-    error: BaseException | type[BaseException] = RuntimeError("raised by a fault")
+    error: BaseException | type[BaseException] = RuntimeError
 
     def do(self, victim: Victim) -> None:
         """Let it happen."""

@@ -6,7 +6,7 @@ until a test asks for a world, and neither torch nor numpy even then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 
@@ -89,7 +89,7 @@ def _options(mark: pytest.Mark) -> dict[str, Any]:
 
 
 def _several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
+    return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
 
 
 # -- a test in its world ---------------------------------------------------------------------------
@@ -98,6 +98,7 @@ def _several(value: Any) -> Sequence[Any]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Tell worlds which test they are in, and show what each of their ranks has printed."""
+    __tracebackhide__ = True
     from .ambient import Ambient, ambient
     from .output import Collected, Prefixed, by_rank
 
@@ -134,6 +135,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     names = pyfuncitem._fixtureinfo.argnames  # pyright: ignore[reportPrivateUsage]
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    wanted: Any = pyfuncitem.callspec.params.get(_ARGUMENT) if hasattr(pyfuncitem, "callspec") else None
+    wanted: Any = (
+        pyfuncitem.callspec.params.get(_ARGUMENT) if hasattr(pyfuncitem, "callspec") else None
+    )
     run_marked(pyfuncitem.obj, arguments, wanted or _worlds(mark)[0], _options(mark))
     return True

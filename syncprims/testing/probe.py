@@ -34,20 +34,20 @@ class Witness:
     """Is told what a rank does, as it does it. Here, nothing comes of that."""
 
     def came(self, rank: int, seen: Seen) -> None:
-        """`rank` has come to a call."""
+        """Hear that `rank` has come to a call."""
 
     def posted(self, rank: int, seen: Seen, number: int) -> None:
-        """It has posted to this round of the board."""
+        """Hear that it has posted to this round of the board."""
 
     def struck(self, rank: int, fault: Fault) -> None:
-        """A fault is about to strike it."""
+        """Hear that a fault is about to strike it."""
 
     def waits(self, rank: int, seen: Seen, number: int, until: float) -> bytes | None:
-        """It waits for this round, until then; return a verdict if it had better not."""
+        """Hear that it waits for this round, until then; return a verdict if it had better not."""
         return None
 
     def goes_on(self, rank: int) -> None:
-        """It does not wait any more."""
+        """Hear that it does not wait any more."""
 
 
 class Probe:
@@ -180,20 +180,25 @@ class ProbedBoard(Board):
 
     def _collect_slowly(self, timeout: float | None, until: float) -> Sequence[Note] | None:
         """Collect, with a witness who may know that it is in vain."""
-        assert self._last is not None
-        witness = self._probe.witness
-        verdict = witness.waits(self._probe.rank, self._last, self.inner.collected + 1, until)
-        if verdict is not None:
-            self.inner.abort(verdict)
+        self._ask_witness(until)
         return self.inner.collect(_LOOK if timeout is None else min(timeout, _LOOK))
 
+    def _ask_witness(self, until: float) -> None:
+        assert self._last is not None
+        rank, number = self._probe.rank, self.inner.collected + 1
+        verdict = self._probe.witness.waits(rank, self._last, number, until)
+        if verdict is not None:
+            self.inner.abort(verdict)
+
     @property
-    def waits_until(self) -> float | None:  # type: ignore[override]
+    def waits_until(self) -> float | None:
         """Until when the core will ask again."""
         return self._until
 
     @waits_until.setter
-    def waits_until(self, until: float | None) -> None:
+    def waits_until(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, until: float | None
+    ) -> None:
         self._until = until
         if until is None:
             self._probe.witness.goes_on(self._probe.rank)
@@ -209,6 +214,8 @@ class ProbedBoard(Board):
 
     def verdict(self) -> bytes | None:
         """Return the verdict."""
+        if self._until is not None:
+            self._ask_witness(self._until)  # before it is seen how others took it
         verdict = self.inner.verdict()
         if verdict is not None:
             self._probe.torn = True

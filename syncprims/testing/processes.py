@@ -13,11 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims.registry import backend_class
-from syncprims.version import version
 from syncprims.world import clean_environ
 
-from .child import STACK_SIGNAL, Orders, unpack_error
+from .child import STACK_SIGNAL, Orders, load_once, unpack_error
 from .faults import Kill, Stop
 from .journal import Journal, deadlock, missing
 from .output import told_apart
@@ -54,7 +52,7 @@ class ProcessWorld:
         self._backend = backend
         self._faults = faults
         self._sink = sink
-        self._how = how or default_start()
+        self._how: Start = how or default_start()
         self._outcomes = [Outcome(rank) for rank in range(ranks)]
         self._run = Run(self._outcomes)
         self._codes: dict[int, int] = {}
@@ -67,7 +65,7 @@ class ProcessWorld:
             self._orders = orders
             self._journals = {r: Journal(orders.path("journal", r)) for r in range(self._ranks)}
             if self._how == "fork":
-                backend_class(self._backend), version()  # found once, and not by every rank
+                load_once(self._backend)
             started = start(self._how, orders, self._fn)
             try:
                 self._watch(started, timeout)

@@ -7,6 +7,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from syncprims.callsite import users_part
+from syncprims.errors import SyncError
+
+from .probe import JOIN
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -33,9 +38,10 @@ def where(outcome: Outcome, ranks: int) -> str:
         return f"{outcome.end} by a fault at its {last}"
     if outcome.end == "died":
         return f"{outcome.detail or 'its process ended'}" + (f" after its {last}" if last else "")
-    if outcome.waits is not None:
-        return f"waits in its {last}" if last else f"waits in {outcome.waits.label}"
-    return f"is busy after its {last}" if last else "is busy before its first call"
+    if outcome.waits is not None and outcome.waits.label.kind != JOIN:
+        return f"waits in its {last}"
+    is_ = "could go on, and is not on turn," if outcome.idle else "is busy"
+    return f"{is_} after its {last}" if last else f"{is_} before its first call"
 
 
 def headline(error: BaseException) -> str:
@@ -112,6 +118,24 @@ def _met(outcome: Outcome, ranks: int) -> str:
     return where(outcome, ranks)
 
 
+def shortened(error: BaseException) -> BaseException:
+    """Return `error` with a traceback that begins and, if it is the library's, ends with the user.
+
+    What starts a rank stands before that, and what the library did after it helps nobody.
+    """
+    trace = error.__traceback__
+    if isinstance(error, SyncError):
+        trace = users_part(trace) or trace
+    core = str(Path(__file__).parent.parent)
+    first = trace
+    while first is not None and first.tb_next is not None:
+        name = first.tb_frame.f_code.co_filename
+        if not name.startswith((core, threading.__file__)):
+            break
+        first = first.tb_next
+    return error.with_traceback(first)
+
+
 def users_lines(stack: Sequence[str]) -> list[str]:
     """Return the lines of a stack, outermost first, that are the user's.
 
@@ -125,4 +149,4 @@ def users_lines(stack: Sequence[str]) -> list[str]:
     ours = [f'"{path}' for path in (core, str(backends), threading.__file__)]
     while rest and any(path in rest[-1] for path in ours):
         rest.pop()
-    return rest or list(stack[-1:])
+    return rest or ["  in the library"]

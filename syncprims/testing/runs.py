@@ -26,6 +26,7 @@ class Outcome:
     end: End = "left"
     result: Any = None
     error: BaseException | None = None
+    idle: bool = False  #: it could go on, and it was another's turn
     detail: str = ""  #: how a process ended
     calls: list[Seen] = field(default_factory=list[Seen])
     waits: Seen | None = None  #: where it waits, or waited for what never came

@@ -50,6 +50,7 @@ class Scheduler:
 
     def __init__(self, ranks: int, schedule: Schedule, on_stuck: Callable[[], bool]) -> None:
         self.steps = 0  #: decisions made
+        self.turn = 0  #: whose it is
         self.aborted = False
         self.stuck = False  #: it has come to a deadlock
         self.finished = threading.Event()
@@ -139,7 +140,8 @@ class Scheduler:
             able = [rank for rank, turn in enumerate(self._turns) if turn.able(now)]
             if able:
                 self.steps += 1
-                return self._schedule.pick(able, current if current in able else None)
+                self.turn = self._schedule.pick(able, current if current in able else None)
+                return self.turn
             live = [turn for turn in self._turns if not turn.done]
             if not live:
                 return None

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from syncprims.environment import rank_variables
 from syncprims.group import entered
@@ -20,7 +20,7 @@ from syncprims.world import clean_environ, init, seated
 from .errors import Killed, WorldAborted
 from .output import mark, told_apart
 from .probe import Probe, Seen, Witness
-from .report import users_lines
+from .report import shortened, users_lines
 from .runs import Outcome, Run, is_consequence
 from .scheduler import Scheduler
 
@@ -70,7 +70,12 @@ class ThreadWorld:
     """One run of `fn` on so many threads."""
 
     def __init__(
-        self, fn: Callable[[], Any], ranks: int, seed: Seed, faults: Sequence[Fault], sink: Sink | None
+        self,
+        fn: Callable[[], Any],
+        ranks: int,
+        seed: Seed,
+        faults: Sequence[Fault],
+        sink: Sink | None,
     ) -> None:
         self._fn = fn
         self._ranks = ranks
@@ -111,7 +116,7 @@ class ThreadWorld:
         run.stuck, run.steps = self.scheduler.stuck, self.scheduler.steps
         for outcome, probe in zip(self.outcomes, self.probes, strict=True):
             outcome.calls, outcome.struck, outcome.torn = probe.calls, probe.struck, probe.torn
-            outcome.waits = probe.waits
+            outcome.waits = outcome.waits or probe.waits
         return run
 
     # -- a rank -----------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ class ThreadWorld:
         except SystemExit as error:
             outcome.end, outcome.error = ("raised", error) if error.code else ("returned", None)
         except BaseException as error:
-            outcome.end, outcome.error = "raised", error
+            outcome.end, outcome.error = "raised", shortened(error)
             outcome.consequence = is_consequence(error)
         finally:
             self.scheduler.leave(rank)
@@ -174,6 +179,7 @@ class ThreadWorld:
         for outcome in self.outcomes:
             if outcome.end == "left":
                 outcome.waits = self.probes[outcome.rank].waits
+                outcome.idle = outcome.rank != self.scheduler.turn
 
     def _give_up(self) -> bool:
         """End all ranks; return whether they have ended."""
@@ -193,7 +199,7 @@ class ThreadWorld:
         return True
 
     def _frames(self) -> dict[int, FrameType]:
-        frames = sys._current_frames()
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         return {
             rank: frames[thread.ident]
             for rank, thread in enumerate(self._threads)

@@ -58,9 +58,10 @@ def conclude(run: Run, replay: str = "") -> list[Any]:
 def _raise_causes(run: Run, causes: Sequence[Outcome], replay: str) -> NoReturn:
     """Raise the cause of the earliest round; several, if they are of different types."""
     __tracebackhide__ = True
-    real = [o for o in causes if not _is_pytests(o.error)] or causes
-    real.sort(key=lambda o: (len(o.calls), o.rank))
-    kinds = {type(outcome.error) for outcome in real}
+    found = [o for o in causes if not _is_pytests(o.error)] or causes
+    real = sorted(found, key=lambda o: (len(o.calls), o.rank))
+    # By name: a class that is made in a function is another one each time.
+    kinds = {(type(o.error).__module__, type(o.error).__qualname__) for o in real}
     if len(kinds) == 1:
         first = min(real, key=lambda outcome: outcome.rank)
         _note(first, run, [first], replay)
@@ -106,8 +107,10 @@ def _raise_consequence(run: Run, failed: Sequence[Outcome], replay: str) -> NoRe
     __tracebackhide__ = True
     for outcome in failed:
         error = outcome.error
-        ended = isinstance(error, PeerLost) and error.rank is not None
-        if run.stuck or (ended and run.outcomes[error.rank].end == "returned"):
+        assert error is not None
+        gone = error.rank if isinstance(error, PeerLost) else None
+        if run.stuck or (gone is not None and run.outcomes[gone].end == "returned"):
+            error.__cause__ = None  # the lines below say where it was, and more
             raise _noted(_deadlock(run), replay) from error
     first = failed[0]
     _note(first, run, [first], replay)
