@@ -19,4 +19,5 @@ from .faults import Fault as Fault
 from .faults import Kill as Kill
 from .faults import Raise as Raise
 from .faults import Stop as Stop
+from .once import once_per_session as once_per_session
 from .worlds import run_world as run_world

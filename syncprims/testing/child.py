@@ -23,6 +23,7 @@ from syncprims.registry import backend_class
 from syncprims.version import version
 from syncprims.world import become_rank, init
 
+from .errorbox import pack
 from .journal import Scribe
 from .output import mark
 from .probe import Probe
@@ -167,59 +168,8 @@ def _report(
         )
         packed = pickle.dumps(None)
     new = orders.path("new", rank)
-    new.write_bytes(pickle.dumps({**facts, "result": packed, "error": _pack_error(error)}))
+    new.write_bytes(pickle.dumps({**facts, "result": packed, "error": pack(error)}))
     new.rename(orders.path("report", rank))
-
-
-def _pack_error(error: BaseException | None) -> Any:
-    """Return what :func:`unpack_error` makes an equal error from, even if it does not pickle."""
-    if error is None:
-        return None
-    kind = type(error)
-    with contextlib.suppress(Exception):
-        data = pickle.dumps(error)
-        if type(pickle.loads(data)) is kind:
-            return data
-    try:
-        text = str(error)
-    except Exception:
-        text = ""
-    return kind.__module__, kind.__qualname__, text
-
-
-class RemoteError(Exception):
-    """An exception of a type that only its rank knew."""
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an exception that was raised in another process."""
-
-    def __str__(self) -> str:
-        return f"\n\n{self.args[0]}"
-
-
-def unpack_error(packed: Any, text: str) -> BaseException | None:
-    """Return the error that a rank reported, with its traceback as the cause."""
-    if packed is None:
-        return None
-    error = pickle.loads(packed) if isinstance(packed, bytes) else _rebuild(*packed)
-    assert isinstance(error, BaseException)
-    error.__cause__ = RemoteTraceback(text)
-    return error
-
-
-def _rebuild(module: str, name: str, text: str) -> BaseException:
-    """Return an exception of that type and text, its constructor left out."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if isinstance(found, type) and issubclass(found, BaseException):
-        with contextlib.suppress(Exception):
-            error = found.__new__(found)
-            error.args = (text,)
-            if str(error) == text:
-                return error
-    return RemoteError(f"{module}.{name}: {text}")
 
 
 # -- processes that begin anew -----------------------------------------------------------------

@@ -66,11 +66,11 @@ def explore(
     first = search.prepare(first, strategy, depth)
     until = schedules
     for number in range(schedules):
-        search.try_one(first.plus(number), twice=number == 0)
-        if search.failures == 1:
-            until = min(schedules, number + 1 + _FURTHER)
-        if number + 1 >= until:
+        if number == until:
             break
+        search.try_one(first.plus(number), twice=number == 0)
+        if search.failures and until == schedules:
+            until = number + 1 + _FURTHER
     search.raise_shortest()
     return Explored(search.tried, len(search.paths), search.steps)
 

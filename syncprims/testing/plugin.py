@@ -6,6 +6,7 @@ until a test asks for a world, and neither torch nor numpy even then.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
 _OPTIONS = ("ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start")
 _SEED = pytest.StashKey[object]()
+_SESSION: pytest.StashKey[Any] = pytest.StashKey()
 
 
 class Wanted(NamedTuple):
@@ -55,6 +57,41 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_SEED] = Seed.read(text)
     except ValueError as error:
         raise pytest.UsageError(f"--world-seed: {error}") from None
+
+
+# -- once per session ------------------------------------------------------------------------------
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Be counted among the workers: the last one to end clears away what was made once."""
+    from . import once
+
+    config = session.config
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+
+    def folder() -> Path:
+        base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # pyright: ignore
+        run = "session"
+        if worker is not None:
+            base, run = base.parent, worker["testrunuid"]  # all workers' own stand side by side
+        return Path(base) / f"syncprims-once-{run}"
+
+    here = once.Session(folder, "main" if worker is None else worker["workerid"])
+    config.stash[_SESSION] = once.session.set(here)
+    if worker is not None:
+        here.begin()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Be counted no more."""
+    from . import once
+
+    here = once.session.get()
+    token = session.config.stash.get(_SESSION, None)
+    if here is not None and token is not None:
+        once.session.reset(token)
+        here.end()
 
 
 # -- one test for each world -----------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims.world import clean_environ
 
-from .child import STACK_SIGNAL, Orders, load_once, unpack_error
+from .child import STACK_SIGNAL, Orders, load_once
+from .errorbox import unpack
 from .faults import Kill, Stop
 from .journal import Journal, deadlock, missing
 from .output import told_apart
@@ -203,7 +204,7 @@ class ProcessWorld:
             return
         facts = pickle.loads(path.read_bytes())
         outcome = self._outcomes[rank]
-        outcome.error = unpack_error(facts["error"], facts["text"])
+        outcome.error = unpack(facts["error"], facts["text"])
         outcome.end = "returned" if outcome.error is None else "raised"
         outcome.consequence, outcome.torn = facts["consequence"], facts["torn"]
         outcome.result = pickle.loads(facts["result"])

@@ -75,9 +75,9 @@ def _raise_causes(run: Run, causes: Sequence[Outcome], replay: str) -> NoReturn:
 
 
 def _is_pytests(error: BaseException | None) -> bool:
-    return any(
-        kind.__name__ in _OUTCOMES and kind.__module__ == "_pytest.outcomes"
-        for kind in type(error).__mro__
+    kinds = type(error).__mro__
+    return any(kind.__module__ == "_pytest.outcomes" for kind in kinds) and any(
+        kind.__name__ in _OUTCOMES for kind in kinds
     )
 
 
