@@ -5,6 +5,7 @@ Nothing of the library imports this package.
 
 from __future__ import annotations
 
+from .contract import BackendContract as BackendContract
 from .errors import DeadlockError as DeadlockError
 from .errors import RankDied as RankDied
 from .errors import StallError as StallError
@@ -19,5 +20,6 @@ from .faults import Fault as Fault
 from .faults import Kill as Kill
 from .faults import Raise as Raise
 from .faults import Stop as Stop
+from .faults import sleep as sleep
 from .once import once_per_session as once_per_session
 from .worlds import run_world as run_world

@@ -24,6 +24,7 @@ from syncprims.version import version
 from syncprims.world import become_rank, init
 
 from .errorbox import pack
+from .faults import here
 from .journal import Scribe
 from .output import mark
 from .probe import Probe
@@ -132,6 +133,7 @@ def _settle(orders: Orders, rank: int) -> None:
     os.environ.update(orders.environ)
     os.environ.update(rank_variables(rank, orders.ranks))
     entered.set(None)
+    here.set(_Victim())
     mark(None, rank)
     torch = sys.modules.get("torch")
     if torch is not None:

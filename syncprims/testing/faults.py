@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +25,18 @@ class Victim(Protocol):
     def sleep(self, seconds: float) -> None:
         """Let it come later."""
         ...
+
+
+here: ContextVar[Victim | None] = ContextVar("syncprims_victim", default=None)
+
+
+def sleep(seconds: float) -> None:
+    """Return when so much time has passed for this rank: virtual in threads, else real."""
+    rank = here.get()
+    if rank is None:
+        time.sleep(seconds)
+    else:
+        rank.sleep(seconds)
 
 
 @dataclass(frozen=True)

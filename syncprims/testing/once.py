@@ -1,8 +1,8 @@
 """``once_per_session``: one worker of pytest-xdist makes it, all have it.
 
 What was made stands in a file that appears whole, by a rename, while its maker holds a lock of the
-kernel: a maker that is killed leaves no file and no lock, and the next worker makes it. A maker that
-raises leaves its exception, so that nobody tries again what fails, and all fail alike.
+kernel: a maker that is killed leaves neither, and the next worker makes it. A maker that raises leaves
+its exception: nobody tries again what fails, and all fail alike.
 
 Every worker holds a lock of its own from the session's start to its end. Whoever ends and finds no
 other held is the last, and clears away.
@@ -17,7 +17,7 @@ import pickle
 import shutil
 import traceback
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncprims.errors import ConfigurationError
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _POLL = 0.01  # seconds between two tries to get a lock
@@ -64,10 +63,8 @@ class Session:
         lock = self._locked(f"making-{digest}")
         try:
             path = self._folder / f"{digest}{_ENTRY}"
-            if path.exists():
-                value = self._read(path, name)
-            else:
-                value = self._make(path, name, fn, cleanup)
+            made = path.exists()
+            value = self._read(path, name) if made else self._make(path, name, fn, cleanup)
         finally:
             lock.release()
         self._values[name] = value
@@ -177,14 +174,14 @@ class OncePerSession:
 
     def fixture(
         self, name: str, *, cleanup: Callable[[Any], object] | None = None
-    ) -> Callable[[Callable[P, T]], Any]:
+    ) -> Callable[[Callable[..., Any]], Any]:
         """Return a decorator: the function becomes a session fixture that one worker makes."""
 
-        def decorate(fn: Callable[P, T]) -> Any:
+        def decorate(fn: Callable[..., Any]) -> Any:
             import pytest
 
             @functools.wraps(fn)
-            def made(*args: P.args, **kwargs: P.kwargs) -> T:
+            def made(*args: Any, **kwargs: Any) -> Any:
                 return self(name, functools.partial(fn, *args, **kwargs), cleanup=cleanup)
 
             return pytest.fixture(scope="session")(made)

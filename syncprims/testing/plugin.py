@@ -70,11 +70,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
 
     def folder() -> Path:
-        base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # pyright: ignore
+        base = Path(cast("Any", config)._tmp_path_factory.getbasetemp())
         run = "session"
         if worker is not None:
             base, run = base.parent, worker["testrunuid"]  # all workers' own stand side by side
-        return Path(base) / f"syncprims-once-{run}"
+        return base / f"syncprims-once-{run}"
 
     here = once.Session(folder, "main" if worker is None else worker["workerid"])
     config.stash[_SESSION] = once.session.set(here)

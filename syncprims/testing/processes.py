@@ -65,6 +65,7 @@ class ProcessWorld:
             orders = Orders(folder, self._ranks, self._faults, self._environ(folder), os.getpid())
             self._orders = orders
             self._journals = {r: Journal(orders.path("journal", r)) for r in range(self._ranks)}
+            (folder / "board").mkdir(mode=0o700)
             if self._how == "fork":
                 load_once(self._backend)
             started = start(self._how, orders, self._fn)

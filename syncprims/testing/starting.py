@@ -54,7 +54,7 @@ def default_start() -> Start:
     """Return the quickest way that is safe here."""
     torch = sys.modules.get("torch")
     has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
-    return "fork" if sys.platform == "linux" and not has_cuda else "spawn"
+    return "fork" if hasattr(os, "fork") and not has_cuda else "spawn"
 
 
 def _fork(orders: Orders, rank: int, fn: Callable[[], Any]) -> int:

@@ -18,6 +18,7 @@ from syncprims.registry import backend_class
 from syncprims.world import clean_environ, init, seated
 
 from .errors import Killed, WorldAborted
+from .faults import here
 from .output import mark, told_apart
 from .probe import Probe, Seen, Witness
 from .report import shortened, users_lines
@@ -124,6 +125,7 @@ class ThreadWorld:
     def _be_rank(self, rank: int) -> None:
         outcome = self.outcomes[rank]
         entered.set(None)
+        here.set(_Victim(self, rank))
         mark(self._sink, rank)
         environ = {**self._environ, **rank_variables(rank, self._ranks)}
         try:

@@ -43,8 +43,8 @@ def run_world(
     text), with a note that says which rank it was and what became of the others. A rank that a
     fault kills has the result None.
 
-    :param start: how processes begin: "fork" (the quickest, and the default on Linux unless CUDA
-        is in use), "forkserver" or "spawn" (then `fn` stands at the top level of a file).
+    :param start: how processes begin: "fork" (the quickest, and the default unless CUDA is in use),
+        "forkserver" or "spawn" (then `fn` stands at the top level of a file).
     :param timeout: seconds of real time after which a world that still runs is given up.
     :raises DeadlockError: if ranks wait for what can never come.
     :raises UnequalRounds: if all ended well, but with different numbers of calls.
