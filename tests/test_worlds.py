@@ -357,7 +357,7 @@ def test_a_ranks_own_exception_is_raised(kind: Kinds, error: Exception) -> None:
     note = "\n".join(caught.value.__notes__)
     assert "rank 2 of 4: raised" in note
     assert "after its round 1, barrier 'start'" in note
-    assert "rank 0: PeerFailed, while it waits in its round 2, barrier 'end'" in note
+    assert "rank 0: PeerFailed in its round 2, barrier 'end'" in note
     if kind == "processes":
         assert "in program" in str(caught.value.__cause__)  # the traceback of the other process
 

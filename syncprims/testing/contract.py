@@ -207,7 +207,7 @@ class BackendContract:
 
         def program() -> None:
             where = board()
-            times = []
+            times: list[float] = []
             for _ in range(5):
                 times.append(where.now())
                 where.post(note())
@@ -461,7 +461,7 @@ class BackendContract:
 
         def program() -> list[bool]:
             trigger = sp.Trigger(lag=1)
-            found = []
+            found: list[bool] = []
             for step in range(30):
                 if step == 20 and sp.get_rank() == sp.get_world_size() - 1:
                     trigger.set("now")

@@ -1,8 +1,8 @@
 """``once_per_session``: one worker of pytest-xdist makes it, all have it.
 
 What was made stands in a file that appears whole, by a rename, while its maker holds a lock of the
-kernel: a maker that is killed leaves neither, and the next worker makes it. A maker that raises leaves
-its exception: nobody tries again what fails, and all fail alike.
+kernel: a maker that is killed leaves neither, and the next worker makes it. A maker that raises
+leaves its exception: nobody tries again what fails, and all fail alike.
 
 Every worker holds a lock of its own from the session's start to its end. Whoever ends and finds no
 other held is the last, and clears away.

@@ -30,8 +30,10 @@ def where(outcome: Outcome, ranks: int) -> str:
     """Return where a rank is, or how it ended."""
     last = f"round {len(outcome.calls)}, {_call(outcome.last, ranks)}" if outcome.last else ""
     if outcome.end == "raised" and outcome.error is not None and outcome.waits is None:
-        after = f" after its {last}" if last else " before its first call"
-        return f"raised {headline(outcome.error)}{after}"
+        at = "in" if isinstance(outcome.error, SyncError) else "after"
+        return f"raised {headline(outcome.error)}" + (
+            f" {at} its {last}" if last else " before its first call"
+        )
     if outcome.end == "returned":
         return f"finished after its {last}" if last else "finished without a call"
     if outcome.end in ("killed", "stopped"):
@@ -113,8 +115,9 @@ def others(run: Run, but: Sequence[int]) -> str:
 
 def _met(outcome: Outcome, ranks: int) -> str:
     """Return how a rank ended that is not to blame."""
-    if outcome.error is not None and outcome.waits is not None:
-        return f"{type(outcome.error).__name__}, while it {where(outcome, ranks)}"
+    if isinstance(outcome.error, SyncError) and outcome.last:
+        kind = type(outcome.error).__name__
+        return f"{kind} in its round {len(outcome.calls)}, {_call(outcome.last, ranks)}"
     return where(outcome, ranks)
 
 
