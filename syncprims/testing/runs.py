@@ -64,7 +64,12 @@ class Run:
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Tell whether an error only reports another rank's, or was raised over one that does."""
+    """Tell whether an error only reports another rank's, or was raised over one that does.
+
+    What a test asserts while it handles such a one is the test's own, and no consequence.
+    """
+    if isinstance(error, AssertionError):
+        return False
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, TORN):

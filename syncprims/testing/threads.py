@@ -20,7 +20,7 @@ from syncprims.world import clean_environ, init, seated
 from .errors import Killed, WorldAborted
 from .faults import here
 from .output import mark, told_apart
-from .probe import Probe, Seen, Witness
+from .probe import JOIN, Probe, Seen, Witness
 from .report import shortened, users_lines
 from .runs import Outcome, Run, is_consequence
 from .scheduler import Scheduler
@@ -64,7 +64,8 @@ class _Tracer(Witness):
         self._run = run
 
     def posted(self, rank: int, seen: Seen, number: int) -> None:
-        self._run.trace.append((rank, seen))
+        if seen.label.kind != JOIN:
+            self._run.trace.append((rank, seen))
 
 
 class ThreadWorld:
