@@ -197,7 +197,9 @@ class World:
             rounds = None
             if self.rank in members:
                 board = self._backend.board(members)
-                rounds = Rounds(board, self.rank, self.settings, self._whereabouts)
+                # The first round of all ranks is the start, which no user has asked for.
+                own = int(len(members) == self.world_size)
+                rounds = Rounds(board, self.rank, self.settings, self._whereabouts, own)
             self._groups[members] = Group(members, self.rank, rounds, self.timeout)
         return self._groups[members]
 

@@ -58,14 +58,15 @@ class Rounds:
     """One rank's rounds at one board."""
 
     def __init__(
-        self, board: Board, rank: int, settings: Settings, whereabouts: Whereabouts
+        self, board: Board, rank: int, settings: Settings, whereabouts: Whereabouts, own: int = 0
     ) -> None:
+        """Meet at `board`; the first `own` rounds there are not the user's."""
         self.rank = rank
         self.members = board.members
         self.settings = settings
         self._board = board
         self._first_look = math.inf if board.virtual_time else _FIRST_LOOK
-        self._diagnosis = Diagnosis(board, rank)
+        self._diagnosis = Diagnosis(board, rank, own)
         self._whereabouts = whereabouts
         self._meetings: dict[int, Meeting] = {}  # round -> who still wants its notes
         self.note = Notes().of  #: the note of a call: see there

@@ -135,7 +135,7 @@ def test_a_rank_that_finishes_early_is_lost_to_the_others(world: Ranks) -> None:
             return None
         error = caught(lambda: sp.barrier("one more"))
         assert isinstance(error, sp.PeerLost)
-        return error.rank, "rank 1 finished after round 2" in str(error)
+        return error.rank, "rank 1 finished after round 1" in str(error)
 
     outcomes = world.run(program)
     assert outcomes.pop(1) is None
