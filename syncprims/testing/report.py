@@ -30,10 +30,11 @@ def where(outcome: Outcome, ranks: int) -> str:
     """Return where a rank is, or how it ended."""
     last = f"round {len(outcome.calls)}, {_call(outcome.last, ranks)}" if outcome.last else ""
     if outcome.end == "raised" and outcome.error is not None and outcome.waits is None:
-        at = "in" if isinstance(outcome.error, SyncError) else "after"
-        return f"raised {headline(outcome.error)}" + (
-            f" {at} its {last}" if last else " before its first call"
-        )
+        if not last:
+            return f"raised {headline(outcome.error)} before its first call"
+        if isinstance(outcome.error, SyncError):
+            return f"raised {type(outcome.error).__name__} in its {last}"
+        return f"raised {headline(outcome.error)} after its {last}"
     if outcome.end == "returned":
         return f"finished after its {last}" if last else "finished without a call"
     if outcome.end in ("killed", "stopped"):
