@@ -316,6 +316,67 @@ def test_it_works_under_xdist(project: Project) -> None:
     assert project.run("-n", "2").counts(passed=12)
 
 
+def test_a_timeout_of_pytests_ends_the_world(project: Project) -> None:
+    pytest.importorskip("pytest_timeout")
+    project.write("""
+        import threading
+        import pytest
+        import syncprims as sp
+
+        @pytest.mark.timeout(2)
+        @pytest.mark.world(ranks=2, kind=["threads", "processes"])
+        def test_hangs():
+            sp.barrier()
+            while sp.get_rank():
+                pass
+            sp.barrier()
+
+        def test_after():
+            assert threading.active_count() == 1
+    """)
+    result = project.run("-p", "no:randomly")
+    assert result.counts(failed=2, passed=1), result.out
+    assert result.out.count("from pytest-timeout") >= 2
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_coverage_counts_all_ranks(project: Project, workers: tuple[str, ...]) -> None:
+    """With the lines that docs/testing.md gives for processes."""
+    pytest.importorskip("pytest_cov")
+    lines = '[tool.coverage.run]\npatch = ["_exit"]\nparallel = true\n'
+    page = (Path(__file__).parent.parent / "docs/testing.md").read_text()
+    assert lines in textwrap.dedent(page.split("```toml")[1].split("```")[0])
+    project.write(lines, "pyproject.toml")
+    project.write(
+        """
+        import syncprims as sp
+
+        def work():
+            if sp.get_rank() == 1:
+                mine = "the second's"
+            elif sp.get_rank() == 2:
+                mine = "the third's"
+            else:
+                mine = "nobody's in particular"
+            sp.barrier()
+            return mine
+        """,
+        "program.py",
+    )
+    for kind in ("threads", "processes"):
+        project.write(f"""
+            import pytest
+            from program import work
+
+            @pytest.mark.world(ranks=3, kind="{kind}")
+            def test_it():
+                work()
+        """)
+        result = project.run("--cov=program", *workers)
+        (line,) = [line for line in result.out.splitlines() if line.startswith("program.py")]
+        assert line.split()[-1] == "100%", result.out
+
+
 # -- once per session ------------------------------------------------------------------------------
 
 ONCE = """

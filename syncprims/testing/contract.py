@@ -176,11 +176,14 @@ class BackendContract:
                 assert where.collect(0.0) is None
                 assert where.collect(0.02) is None
                 assert (where.posted, where.collected) == (2, 1)
+                where.post(note())  # and so the others know
             else:
-                until(lambda: where.status(0).rounds == 2)
-                sleep(0.05)  # so that the other looks again
+                until(lambda: where.status(0).rounds == 3)
                 where.post(note())
-            assert len(collect(where)) == len(where.members)
+                where.post(note())
+            for number in (2, 3):
+                assert len(collect(where)) == len(where.members)
+                assert where.collected == number
 
         self.run(program)
 
