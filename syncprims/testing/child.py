@@ -220,8 +220,7 @@ def main() -> None:
     """Be the rank that the file named by the arguments describes; or fork all of them."""
     path, rank = sys.argv[1:]
     with Path(path).open("rb") as file:
-        search, orders, function = pickle.load(file)
-        sys.path[:] = search
+        orders, function = pickle.load(file)
     fn = function.load()
     if rank != "all":
         be_rank(orders, int(rank), fn)

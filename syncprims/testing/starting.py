@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     Start = Literal["fork", "forkserver", "spawn"]
 
 
+_BEGIN = """
+import sys
+sys.path[:] = sys.argv.pop(1).split("\\n")
+from syncprims.testing.child import main
+main()
+"""
+
+
 class Started(Protocol):
     """The processes of all ranks."""
 
@@ -43,7 +51,7 @@ def start(how: Start, orders: Orders, fn: Callable[[], Any]) -> Started:
         return _Children({rank: _fork(orders, rank, fn) for rank in range(orders.ranks)})
     path = orders.folder / "orders"
     with path.open("wb") as file:
-        pickle.dump((sys.path, orders, Function(fn)), file)
+        pickle.dump((orders, Function(fn)), file)
     if how == "forkserver":
         return _Served(_spawn(path, "all", subprocess.PIPE), orders.ranks)
     children = [_spawn(path, str(rank)) for rank in range(orders.ranks)]
@@ -69,9 +77,11 @@ def _fork(orders: Orders, rank: int, fn: Callable[[], Any]) -> int:
 
 
 def _spawn(path: Any, rank: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
-    command = "from syncprims.testing.child import main; main()"
+    # It looks for modules where we do, and nowhere else before.
     return subprocess.Popen(
-        [sys.executable, "-c", command, str(path), rank], stdin=subprocess.DEVNULL, stdout=stdout
+        [sys.executable, "-P", "-c", _BEGIN, "\n".join(sys.path), str(path), rank],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
     )
 
 
