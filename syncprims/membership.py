@@ -159,6 +159,14 @@ class World:
                     arrived=list(range(self.world_size)),
                 )
 
+    def adopt(self, timeout: float | None) -> World:
+        """Take over a timeout that the program names after a test has started its world."""
+        if timeout is not None:
+            self.timeout = timeout
+            for group in self._groups.values():
+                group.adopt(timeout)
+        return self
+
     def bar(self, why: Callable[[], SyncError]) -> None:
         """Let every later call of every group raise ``why()``."""
         for group in self._groups.values():

@@ -48,6 +48,7 @@ class _State:
         self.starting = threading.RLock()  # two threads may make the first call
         self.aside: World | None = None  # the process's, while threads are ranks
         self.guests = 0  # how many are
+        self.hosted = False  # a test has started the world: what `init` asks for is not there
 
     @property
     def running(self) -> World | None:
@@ -92,6 +93,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     state = _mine()
     with state.starting:
         running = state.running
+        if running is not None and state.hosted:
+            return running.adopt(seconds(timeout))
         if running is not None:
             _check_same(running, backend, seconds(timeout))
             return running
@@ -173,13 +176,22 @@ def seated(environ: Mapping[str, str], make: Maker) -> Generator[None]:
             _state.aside, _state.world = _state.world, None
         _state.guests += 1
     try:
-        yield
+        with host():
+            yield
     finally:
         _seat.reset(token)
         with _state.starting:
             _state.guests -= 1
             if not _state.guests:
                 _state.world, _state.aside = _state.aside, None
+
+
+@contextlib.contextmanager
+def host() -> Generator[World]:
+    """Run the world of a test: the program in it finds it running, whatever backend it asks for."""
+    with init() as world:
+        _mine().hosted = True
+        yield world
 
 
 def become_rank(make: Maker) -> None:

@@ -108,6 +108,30 @@ def test_a_function_that_cannot_be_sent_is_told(start: Any) -> None:
         run_world(lambda: None, 2, kind="processes", start=start)
 
 
+@both
+def test_a_programs_own_start_and_end_are_its_own(kind: Kinds) -> None:
+    """What a script's main does: it asks for a backend and a timeout, ends, and starts again."""
+
+    def main() -> Any:
+        with sp.init("nccl", timeout=50) as world:
+            first = sp.all_gather(sp.get_rank()), world.timeout
+        with pytest.raises(sp.WorldClosed):
+            sp.barrier()
+        assert sp.get_rank() == world.rank
+        return first
+
+    assert run_world(main, 2, kind=kind) == [([0, 1], 50)] * 2
+
+    def twice() -> Any:
+        sp.barrier()
+        sp.shutdown()
+        sp.init()
+        sp.barrier("again")
+        return sp.all_gather(sp.get_rank())
+
+    assert run_world(twice, 2, kind=kind) == [[0, 1]] * 2
+
+
 def test_a_world_does_not_disturb_the_one_that_runs_around_it() -> None:
     outer = sp.current()
     try:

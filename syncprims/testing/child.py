@@ -21,7 +21,7 @@ from syncprims.environment import rank_variables
 from syncprims.group import entered
 from syncprims.registry import backend_class
 from syncprims.version import version
-from syncprims.world import become_rank, init
+from syncprims.world import become_rank, host
 
 from .errorbox import pack
 from .faults import here
@@ -94,7 +94,7 @@ def be_rank(orders: Orders, rank: int, fn: Callable[[], Any]) -> None:
         result: Any = None
         error: BaseException | None = None
         try:
-            with init():
+            with host():
                 result = fn()
         except SystemExit as end:
             error = end if end.code else None

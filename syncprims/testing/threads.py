@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from syncprims.environment import rank_variables
 from syncprims.group import entered
 from syncprims.registry import backend_class
-from syncprims.world import clean_environ, init, seated
+from syncprims.world import clean_environ, seated
 
 from .errors import Killed, WorldAborted
 from .faults import here
@@ -47,7 +47,8 @@ class _Victim:
         self._rank = rank
 
     def kill(self) -> None:
-        self._world.room.lose(self._rank, "killed by SIGKILL")
+        for room in self._world.rooms:
+            room.lose(self._rank, "killed by SIGKILL")
         self._world.probes[self._rank].dead = True
         raise Killed
 
@@ -84,9 +85,10 @@ class ThreadWorld:
         self._seed = seed
         self._sink = sink
         self._environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
-        cls: Any = backend_class("threads")
+        self._backend: Any = backend_class("threads")
         self.scheduler = Scheduler(ranks, seed.schedule(ranks), self._break_deadlock)
-        self.room = cls.room(self.scheduler, ranks)
+        self.rooms: list[Any] = []  # one, unless the program ends its world and starts another
+        self._worlds_begun = [0] * ranks
         self.outcomes = [Outcome(rank) for rank in range(ranks)]
         self._run = Run(self.outcomes, seed)
         tracer = _Tracer(self._run)
@@ -131,7 +133,7 @@ class ThreadWorld:
         environ = {**self._environ, **rank_variables(rank, self._ranks)}
         try:
             self.scheduler.enter(rank)
-            with seated(environ, self._make), init():
+            with seated(environ, self._make):
                 outcome.result = self._fn()
             outcome.end = "returned"
         except WorldAborted:
@@ -147,10 +149,15 @@ class ThreadWorld:
             self.scheduler.leave(rank)
 
     def _make(self, cls: type[Backend], place: Topology, settings: Settings) -> Backend:
-        return self.probes[place.rank].probe(self.room.backend(place, settings))
+        number = self._worlds_begun[place.rank]
+        self._worlds_begun[place.rank] += 1
+        if number == len(self.rooms):
+            self.rooms.append(self._backend.room(self.scheduler, self._ranks))
+        return self.probes[place.rank].probe(self.rooms[number].backend(place, settings))
 
     def _break_deadlock(self) -> bool:
-        if self.room.break_deadlock():
+        broken = [room for room in self.rooms if room.break_deadlock()]
+        if broken:
             return True
         stopped = [o.rank for o in self.outcomes if o.end == "stopped"]
         self._run.gave_up = (
