@@ -200,44 +200,6 @@ def section(worlds: int, peers: int) -> list[str]:
         kind: timed(functools.partial(run_world, passing, RANKS, kind=kind), worlds)
         for kind in ("threads", "processes")
     }
-    return []
-    found: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "peer.py"
-        script.write_text(PEERS[name])
-        command = [sys.executable, str(script)]
-        if name == "torchrun":
-            command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-        for _ in range(times):
-            begin = time.perf_counter()
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            took = time.perf_counter() - begin  # of torchrun all counts: it is the command
-            for line in done.stdout.splitlines():
-                if line.startswith("took "):
-                    took = float(line.split()[1])
-            found.append(took * 1e3)
-    return found
-
-
-def schedules_per_second(count: int) -> float:
-    begin = time.perf_counter()
-    explore(passing, RANKS, schedules=count)
-    return count / (time.perf_counter() - begin)
-
-
-def shown(times: list[float]) -> str:
-    if not times:
-        return "not installed"
-    return f"{statistics.median(times):.1f} ms ({min(times):.1f} to {max(times):.1f})"
-
-
-def section(worlds: int, peers: int) -> list[str]:
-    """Return all of it as a section of the results."""
-    marked = as_marked_tests(worlds)
-    direct = {
-        kind: timed(lambda k=kind: run_world(passing, RANKS, kind=k), worlds)
-        for kind in ("threads", "processes")
-    }  # type: ignore[misc]
     return [
         "",
         "## A unit test of four ranks",
