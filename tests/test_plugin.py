@@ -302,6 +302,26 @@ def test_a_wrong_marker_is_told(project: Project, mark: str) -> None:
     assert "world" in result.out or "ranks" in result.out
 
 
+def test_what_would_run_once_only_is_refused(project: Project) -> None:
+    project.write("""
+        import unittest
+        import pytest
+
+        @pytest.mark.world(2)
+        class TestOld(unittest.TestCase):
+            def test_it(self):
+                pass
+
+        @pytest.mark.world(2)
+        async def test_async():
+            pass
+    """)
+    result = project.run()
+    assert result.counts(failed=2), result.out
+    assert "call syncprims.testing.run_world" in result.out
+    assert "asyncio.run" in result.out
+
+
 def test_it_works_under_xdist(project: Project) -> None:
     project.write("""
         import pytest

@@ -484,6 +484,24 @@ def test_a_shared_failure_leaves_the_ranks_in_step(kind: Kinds) -> None:
     assert run_world(program, 3, kind=kind) == ["fine"] * 3
 
 
+@both
+def test_a_cause_that_a_cleanup_has_buried_is_named(kind: Kinds) -> None:
+    """A barrier in a `finally` is met by ranks that are elsewhere."""
+
+    def program() -> None:
+        try:
+            if sp.get_rank() == 1:
+                raise ValueError("the cause")
+            sp.barrier("step")
+        finally:
+            sp.barrier("cleanup")
+
+    with pytest.raises(sp.CollectiveMismatch) as caught:
+        run_world(program, 3, kind=kind)
+    note = "\n".join(caught.value.__notes__)
+    assert "rank 1 of 3: raised CollectiveMismatch, while it handled ValueError: the cause" in note
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 

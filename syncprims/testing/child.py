@@ -29,7 +29,7 @@ from .journal import Scribe
 from .output import mark
 from .probe import Probe
 from .report import shortened
-from .runs import is_consequence
+from .runs import buried, is_consequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -160,6 +160,7 @@ def _report(
         "torn": probe.torn,
         "waits": probe.waits is not None,
         "consequence": is_consequence(error),
+        "buried": buried(error),
     }
     try:
         packed = pickle.dumps(result)

@@ -6,6 +6,7 @@ until a test asks for a world, and neither torch nor numpy even then.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -136,6 +137,8 @@ def _several(value: Any) -> Sequence[Any]:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Tell worlds which test they are in, and show what each of their ranks has printed."""
     __tracebackhide__ = True
+    if item.get_closest_marker("world") is not None:
+        _refuse_unittest(item)
     from .ambient import Ambient, ambient
     from .output import Collected, Prefixed, by_rank
 
@@ -159,6 +162,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         ambient.reset(token)
         for rank, stream, text in by_rank(collected):
             item.add_report_section("call", f"{stream} rank {rank}", text)
+
+
+def _refuse_unittest(item: pytest.Item) -> None:
+    """Fail a test that would run once, and not once per rank."""
+    __tracebackhide__ = True
+    unittest = sys.modules.get("unittest")
+    cls: Any = getattr(item, "cls", None)
+    if not isinstance(item, pytest.Function) or (
+        unittest is not None and cls is not None and issubclass(cls, unittest.TestCase)
+    ):
+        pytest.fail(
+            "pytest.mark.world runs functions, and methods of plain classes: in a "
+            "unittest.TestCase, call syncprims.testing.run_world",
+            pytrace=False,
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

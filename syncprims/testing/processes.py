@@ -208,6 +208,7 @@ class ProcessWorld:
         outcome.error = unpack(facts["error"], facts["text"])
         outcome.end = "returned" if outcome.error is None else "raised"
         outcome.consequence, outcome.torn = facts["consequence"], facts["torn"]
+        outcome.buried = facts["buried"]
         outcome.result = pickle.loads(facts["result"])
         outcome.waited = facts["waits"]
 

@@ -11,6 +11,7 @@ from syncprims.callsite import users_part
 from syncprims.errors import SyncError
 
 from .probe import JOIN
+from .runs import headline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,7 +34,7 @@ def where(outcome: Outcome, ranks: int) -> str:
         if not last:
             return f"raised {headline(outcome.error)} before its first call"
         if isinstance(outcome.error, SyncError):
-            return f"raised {type(outcome.error).__name__} in its {last}"
+            return f"raised {_name(outcome)} in its {last}"
         return f"raised {headline(outcome.error)} after its {last}"
     if outcome.end == "returned":
         return f"finished after its {last}" if last else "finished without a call"
@@ -45,15 +46,6 @@ def where(outcome: Outcome, ranks: int) -> str:
         return f"waits in its {last}"
     is_ = "could go on, and is not on turn," if outcome.idle else "is busy"
     return f"{is_} after its {last}" if last else f"{is_} before its first call"
-
-
-def headline(error: BaseException) -> str:
-    """Return ``ValueError: bad value``, on one line."""
-    try:
-        first = str(error).strip().split("\n", 1)[0]
-    except Exception:  # a user's __str__ must not hide the failure
-        first = ""
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def first_difference(run: Run) -> str:
@@ -117,8 +109,7 @@ def others(run: Run, but: Sequence[int]) -> str:
 def _met(outcome: Outcome, ranks: int) -> str:
     """Return how a rank ended that is not to blame."""
     if isinstance(outcome.error, SyncError) and outcome.last:
-        kind = type(outcome.error).__name__
-        return f"{kind} in its round {len(outcome.calls)}, {_call(outcome.last, ranks)}"
+        return f"{_name(outcome)} in its round {len(outcome.calls)}, {_call(outcome.last, ranks)}"
     return where(outcome, ranks)
 
 
@@ -138,6 +129,11 @@ def shortened(error: BaseException) -> BaseException:
             break
         first = first.tb_next
     return error.with_traceback(first)
+
+
+def _name(outcome: Outcome) -> str:
+    over = f", while it handled {outcome.buried}," if outcome.buried else ""
+    return f"{type(outcome.error).__name__}{over}"
 
 
 def users_lines(stack: Sequence[str]) -> list[str]:

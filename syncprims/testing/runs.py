@@ -26,6 +26,7 @@ class Outcome:
     end: End = "left"
     result: Any = None
     error: BaseException | None = None
+    buried: str = ""  #: what it was handling when a call failed: that came first
     idle: bool = False  #: it could go on, and it was another's turn
     detail: str = ""  #: how a process ended
     calls: list[Seen] = field(default_factory=list[Seen])
@@ -61,6 +62,31 @@ class Run:
     def path(self) -> list[tuple[int, tuple[int, ...], bytes]]:
         """Return who posted what, one after another: equal for equal runs."""
         return [(rank, seen.members, seen.label.encode()) for rank, seen in self.trace]
+
+
+def buried(error: BaseException | None) -> str:
+    """Return the headline of what was being handled when a call of this library failed; or "".
+
+    As where a `finally` meets the others after an exception that they know nothing of.
+    """
+    if not isinstance(error, TORN):
+        return ""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if not isinstance(error, TORN):
+            return headline(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return ""
+
+
+def headline(error: BaseException) -> str:
+    """Return ``ValueError: bad value``, on one line."""
+    try:
+        first = str(error).strip().split("\n", 1)[0]
+    except Exception:  # a user's __str__ must not hide the failure
+        first = ""
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def is_consequence(error: BaseException | None) -> bool:

@@ -22,7 +22,7 @@ from .faults import here
 from .output import mark, told_apart
 from .probe import JOIN, Probe, Seen, Witness
 from .report import shortened, users_lines
-from .runs import Outcome, Run, is_consequence
+from .runs import Outcome, Run, buried, is_consequence
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -114,8 +114,11 @@ class ThreadWorld:
             except BaseException:
                 self._give_up()
                 raise
-            for thread in self._threads:
-                thread.join(_GRACE)
+            if not self.scheduler.aborted:
+                for thread in self._threads:
+                    thread.join()  # it has nothing left to do
+            elif not self._give_up():
+                self._run.gave_up += ". A thread could not be ended, and is left alone"
         run = self._run
         run.stuck, run.steps = self.scheduler.stuck, self.scheduler.steps
         for outcome, probe in zip(self.outcomes, self.probes, strict=True):
@@ -144,7 +147,7 @@ class ThreadWorld:
             outcome.end, outcome.error = ("raised", error) if error.code else ("returned", None)
         except BaseException as error:
             outcome.end, outcome.error = "raised", shortened(error)
-            outcome.consequence = is_consequence(error)
+            outcome.consequence, outcome.buried = is_consequence(error), buried(error)
         finally:
             self.scheduler.leave(rank)
 
@@ -181,8 +184,7 @@ class ThreadWorld:
             )
             self._run.stacks = stacks
             self._note_waits()
-            if not self._give_up():
-                self._run.gave_up += ". A thread could not be ended, and is left alone"
+            self.scheduler.abort()
             return
 
     def _note_waits(self) -> None:

@@ -112,7 +112,7 @@ def _raise_consequence(run: Run, failed: Sequence[Outcome], replay: str) -> NoRe
         if run.stuck or (gone is not None and run.outcomes[gone].end == "returned"):
             error.__cause__ = None  # the lines below say where it was, and more
             raise _noted(_deadlock(run), replay) from error
-    first = failed[0]
+    first = min(failed, key=lambda outcome: (not outcome.buried, outcome.rank))
     _note(first, run, [first], replay)
     assert first.error is not None
     raise first.error
