@@ -39,6 +39,8 @@ def run_world(
     module globals, ``os.environ`` and the working directory are everybody's. In one of processes
     every rank is a process of its own, on `backend` ("file" unless said otherwise).
 
+    The world runs before `fn` begins: an `init` in it finds it running, whatever it asks for.
+
     If one rank raises, that very exception is raised here (from a process, one of equal type and
     text), with a note that says which rank it was and what became of the others. A rank that a
     fault kills has the result None.
