@@ -119,6 +119,7 @@ class ThreadBackend(Backend):
     """A rank that is a thread."""
 
     name = "threads"
+    spans_hosts = True  # as far as a test pretends
     detects_death = True
 
     def __init__(self, topology: Topology, settings: Settings, room: Room | None = None) -> None:

@@ -284,18 +284,21 @@ def place_variables() -> set[str]:
     return names
 
 
-def rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    """Return what tells a process that it is `rank` of `world_size` on one host.
+def rank_variables(rank: int, world_size: int, nodes: int = 1) -> dict[str, str]:
+    """Return what tells a process that it is `rank` of `world_size` on so many equal nodes.
 
     In our names and in torchrun's, since users' scripts read those.
     """
+    per_node = world_size // nodes
     values: dict[str, str] = {}
     for launcher in LAUNCHERS[:2]:
-        values[launcher.rank] = values[launcher.local_rank] = str(rank)
-        values[launcher.world_size[0]] = values[launcher.local_world_size] = str(world_size)
+        values[launcher.rank] = str(rank)
+        values[launcher.world_size[0]] = str(world_size)
+        values[launcher.local_rank] = str(rank % per_node)
+        values[launcher.local_world_size] = str(per_node)
         if launcher.node_rank is not None:
-            values[launcher.node_rank] = "0"
-        values[launcher.num_nodes[0]] = "1"
+            values[launcher.node_rank] = str(rank // per_node)
+        values[launcher.num_nodes[0]] = str(nodes)
     return values
 
 

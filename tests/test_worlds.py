@@ -132,6 +132,22 @@ def test_a_programs_own_start_and_end_are_its_own(kind: Kinds) -> None:
     assert run_world(twice, 2, kind=kind) == [[0, 1]] * 2
 
 
+def test_ranks_may_believe_to_be_on_several_machines() -> None:
+    log: list[tuple[int, str]] = []
+
+    def program() -> Any:
+        with sp.main_first(local=True):
+            log.append((sp.get_node_rank(), "first" if sp.is_local_main() else "then"))
+        sp.barrier()
+        shared = sp.on_local_main(share=True)(lambda: f"made by {sp.get_rank()}")()
+        return sp.get_node_rank(), sp.get_local_rank(), sp.get_local_world_size(), shared
+
+    found = run_world(program, 4, nodes=2)
+    assert found == [(r // 2, r % 2, 2, f"made by {r // 2 * 2}") for r in range(4)]
+    for node in range(2):
+        assert [what for of, what in log if of == node] == ["first", "then"]
+
+
 def test_a_world_does_not_disturb_the_one_that_runs_around_it() -> None:
     outer = sp.current()
     try:
@@ -614,6 +630,8 @@ def test_the_root_cause_is_shown_even_if_others_never_end() -> None:
         ({"kind": "greenlets"}, ValueError),
         ({"backend": "file"}, ValueError),
         ({"faults": [Kill(9)]}, ValueError),
+        ({"nodes": 3}, ValueError),
+        ({"nodes": 2, "kind": "processes"}, ValueError),
         ({"faults": ["kill"]}, TypeError),
         ({"seed": "tomorrow"}, ValueError),
         ({"timeout": -1}, ValueError),

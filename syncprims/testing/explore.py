@@ -41,6 +41,7 @@ def explore(
     seed: int | str | None = None,
     faults: Iterable[Fault] = (),
     timeout: float | timedelta | None = 60,
+    nodes: int = 1,
     check: Callable[[list[Any]], object] | None = None,
 ) -> Explored:
     """Return only if ``fn()`` is right under that many schedules, in worlds of threads.
@@ -60,7 +61,7 @@ def explore(
         raise ValueError(f"strategy={strategy!r}: it takes 'random' or 'pct'")
     if schedules < 1 or depth < 1:
         raise ValueError(f"schedules={schedules}, depth={depth}: at least 1 of each")
-    search = _Search(fn, ranks, [*faults], timeout, check)
+    search = _Search(fn, ranks, nodes, [*faults], timeout, check)
     around = ambient.get()
     first = Seed.read(seed) if seed is not None else around.seed or Seed.fresh()
     first = search.prepare(first, strategy, depth)
@@ -82,12 +83,14 @@ class _Search:
         self,
         fn: Callable[[], Any],
         ranks: int,
+        nodes: int,
         faults: list[Fault],
         timeout: float | timedelta | None,
         check: Callable[[list[Any]], object] | None,
     ) -> None:
         self._fn = fn
         self._ranks = ranks
+        self._nodes = nodes
         self._faults = faults
         self._timeout = timeout
         self._check = check
@@ -143,6 +146,7 @@ class _Search:
         return run_once(
             self._fn,
             self._ranks,
+            nodes=self._nodes,
             kind="threads",
             backend=None,
             seed=seed,

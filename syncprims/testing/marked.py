@@ -29,7 +29,7 @@ def run_marked(
     passed = {
         name: value
         for name, value in options.items()
-        if name in ("backend", "seed", "faults", "timeout", "start")
+        if name in ("backend", "seed", "faults", "timeout", "start", "nodes")
     }
     schedules = options.get("schedules", 1)
     fn = functools.partial(_body, functools.partial(body, **arguments))

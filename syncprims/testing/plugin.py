@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
-_OPTIONS = ("ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start")
+_OPTIONS = ("ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start", "nodes")
 _SEED = pytest.StashKey[object]()
 _SESSION: pytest.StashKey[Any] = pytest.StashKey()
 
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "world(ranks=4, kind='threads', backend=None, schedules=1, seed=None, faults=(), "
-        "timeout=60, start=None): run the body once per rank of a world; lists of ranks and kinds "
+        "timeout=60, start=None, nodes=1): run the body once per rank of a world; lists of ranks and kinds "
         "make a test of each",
     )
     text = config.getoption("world_seed")
@@ -68,6 +68,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from . import once
 
     config = session.config
+    if not hasattr(config, "_tmp_path_factory"):
+        return  # pytest's own plugin for directories is off: there is no place
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
 
     def folder() -> Path:

@@ -79,9 +79,11 @@ class ThreadWorld:
         seed: Seed,
         faults: Sequence[Fault],
         sink: Sink | None,
+        nodes: int = 1,
     ) -> None:
         self._fn = fn
         self._ranks = ranks
+        self._nodes = nodes
         self._seed = seed
         self._sink = sink
         self._environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
@@ -133,7 +135,7 @@ class ThreadWorld:
         entered.set(None)
         here.set(_Victim(self, rank))
         mark(self._sink, rank)
-        environ = {**self._environ, **rank_variables(rank, self._ranks)}
+        environ = {**self._environ, **rank_variables(rank, self._ranks, self._nodes)}
         try:
             self.scheduler.enter(rank)
             with seated(environ, self._make):

@@ -32,6 +32,7 @@ def run_world(
     faults: Iterable[Fault] = (),
     timeout: float | timedelta | None = 60,
     start: Start | None = None,
+    nodes: int = 1,
 ) -> list[Any]:
     """Return what ``fn()`` returns on each rank of a world that is gone afterwards.
 
@@ -47,6 +48,7 @@ def run_world(
 
     :param start: how processes begin: "fork" (the quickest, and the default unless CUDA is in use),
         "forkserver" or "spawn" (then `fn` stands at the top level of a file).
+    :param nodes: how many machines the ranks of a world of threads believe to be on, so many each.
     :param timeout: seconds of real time after which a world that still runs is given up.
     :raises DeadlockError: if ranks wait for what can never come.
     :raises UnequalRounds: if all ended well, but with different numbers of calls.
@@ -66,6 +68,7 @@ def run_world(
         faults=[*faults],
         timeout=timeout,
         start=start,
+        nodes=nodes,
     )
     return conclude(run, around.replay(run.seed))
 
@@ -80,13 +83,15 @@ def run_once(
     faults: list[Fault],
     timeout: float | timedelta | None,
     start: Start | None = None,
+    nodes: int = 1,
 ) -> Run:
     """Return how one world went, whatever it came to."""
     _check(fn, ranks, kind, backend, faults)
+    _check_nodes(ranks, kind, nodes)
     limit = seconds(timeout)
     sink = ambient.get().sink()
     if kind == "threads":
-        return ThreadWorld(fn, ranks, seed, faults, sink).run(limit)
+        return ThreadWorld(fn, ranks, seed, faults, sink, nodes).run(limit)
     from .processes import ProcessWorld  # not before it is asked for
 
     return ProcessWorld(fn, ranks, backend or "file", faults, sink, start).run(limit)
@@ -109,3 +114,10 @@ def _check(
         require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
         if fault.rank >= ranks:
             raise ValueError(f"{fault}: there are ranks 0 to {ranks - 1}")
+
+
+def _check_nodes(ranks: int, kind: str, nodes: int) -> None:
+    if nodes < 1 or ranks % nodes:
+        raise ValueError(f"nodes={nodes}: {ranks} ranks cannot be as many on each")
+    if nodes > 1 and kind != "threads":
+        raise ValueError(f"nodes={nodes}: processes are on this machine; say kind='threads'")
