@@ -23,6 +23,7 @@ import essentials
 import jobs
 import machine
 import resources
+import worlds
 from catalogue import CONTROL, CONTROL_AIMS, DATA, DATA_AIMS, OURS
 from table import Seen, head, row
 
@@ -46,6 +47,7 @@ class Scale:
     memory: tuple[int, int]  #: ranks, MB
     wait: tuple[int, float]  #: ranks, seconds
     kills: int  #: in each case
+    worlds: tuple[int, int]  #: of tests: ours, the peers'
 
 
 FULL = Scale(
@@ -58,8 +60,9 @@ FULL = Scale(
     memory=(4, 256),
     wait=(8, 20.0),
     kills=100,
+    worlds=(50, 3),
 )
-QUICK = Scale(1, 0.02, (2, 4), {2: (1, 16)}, 1, 0.05, (2, 16), (2, 1.0), 3)
+QUICK = Scale(1, 0.02, (2, 4), {2: (1, 16)}, 1, 0.05, (2, 16), (2, 1.0), 3, (5, 1))
 
 
 def measure(
@@ -157,6 +160,7 @@ def report(scale: Scale, seen: Seen) -> str:
     lines += resources.memory(seen, *scale.memory)
     lines += resources.long_wait(seen, *scale.wait)
     lines += kill_to_report(scale.kills)
+    lines += worlds.section(*scale.worlds)
     lines += ["", f"All of it took {(time.monotonic() - begin) / 60:.0f} minutes."]
     if seen.failed:
         lines += ["", "What failed:", "", *(f"- {failure}" for failure in seen.failed)]

@@ -21,11 +21,15 @@ _CURE_MISMATCH = (
 
 
 class Diagnosis:
-    """What one rank can say about the rounds of one board."""
+    """What one rank can say about the rounds of one board.
 
-    def __init__(self, board: Board, rank: int) -> None:
+    Rounds are counted from the user's first: the `own` ones before it are the library's.
+    """
+
+    def __init__(self, board: Board, rank: int, own: int = 0) -> None:
         self._board = board
         self._rank = rank
+        self._own = own
 
     def here(self) -> str:
         """Return the call this rank is in, with its call site."""
@@ -35,13 +39,13 @@ class Diagnosis:
     def look(self, number: int, waited: float) -> Look:
         """Return how things stand for round `number`, after a wait of so many seconds."""
         seen = {rank: self._board.status(rank) for rank in self._board.members}
-        return Look(self._rank, number, waited, seen)
+        return Look(self._rank, number, waited, seen, self._own)
 
     def mismatch(self, number: int, notes: Sequence[Note]) -> CollectiveMismatch:
         """Return the error of ranks that met in different calls, a line for each."""
         members = self._board.members
         calls = {r: str(note.label) for r, note in zip(members, notes, strict=True)}
-        return _mismatch(self._rank, number, calls)
+        return _mismatch(self._rank, number - self._own, calls)
 
     def two_at_once(self, label: Label | None, threads: Iterable[int]) -> ConcurrentCall:
         """Return the error of a call that comes while another is under way."""
@@ -62,8 +66,11 @@ class Diagnosis:
 class Look:
     """One look at all members of a board that this rank waits at."""
 
-    def __init__(self, rank: int, number: int, waited: float, seen: dict[int, Status]) -> None:
+    def __init__(
+        self, rank: int, number: int, waited: float, seen: dict[int, Status], own: int
+    ) -> None:
         self._rank = rank
+        self._own = own
         self._number = number
         self._waited = waited
         self._seen = seen
@@ -112,7 +119,7 @@ class Look:
             return None
         absent = dict.fromkeys(self.missing, "not here yet")
         calls = {rank: absent.get(rank) or str(up.get(rank) or "?") for rank in self._seen}
-        return _mismatch(self._rank, self._number, calls)
+        return _mismatch(self._rank, self._number - self._own, calls)
 
     def timeout(self) -> SyncTimeout:
         """Return the error of a wait that has run out of time."""
@@ -142,6 +149,8 @@ class Look:
 
     def _last_seen(self, rank: int) -> str:
         status = self._seen[rank]
+        if status.label is not None and status.label.kind == "init":
+            return f"rank {rank} has made no call since it joined"
         if status.label is not None:
             return f"rank {rank} was last seen at {status.label}"
         if status.state == "unknown":
@@ -158,7 +167,9 @@ class Look:
 
     def _lost(self, rank: int, status: Status) -> PeerLost:
         if status.state == "finished":
-            what = f"rank {rank} finished after round {status.rounds} while others wait in"
+            count = status.rounds - self._own
+            after = f"after round {count}" if count > 0 else "without a call"
+            what = f"rank {rank} finished {after} while others wait in"
             cure = f"Rank {rank} made fewer calls than the others. {_CURE_MISMATCH}"
         else:
             how = f": {status.detail}" if status.detail else ""

@@ -79,6 +79,10 @@ class Group:
             )
         return self._member
 
+    def adopt(self, timeout: float) -> None:
+        """Make this the default timeout of every later call."""
+        self._timeout = timeout
+
     def bar(self, why: Callable[[], SyncError]) -> None:
         """Let every later call raise ``why()``: the world is closed, or this is a forked child."""
         self.alone = False

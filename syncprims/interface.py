@@ -216,6 +216,14 @@ class Board(ABC):
     devices: DeviceEngine | None = None
     #: Bytes of payload from which on the engine carries them better than a note.
     note_limit: int | None = None
+    #: Does :attr:`now` stand still while anybody can go on, as in a test? Then `collect` returns
+    #: None only when its time is up or waiting is in vain, and need not be asked between; `timeout`
+    #: may be infinite. It keeps in :attr:`waiting_since` when a wait began.
+    virtual_time: bool = False
+    waiting_since: float = 0.0
+    #: Set by the core: until when it will ask again for the round that it waits for, once that has
+    #: taken a moment; infinite if it has no deadline, None while it does not wait.
+    waits_until: float | None = None
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = tuple(members)  #: world ranks, ascending

@@ -159,6 +159,14 @@ class World:
                     arrived=list(range(self.world_size)),
                 )
 
+    def adopt(self, timeout: float | None) -> World:
+        """Take over a timeout that the program names after a test has started its world."""
+        if timeout is not None:
+            self.timeout = timeout
+            for group in self._groups.values():
+                group.adopt(timeout)
+        return self
+
     def bar(self, why: Callable[[], SyncError]) -> None:
         """Let every later call of every group raise ``why()``."""
         for group in self._groups.values():
@@ -197,7 +205,11 @@ class World:
             rounds = None
             if self.rank in members:
                 board = self._backend.board(members)
-                rounds = Rounds(board, self.rank, self.settings, self._whereabouts, self.local_rank)
+                # The first round of all ranks is the start, which no user has asked for.
+                own = int(len(members) == self.world_size)
+                rounds = Rounds(
+                    board, self.rank, self.settings, self._whereabouts, self.local_rank, own
+                )
             self._groups[members] = Group(members, self.rank, rounds, self.timeout)
         return self._groups[members]
 

@@ -23,6 +23,7 @@ _BUILT_IN = {
     "gloo": "syncprims.backends.torch_dist:GlooBackend",
     "nccl": "syncprims.backends.torch_dist:NcclBackend",
     "single": "syncprims.backends.single:SingleBackend",
+    "threads": "syncprims.backends.threads:ThreadBackend",
     "torch": "syncprims.backends.torch_dist:TorchBackend",
 }
 

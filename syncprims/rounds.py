@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -19,29 +18,16 @@ from .diagnosis import Diagnosis
 from .errors import Failure, PeerFailed
 from .interface import Note
 from .notes import Notes
+from .waiting import FIRST_LOOK, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .diagnosis import Look
     from .errors import SyncError
     from .interface import Board, DeviceEngine, Engine, Label, Settings, Window
     from .whereabouts import Whereabouts
 
 T = TypeVar("T")
-
-_FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
-_LONGEST_PAUSE = 0.25
-#: After which differing labels are a mismatch even if some are still to come. A message that shows
-#: every rank's call is worth this much.
-_PATIENCE_FOR_ALL = 0.3
-_LOOK_AROUND = 1.0  # after which boards are compared
-
-
-def _warn(text: str) -> None:
-    import logging  # slow to import, and only who waits for long needs it
-
-    logging.getLogger("syncprims").warning(text)
 
 
 class Meeting:
@@ -59,14 +45,22 @@ class Rounds:
     """One rank's rounds at one board."""
 
     def __init__(
-        self, board: Board, rank: int, settings: Settings, whereabouts: Whereabouts, local_rank: int
+        self,
+        board: Board,
+        rank: int,
+        settings: Settings,
+        whereabouts: Whereabouts,
+        local_rank: int,
+        own: int = 0,
     ) -> None:
+        """Meet at `board`; the first `own` rounds there are not the user's."""
         self.rank = rank
         self.local_rank = local_rank
         self.members = board.members
         self.settings = settings
         self._board = board
-        self._diagnosis = Diagnosis(board, rank)
+        self._first_look = math.inf if board.virtual_time else FIRST_LOOK
+        self._diagnosis = Diagnosis(board, rank, own)
         self._whereabouts = whereabouts
         self._meetings: dict[int, Meeting] = {}  # round -> who still wants its notes
         self.note = Notes().of  #: the note of a call: see there
@@ -78,6 +72,7 @@ class Rounds:
         self._barred: Callable[[], SyncError] | None = None  # closed, forked or torn: why
         self.told: BaseException | None = None  #: of the call under way: what the others know of
         whereabouts.add(self)
+        self._waiting = Waiting(self, board, self._diagnosis, whereabouts)
 
     # -- what the primitives use ------------------------------------------------------------
 
@@ -106,7 +101,9 @@ class Rounds:
                 raise
             notes = None
             if board.collected == before:  # nothing older to collect first, as nearly always
-                limit = _FIRST_LOOK if timeout is None or timeout > _FIRST_LOOK else timeout
+                limit = self._first_look
+                if timeout is not None and timeout < limit:
+                    limit = min(timeout, self.settings.warn_after)
                 notes = board.collect(limit)
                 for other in notes or (None,):
                     if other is not note:  # else all are the same: nothing to look for
@@ -242,7 +239,7 @@ class Rounds:
 
     def stand_by(self, job: Callable[[float], T | None], timeout: float | None) -> T:
         """Return what ``job(seconds)`` gives, unless a member is lost meanwhile."""
-        return self._wait(job, timeout, self._board.now(), at_board=False)
+        return self._waiting.on(job, timeout, self._board.now(), at_board=False)
 
     @property
     def posted(self) -> int:
@@ -263,7 +260,9 @@ class Rounds:
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, check that all came for the same, and count it."""
-        limit = _FIRST_LOOK if timeout is None or timeout > _FIRST_LOOK else timeout
+        limit = self._first_look
+        if timeout is not None and timeout < limit:
+            limit = min(timeout, self.settings.warn_after)
         return self._examine(self._board.collect(limit), limit, timeout)
 
     def _examine(
@@ -272,12 +271,13 @@ class Rounds:
         """Wait on if these notes are None; look whether they are of one call; count the round."""
         board = self._board
         if notes is None:
-            notes = self._wait(board.collect, timeout, board.now() - waited)
+            begin = board.waiting_since if board.virtual_time else board.now() - waited
+            notes = self._waiting.on(board.collect, timeout, begin)
         number = board.collected
         first = notes[0]
         for note in notes:
             if note is not first and note.label is not first.label and note.label != first.label:
-                self._tear(errors.dump(self._diagnosis.mismatch(number, notes)))
+                self.tear(errors.dump(self._diagnosis.mismatch(number, notes)))
         if self._whereabouts.told:
             self._whereabouts.take_back()
         if self._meetings:
@@ -286,65 +286,6 @@ class Rounds:
                 meeting.notes = notes
                 meeting.error = self._shared_failure(notes)
         return notes
-
-    def _wait(
-        self,
-        attempt: Callable[[float], T | None],
-        timeout: float | None,
-        begin: float,
-        *,
-        at_board: bool = True,
-    ) -> T:
-        """Wait on: for what comes, a verdict, a death, a deadlock or the deadline."""
-        board = self._board
-        number = board.collected + at_board  # not at it, nobody is missing
-        deadline = math.inf if timeout is None else begin + timeout
-        warn_every = self.settings.warn_after
-        warn_at = begin + warn_every
-        pause = _FIRST_LOOK
-        try:
-            while True:
-                verdict = board.verdict()
-                if verdict is not None:
-                    self._tear(verdict)
-                now = board.now()
-                if now >= deadline:
-                    board.inform()
-                look = self._diagnosis.look(number, now - begin)
-                error = self._explain(look, now - begin, now >= deadline, at_board)
-                if error is not None:
-                    board.abort(errors.dump(error))
-                    if board.verdict() is not None:
-                        continue
-                    if not look.missing and now >= deadline + _LOOK_AROUND:
-                        # All notes have long been up, and one cannot be read.
-                        self._tear(errors.dump(error))
-                elif now >= warn_at:
-                    _warn(look.warning)
-                    warn_every *= 2
-                    warn_at = now + warn_every
-                until = min(now + pause, warn_at, deadline if now < deadline else math.inf)
-                came = attempt(max(until - now, 0.001))
-                if came is not None:
-                    return came
-                if board.now() < until:  # it gave up early: what it saw is seen here soon
-                    time.sleep(0.001)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-        finally:
-            self._whereabouts.moved_on()
-
-    def _explain(self, look: Look, waited: float, late: bool, at_board: bool) -> SyncError | None:
-        """Return why this round will not complete, or None while there is hope."""
-        error = self._whereabouts.told_deadlock(self, look.missing)
-        if error is None:
-            error = look.absence()
-        if error is None and waited >= _PATIENCE_FOR_ALL:
-            error = look.early_mismatch()
-        if error is None and late:
-            error = look.timeout()
-        if error is None and waited >= _LOOK_AROUND and look.missing and at_board:
-            error = self._whereabouts.deadlock(self)
-        return error
 
     def _break_off(self, error: BaseException) -> None:
         """Break the group after an exception in the middle of a wait.
@@ -391,7 +332,7 @@ class Rounds:
         if failed is not None:
             raise failed
 
-    def _tear(self, verdict: bytes) -> NoReturn:
+    def tear(self, verdict: bytes) -> NoReturn:
         """Break the group: this call raises the verdict, and so does every later one."""
         self._barred = lambda: errors.load(verdict)
         raise errors.load(verdict)

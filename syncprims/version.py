@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 
+
+@functools.cache  # reading it takes as long as a hundred barriers
 def version() -> str:
     """Return the installed release, as ranks compare it when they meet."""
     from importlib.metadata import PackageNotFoundError, version  # slow to import: not at start

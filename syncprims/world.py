@@ -1,18 +1,24 @@
 """The world of this process: started once, found by every primitive, and ended.
 
 The one place with mutable state, and the one place that reads ``os.environ``.
+
+A rank is a process, but in a test it may be a thread (:func:`seated`). Then it has a state of its
+own, which only the slow ways ask for: the quick one finds the process's world, and that is set
+aside for as long as any thread is a rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from .arguments import seconds
 from .endings import Endings, reason
-from .environment import claims_of_size, detect, read_settings
+from .environment import claims_of_size, detect, place_variables, read_settings
 from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed
 from .group import entered
 from .interface import Topology
@@ -20,26 +26,57 @@ from .membership import World
 from .registry import backend_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from datetime import timedelta
     from types import ModuleType
 
     from .group import Group
+    from .interface import Backend, Settings
+
+    Maker = Callable[[type[Backend], Topology, Settings], Backend]
 
 # -- the state -------------------------------------------------------------------------------
 
 
 class _State:
-    """What this process has: no world yet, a world, or the reason why there is none any more."""
+    """What a rank has: no world yet, a world, or the reason why there is none any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str], make: Maker) -> None:
+        self.environ = environ
+        self.make = make
         self.world: World | None = None
         self.ended: Callable[[], SyncError] | None = None
         self.topology: Topology | None = None  # of a world that has ended
         self.starting = threading.RLock()  # two threads may make the first call
+        self.aside: World | None = None  # the process's, while threads are ranks
+        self.guests = 0  # how many are
+        self.hosted = False  # a test has started the world: what `init` asks for is not there
+
+    @property
+    def running(self) -> World | None:
+        return self.world or self.aside
+
+    def forget(self, why: Callable[[], SyncError]) -> World | None:
+        """Have no world any more; return the one there was."""
+        world = self.running
+        if world is not None:
+            self.world = self.aside = None
+            self.ended = why
+            world.bar(why)
+        return world
 
 
-_state = _State()
+def _make(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
+    return cls(place, settings)
+
+
+_state = _State(os.environ, _make)  # of this process
+_seat: ContextVar[_State | None] = ContextVar("syncprims_seat", default=None)
+
+
+def _mine() -> _State:
+    """Return the state of the rank that asks."""
+    return _seat.get() or _state
 
 
 def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> World:
@@ -55,14 +92,17 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     :raises SyncTimeout: naming the ranks that did not come within ``SYNCPRIMS_JOIN_TIMEOUT``.
     """
     _endings.watch_forks()  # before anything is held that a child could inherit
-    with _state.starting:
-        running = _state.world
+    state = _mine()
+    with state.starting:
+        running = state.running
+        if running is not None and state.hosted:
+            return running.adopt(seconds(timeout))
         if running is not None:
             _check_same(running, backend, seconds(timeout))
             return running
-        if _state.ended is not None and isinstance(_state.ended(), ForkedProcess):
-            raise _state.ended()
-        return _start(os.environ, backend, seconds(timeout))
+        if state.ended is not None and isinstance(state.ended(), ForkedProcess):
+            raise state.ended()
+        return _start(state, backend, seconds(timeout))
 
 
 def current(timeout: float | timedelta | None = None) -> World:
@@ -76,11 +116,15 @@ def current(timeout: float | timedelta | None = None) -> World:
     world = _state.world
     if world is not None:
         return world
-    if _state.ended is not None:
-        raise _state.ended()
+    state = _mine()
+    if state.running is not None:
+        return state.running
+    if state.ended is not None:
+        raise state.ended()
     _endings.watch_forks()
-    with _state.starting:
-        return _state.world or _start(os.environ, None, None, join_within=seconds(timeout))
+    with state.starting:
+        running = _mine().running  # another thread may have been first
+        return running or _start(state, None, None, join_within=seconds(timeout))
 
 
 def shutdown() -> None:
@@ -89,11 +133,12 @@ def shutdown() -> None:
     Nothing happens if there is no world. In a forked child it forgets the parent's world, so that
     another can be started.
     """
-    if _state.world is not None:
-        _end(None)
-    elif _state.ended is not None and isinstance(_state.ended(), ForkedProcess):
-        _state.ended = None
-        _state.topology = None
+    state = _mine()
+    if state.running is not None:
+        _end(state, None)
+    elif state.ended is not None and isinstance(state.ended(), ForkedProcess):
+        state.ended = None
+        state.topology = None
 
 
 def active_group(timeout: float | timedelta | None = None) -> Group:
@@ -103,9 +148,11 @@ def active_group(timeout: float | timedelta | None = None) -> Group:
 
 def topology() -> Topology:
     """Return this process's place, from the world if there is or was one, else the environment."""
-    if _state.world is not None:
-        return _state.world.topology
-    return _state.topology or _place(os.environ)
+    world = _state.world
+    if world is not None:
+        return world.topology
+    state = _mine()
+    return state.topology or _place(state.environ)
 
 
 def _place(environ: Mapping[str, str]) -> Topology:
@@ -128,6 +175,53 @@ def _is_initialized(distributed: ModuleType | None) -> bool:
     )
 
 
+# -- for tests: ranks that are threads, and backends that are looked at ------------------------
+
+
+def clean_environ() -> dict[str, str]:
+    """Return this process's variables but those that say which rank it is, of what, and where."""
+    own = ("BACKEND", "DIR", "ERROR_FILE")
+    outer = place_variables() | {f"SYNCPRIMS_{name}" for name in own}
+    return {name: value for name, value in os.environ.items() if name not in outer}
+
+
+@contextlib.contextmanager
+def seated(environ: Mapping[str, str], make: Maker) -> Generator[None]:
+    """Let this thread, or task, be a rank of its own, with these variables, within the block.
+
+    `make` makes its backend. The process's own world is set aside meanwhile.
+    """
+    _endings.watch_forks()
+    token = _seat.set(_State(environ, make))
+    with _state.starting:
+        if not _state.guests:
+            _state.aside, _state.world = _state.world, None
+        _state.guests += 1
+    try:
+        with host():
+            yield
+    finally:
+        _seat.reset(token)
+        with _state.starting:
+            _state.guests -= 1
+            if not _state.guests:
+                _state.world, _state.aside = _state.aside, None
+
+
+@contextlib.contextmanager
+def host() -> Generator[World]:
+    """Run the world of a test: the program in it finds it running, whatever backend it asks for."""
+    with init() as world:
+        _mine().hosted = True
+        yield world
+
+
+def become_rank(make: Maker) -> None:
+    """Let this fresh child process be a rank, whatever its parent was; `make` makes its backend."""
+    _seat.set(None)
+    _state.__init__(os.environ, make)  # type: ignore[misc]
+
+
 def _check_same(running: World, backend: str | None, timeout: float | None) -> None:
     if backend not in (None, "auto", running.backend_name):
         raise ConfigurationError(
@@ -142,12 +236,18 @@ def _check_same(running: World, backend: str | None, timeout: float | None) -> N
 
 
 def _start(
-    environ: Mapping[str, str],
+    state: _State,
     backend: str | None,
     timeout: float | None,
     *,
     join_within: float | None = None,
 ) -> World:
+    if state is _state and state.guests:
+        raise ConfigurationError(
+            "ranks of this process are threads, in a test, and this thread is none of them; call "
+            "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
+        )
+    environ = state.environ
     settings = read_settings(environ)
     if join_within is not None:
         settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
@@ -175,16 +275,17 @@ def _start(
             f"backend {name!r} (chosen by {chosen_by}) joins the ranks of one host, and "
             f"{place.launcher} started {place.num_nodes} nodes; choose one that spans hosts"
         )
-    made = cls(place, settings)
+    made = state.make(cls, place, settings)
     place = made.topology  # it may know more of hosts than the launcher says
     try:
         world = World(made, name, settings, place, end=_end_block)
-        _endings.watch()
-        _state.world, _state.ended, _state.topology = world, None, place
+        if state is _state:
+            _endings.watch()
+        state.world, state.ended, state.topology = world, None, place
         world.join()
     except BaseException as error:
-        _end(error) if _state.world is not None else made.close(None)
-        _state.ended = _state.topology = None  # it never ran: another attempt may
+        _end(state, error) if state.world is not None else made.close(None)
+        state.ended = state.topology = None  # it never ran: another attempt may
         raise
     return world
 
@@ -218,22 +319,25 @@ def _refuse_lonely(environ: Mapping[str, str], chosen_by: str) -> None:
         )
 
 
-def _end(error: BaseException | None) -> None:
+def _end(state: _State, error: BaseException | None) -> None:
     """Leave the world, with `error` as the reason if there is one."""
-    world = _state.world
+    world = state.forget(_closed)
     if world is None:
         return
-    _state.world = None
-    _state.ended = _closed
-    world.bar(_closed)
-    _endings.unwatch()
+    if state is _state:
+        _endings.unwatch()
     world.leave(error)
 
 
 def _end_block(world: World, error: BaseException | None) -> None:
     """End the world whose ``with`` block has ended, unless it has been ended inside."""
-    if _state.world is world:
-        _end(reason(error))
+    state = _mine()
+    if state.running is world:
+        _end(state, reason(error))
+
+
+def _end_process(error: BaseException | None) -> None:
+    _end(_state, error)
 
 
 def _closed() -> SyncError:
@@ -244,15 +348,23 @@ def _closed() -> SyncError:
 
 
 def _on_fork() -> None:
-    _state.starting = threading.RLock()  # a thread that the child does not have may hold it
-    world = _state.world
-    if world is None:
-        return
-    _state.world = None
-    _state.ended = _forked
-    world.bar(_forked)
-    _endings.unwatch()
-    world.abandon()
+    seat = _seat.get()
+    if seat is not None:  # a thread was a rank; its child is a process, and none
+        _seat.set(None)
+        _leave_to_parent(seat)
+        _state.topology = seat.topology or detect(seat.environ)
+        _state.ended = seat.ended or _forked
+    _leave_to_parent(_state)
+    _state.guests = 0
+
+
+def _leave_to_parent(state: _State) -> None:
+    state.starting = threading.RLock()  # a thread that the child does not have may hold it
+    world = state.forget(_forked)
+    if world is not None:
+        if state is _state:
+            _endings.unwatch()
+        world.abandon()
 
 
 def _forked() -> SyncError:
@@ -263,4 +375,4 @@ def _forked() -> SyncError:
     )
 
 
-_endings = Endings(_end, _on_fork)
+_endings = Endings(_end_process, _on_fork)

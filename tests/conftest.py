@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 
-#: Every behaviour is tried on each of these: in real processes, the plug-in's too.
+#: Every behaviour is tried on each of these: in real processes, the plug-in's too, and in threads.
 KINDS = [
     Kind("single", 1),
-    *(Kind(backend, ranks) for backend in ("file", "tiny") for ranks in (1, 2, 4)),
+    *(Kind(backend, ranks) for backend in ("file", "tiny", "threads") for ranks in (1, 2, 4)),
     Kind("torch", 2),
     Kind("torch", 4, hosts=2),
 ]
@@ -77,7 +77,9 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def world(kind: Kind, meeting_place: Path, request: pytest.FixtureRequest) -> Generator[Ranks]:
-    """A world of real processes, on every backend and at every size."""
+    """A world on every backend and at every size: of real processes, but for `threads`."""
+    if kind.backend == "threads" and request.node.get_closest_marker("in_processes"):
+        pytest.skip("kills, signals, real time and variables of one rank are for processes")
     site = request.getfixturevalue("tiny_site") if kind.backend == "tiny" else None
     ranks = Ranks(kind, meeting_place, site)
     yield ranks
@@ -88,6 +90,9 @@ def world(kind: Kind, meeting_place: Path, request: pytest.FixtureRequest) -> Ge
 def scripts(meeting_place: Path, tmp_path: Path) -> Scripts:
     """Three ranks of the file backend, each a Python process of its own."""
     return Scripts(Kind("file", 3), meeting_place, tmp_path)
+
+
+in_processes = pytest.mark.in_processes
 
 
 def several(*ranks: int) -> pytest.MarkDecorator:

@@ -19,10 +19,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 import torch  # noqa: F401 - before the ranks are forked, each of which would take seconds for it
 
 import syncprims
 from syncprims.environment import place_variables, rank_variables
+from syncprims.testing.schedules import Seed
+from syncprims.testing.worlds import run_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -167,6 +170,8 @@ class Ranks:
         self, program: Callable[[], Any], *, start: bool = True, **variables: str
     ) -> list[Any]:
         """Return each rank's result or exception. With `start`, the world runs around it."""
+        if self.kind.backend == "threads":
+            return self._threads(program, variables)
         run_id = uuid.uuid4().hex
         if self.kind.hosts > 1:
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
@@ -187,6 +192,22 @@ class Ranks:
             pids.append(pid)
             pipes[reader] = rank
         return self._gather(pids, pipes)
+
+    def _threads(self, program: Callable[[], Any], variables: Mapping[str, str]) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            run = run_once(
+                program,
+                self.ranks,
+                kind="threads",
+                backend=None,
+                seed=Seed.fresh(),
+                faults=[],
+                timeout=PATIENCE,
+            )
+        assert not run.gave_up, run.stacks
+        return [o.error if o.error is not None else o.result for o in run.outcomes]
 
     def _be_rank(
         self, program: Callable[[], Any], env: Mapping[str, str], writer: int, start: bool

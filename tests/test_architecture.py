@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CORE = sorted(ROOT.glob("syncprims/*.py"))
 BACKENDS = sorted(ROOT.glob("backends/*.py"))
+TESTING = sorted(ROOT.glob("syncprims/testing/*.py"))
 
 #: Whom a module may import, lowest first: everything above it is out of reach.
 LAYERS: list[set[str]] = [
@@ -19,6 +20,7 @@ LAYERS: list[set[str]] = [
     {"arrays", "pickles"},
     {"environment", "registry", "codec", "reduction", "shares"},
     {"whereabouts", "diagnosis", "notes"},
+    {"waiting"},
     {"rounds"},
     {"steps"},
     {"bulk"},
@@ -92,6 +94,20 @@ def test_backends_know_the_contract_and_their_siblings(path: Path) -> None:
             assert name in known, f"{path.stem} imports {name}"
 
 
+@pytest.mark.parametrize("path", TESTING, ids=lambda path: path.stem)
+def test_testing_stands_on_the_core_and_knows_no_backend(path: Path) -> None:
+    for name in imports(path):
+        assert "backends" not in name, f"{path.stem} imports {name}: ask the registry"
+    heavy = {"torch", "numpy", "filelock"}
+    assert not at_import_time(path) & heavy
+    assert "pytest" not in at_import_time(path) or path.stem in ("plugin", "marked")
+
+
+def test_nobody_imports_testing() -> None:
+    for path in CORE + BACKENDS:
+        assert not any("testing" in name for name in imports(path)), path
+
+
 def test_the_environment_is_read_in_one_place() -> None:
     readers = {path.stem for path in CORE + BACKENDS if "os.environ" in _code(path)}
     # The command line hands its own environment on to the ranks it starts.
@@ -107,7 +123,7 @@ def test_mutable_state_lives_in_world_only() -> None:
         if isinstance(node, ast.Global)
     }
     assert not keepers
-    assert "_state = _State()" in (ROOT / "syncprims/world.py").read_text()
+    assert "_state = _State(os.environ, _make)" in (ROOT / "syncprims/world.py").read_text()
 
 
 def test_heavy_libraries_are_imported_only_in_the_rooms_made_for_them() -> None:
@@ -136,7 +152,8 @@ def test_the_package_list_is_the_tree() -> None:
 
 
 def test_no_module_has_grown_into_two() -> None:
-    sizes = {path.name: len(path.read_text().splitlines()) for path in CORE + BACKENDS}
+    every = CORE + BACKENDS + TESTING
+    sizes = {path.name: len(path.read_text().splitlines()) for path in every}
     assert not {name: size for name, size in sizes.items() if size > 400}
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import several
+from conftest import in_processes, several
 
 import syncprims as sp
 from syncprims.environment import place_variables
@@ -94,6 +94,7 @@ with init() as world:
     assert say(code, SYNCPRIMS_BACKEND="flie") == (0, "single\n")
 
 
+@in_processes
 def test_init_twice_is_one_world_or_an_error(world: Ranks) -> None:
     def program() -> None:
         running = sp.current()

@@ -61,7 +61,7 @@ def test_a_nonzero_exit_is_a_failure(scripts: Scripts, ending: str) -> None:
 def test_a_zero_exit_is_finishing(scripts: Scripts, ending: str) -> None:
     for out in others(scripts, f"    {ending}\n"):
         assert out.startswith("PeerLost 1 [1]")
-        assert "rank 1 finished after round 1" in out
+        assert "rank 1 finished without a call" in out
 
 
 def test_keyboard_interrupt_is_a_failure(scripts: Scripts) -> None:
@@ -427,4 +427,4 @@ def test_an_old_exception_is_not_this_ends_reason(scripts: Scripts) -> None:
 """
     for out in others(scripts, ending):
         assert out.startswith("PeerLost 1 [1]")
-        assert "finished after round 1" in out
+        assert "finished without a call" in out

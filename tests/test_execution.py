@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import several
+from conftest import in_processes, several
 
 import syncprims as sp
 
@@ -44,6 +44,7 @@ def test_main_first_can_be_local_or_a_groups(world: Ranks) -> None:
     assert world.run(program) == [["local"]] * (n - 1) + [["local", "group"]]
 
 
+@in_processes
 def test_main_does_not_wait_for_the_others_bodies(world: Ranks) -> None:
     def program() -> float:
         begin = time.monotonic()

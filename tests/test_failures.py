@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import several
+from conftest import in_processes, several
 from harness import Died, Kind, Ranks
 
 import syncprims as sp
@@ -81,6 +81,7 @@ def test_call_sites_are_not_compared(world: Ranks) -> None:
     assert world.run(program) == [list(range(world.ranks))] * world.ranks
 
 
+@in_processes
 @several()
 def test_a_rank_that_does_not_come_is_named_everywhere(world: Ranks) -> None:
     present = [r for r in range(world.ranks) if r != 1]
@@ -110,6 +111,7 @@ def test_a_rank_that_does_not_come_is_named_everywhere(world: Ranks) -> None:
     assert "timeout=" in text
 
 
+@in_processes
 @several()
 def test_a_killed_rank_is_lost(world: Ranks) -> None:
     def program() -> Any:
@@ -135,7 +137,7 @@ def test_a_rank_that_finishes_early_is_lost_to_the_others(world: Ranks) -> None:
             return None
         error = caught(lambda: sp.barrier("one more"))
         assert isinstance(error, sp.PeerLost)
-        return error.rank, "rank 1 finished after round 2" in str(error)
+        return error.rank, "rank 1 finished after round 1" in str(error)
 
     outcomes = world.run(program)
     assert outcomes.pop(1) is None
@@ -250,6 +252,7 @@ def test_pickle_can_be_forbidden(world: Ranks) -> None:
     assert world.run(lambda: sp.broadcast(slice(3))) == [slice(3)] * 2
 
 
+@in_processes
 @several(2)
 def test_disagreement_about_settings_is_an_error_on_all_ranks(world: Ranks) -> None:
     def program() -> Any:
@@ -280,6 +283,7 @@ def test_a_deadlock_across_groups_is_found(world: Ranks) -> None:
         assert "rank 1: barrier 'all' (tests/test_failures.py:" in text
 
 
+@in_processes
 @several()
 def test_a_long_wait_says_whom_it_waits_for(world: Ranks) -> None:
     def program() -> list[str]:
@@ -320,6 +324,7 @@ def test_a_stopped_rank_is_not_dead(world: Ranks) -> None:
     assert world.run(program) == [["awake", "awake"]] * 2
 
 
+@in_processes
 def test_the_environments_timeout_is_the_default(world: Ranks) -> None:
     def program() -> Any:
         assert sp.current().timeout == 0.4
@@ -397,6 +402,7 @@ def test_two_world_sizes_in_one_run_are_an_error_on_both(meeting_place: Path) ->
     assert world.outcomes(program, start=False, SYNCPRIMS_JOIN_TIMEOUT="5") == expected
 
 
+@in_processes
 @several(4)
 def test_a_rank_killed_in_a_barrier_is_reported_while_another_is_late(world: Ranks) -> None:
     def program() -> Any:
@@ -415,6 +421,7 @@ def test_a_rank_killed_in_a_barrier_is_reported_while_another_is_late(world: Ran
     assert outcomes == [("PeerLost", 1)] * 3
 
 
+@in_processes
 @several(4)
 def test_a_mismatch_does_not_wait_for_the_last_rank(world: Ranks) -> None:
     def program() -> Any:
@@ -458,6 +465,7 @@ def test_any_text_of_an_exception_arrives(world: Ranks, number: int) -> None:
     assert said == ("ValueError", TEXTS[number][:10], True)
 
 
+@in_processes
 @several(2)
 def test_an_interrupted_wait_breaks_the_group(world: Ranks) -> None:
     """If the call could be made again, all later rounds would be paired off by one."""

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conftest import in_processes
 
 import syncprims as sp
 
@@ -30,6 +31,7 @@ def test_print_main_prints_once(world: Ranks) -> None:
     ]
 
 
+@in_processes
 def test_log_lines_carry_the_rank(world: Ranks) -> None:
     def program() -> list[tuple[str, str]]:
         said: list[tuple[str, str]] = []
@@ -52,6 +54,7 @@ def test_log_lines_carry_the_rank(world: Ranks) -> None:
         assert {name for _, name in said} == {"test_output.py"}
 
 
+@in_processes
 def test_progress_shows_one_bar(world: Ranks) -> None:
     pytest.importorskip("tqdm")
 

@@ -69,6 +69,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     modules = {n for n in names if n.endswith((".py", "py.typed")) and ".dist-info" not in n}
     expected = {f"syncprims/{p.name}" for p in (ROOT / "syncprims").glob("*.py")}
+    expected |= {f"syncprims/testing/{p.name}" for p in (ROOT / "syncprims/testing").glob("*.py")}
     expected |= {f"syncprims/backends/{p.name}" for p in (ROOT / "backends").glob("*.py")}
     assert modules == {*expected, "syncprims/py.typed"}
     metadata = (

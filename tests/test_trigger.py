@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import several
+from conftest import in_processes, several
 
 import syncprims as sp
 
@@ -108,6 +108,7 @@ def test_the_worlds_own_trigger(world: Ranks) -> None:
     assert world.run(program) == [[False, True, False]] * world.ranks
 
 
+@in_processes
 def test_a_signal_sets_it_and_a_second_one_acts(world: Ranks) -> None:
     def program() -> Any:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)

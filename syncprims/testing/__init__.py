@@ -1,0 +1,25 @@
+"""Worlds for unit tests: cheap enough to be thrown away, and exact about what went wrong.
+
+Nothing of the library imports this package.
+"""
+
+from __future__ import annotations
+
+from .contract import BackendContract as BackendContract
+from .errors import DeadlockError as DeadlockError
+from .errors import RankDied as RankDied
+from .errors import StallError as StallError
+from .errors import UncontrolledError as UncontrolledError
+from .errors import UnequalRounds as UnequalRounds
+from .explore import Explored as Explored
+from .explore import Point as Point
+from .explore import every_point as every_point
+from .explore import explore as explore
+from .faults import Delay as Delay
+from .faults import Fault as Fault
+from .faults import Kill as Kill
+from .faults import Raise as Raise
+from .faults import Stop as Stop
+from .faults import sleep as sleep
+from .once import once_per_session as once_per_session
+from .worlds import run_world as run_world
