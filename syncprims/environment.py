@@ -328,6 +328,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         runtime_directory=environ.get("XDG_RUNTIME_DIR") or None,
         pickle=pickle == "1",
         error_file=environ.get("SYNCPRIMS_ERROR_FILE") or None,
+        mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
     )
 
 

@@ -40,6 +40,7 @@ class Settings(NamedTuple):
     runtime_directory: str | None = None  #: the system's place for such things, where it has one
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
     error_file: str | None = None  #: where the launcher looks for the reason why this rank failed
+    mixed_precision: str | None = None  #: what `training` computes in, where a script names nothing
 
 
 class Label:
