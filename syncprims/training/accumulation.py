@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ class Accumulator:
     then scaled by the micro-batches it really holds. Models that are given together share a window;
     windows of different models, and different accumulators, do not disturb each other.
 
-    :raises ValueError: if `steps` is no positive whole number.
+    :raises ValueError: if `steps` is not positive; TypeError if it is no whole number.
     """
 
     def __init__(self, steps: int = 1, *, precision: Precision | None = None) -> None:
@@ -53,7 +54,7 @@ class Accumulator:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        if not isinstance(steps, int) or steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if operator.index(steps) < 1:
             raise ValueError(f"steps={steps!r}: a window holds a whole number of micro-batches")
         self._steps = steps
 

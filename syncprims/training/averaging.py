@@ -1,7 +1,7 @@
 """Gradients and buffers, the same on all ranks: in flat buckets, through the public all-reduce.
 
-Works on every backend. Where ``torch.distributed`` runs and the model is wrapped in DDP, that
-does it instead, and overlaps it with the backward pass. Here nothing is overlapped on purpose: ranks that
+Works on every backend. Where ``torch.distributed`` runs and the model is wrapped in DDP, that does
+it instead, overlapped with the backward pass. Here nothing is overlapped on purpose: ranks that
 share memory reduce with the very processors that compute the gradients.
 """
 

@@ -106,7 +106,7 @@ class PreparedLoader(DataLoader[T]):
                 return sampler.shard
         return None
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         return self._iterate()
 
     def _iterate(self) -> Iterator[T]:

@@ -59,7 +59,7 @@ class PreparedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"Prepared{self.optimizer!r}"
 
-    def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
+    def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class PreparedOptimizer(Optimizer):
         """Gradients of this window that wait outside of ``.grad``."""
         return list(self._aside.values())
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Step if the window is closed; otherwise keep the gradients for the step to come.
 
         Under fp16 a step whose gradients overflowed on any rank is skipped on all.

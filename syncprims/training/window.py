@@ -179,6 +179,7 @@ class Window:
         seen = [part for part in all_gather(mine) if part[1]]
         self.sync = bool(seen)
         if not seen:
+            self.count = 0
             return False
         if len({(weighted, len(weights)) for weighted, weights in seen}) > 1:
             raise ValueError("flush(): the ranks' windows hold different kinds of backward passes")
