@@ -14,7 +14,7 @@ from syncprims import assert_same, get_rank, get_world_size
 
 from . import order
 from .devices import to_device
-from .sharding import BatchShard, Counted, CountingCollate, Plan, StreamShard
+from .sharding import BatchShard, Counted, CountingCollate, Plan, StatefulStreamShard, StreamShard
 from .tracking import Cursor, OpenLoaders
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class PreparedLoader(DataLoader[T]):
         dataset: Any = loader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
-        sampler: Any = loader.batch_sampler or loader.sampler
+        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if isinstance(sampler, _Skipping):
             sampler.skip = done
             order.begin_epoch(sampler.shard.batches, progress.seed, epoch)
@@ -267,8 +267,9 @@ def _rebuilt(loader: DataLoader[T], plan: Plan) -> DataLoader[T]:
         if plan.split and size % plan.ranks:
             raise ValueError(f"split_batches: {size} items cannot be cut for {plan.ranks} ranks")
         size = size // plan.ranks if plan.split else size
-        drop_last = loader.drop_last
-        stream = StreamShard(loader.dataset, plan, size, drop_last)
+        stateful = hasattr(loader.dataset, "state_dict")
+        shard_kind = StatefulStreamShard if stateful else StreamShard
+        stream = shard_kind(loader.dataset, plan, size, loader.drop_last)
         options["collate_fn"] = CountingCollate(loader.collate_fn)
         options["batch_size"] = None if loader.batch_size is None else size
         return kind(stream, **options)

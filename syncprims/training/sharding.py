@@ -184,3 +184,16 @@ class StreamShard(IterableDataset[Any]):
                     round_ += islice(cycle(list(first)), size * ranks - len(round_))
             for item in round_[mine]:
                 yield Marked(item, real)
+
+
+class StatefulStreamShard(StreamShard):
+    """A shard of a dataset that can tell and take up its place, at the end of a batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the dataset's state."""
+        state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+        return state  # pyright: ignore[reportUnknownVariableType]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the dataset go on at a place."""
+        self.dataset.load_state_dict(state)  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
