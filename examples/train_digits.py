@@ -68,12 +68,16 @@ def train(options: argparse.Namespace) -> float:
         if accelerator.check_trigger():  # all stop, after the same epoch
             print_main(f"stopped: no better for {options.patience} epochs")
             break
+        if history.epoch == options.pause_after:
+            break
     print_main(f"best {history.best:.2%} right of {len(held_out)} held out")
     return history.best
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[torch.Tensor]) -> float:
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]
+) -> float:
     """Return the share of right answers on all of the data, none counted twice."""
     model.eval()
     hits = [
@@ -167,6 +171,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=here / "train_digits")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--patience", type=int, default=6)
+    parser.add_argument("--pause-after", type=int, help="leave after this epoch, to go on later")
     parser.add_argument("--mixed-precision", default="bf16")
     train(parser.parse_args())
 

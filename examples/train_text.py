@@ -14,12 +14,12 @@ import math
 import os
 import pydoc_data.topics
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from syncprims import print_main
 from syncprims.training import Accelerator, set_seed
@@ -39,7 +39,7 @@ def train(options: argparse.Namespace) -> float:
     )
     set_seed(1)
     pieces = paragraphs()
-    learn, held_out = pieces[: -len(pieces) // 10], pieces[-len(pieces) // 10 :]
+    learn, held_out = Texts(pieces[: -len(pieces) // 10]), Texts(pieces[-len(pieces) // 10 :])
     share = max(1, 8 // accelerator.num_processes)
     model = GPT(width=options.width, layers=options.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95))
@@ -48,8 +48,8 @@ def train(options: argparse.Namespace) -> float:
         model,
         optimizer,
         schedule,
-        DataLoader(learn, batch_size=share, shuffle=True, collate_fn=collate),  # type: ignore[arg-type]
-        DataLoader(held_out, batch_size=share, collate_fn=collate),  # type: ignore[arg-type]
+        DataLoader(learn, batch_size=share, shuffle=True, collate_fn=collate),
+        DataLoader(held_out, batch_size=share, collate_fn=collate),
     )
     print_main(f"{len(learn)} paragraphs, {sum(p.numel() for p in model.parameters())} parameters")
 
@@ -84,7 +84,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Batch]) -> float:
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) -> float:
     """Return the mean loss of a token over all ranks' batches."""
     model.eval()
     found = [summed_loss(model, batch) for batch in loader]
@@ -114,6 +114,17 @@ def paragraphs() -> list[bytes]:
     long_enough = [piece[: CONTEXT + 1] for piece in pieces if len(piece) > 20]
     order = torch.randperm(len(long_enough), generator=torch.Generator().manual_seed(0))
     return [long_enough[i] for i in order.tolist()]
+
+
+class Texts(Dataset[bytes]):
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = pieces
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.pieces[index]
 
 
 def collate(pieces: Sequence[bytes]) -> Batch:

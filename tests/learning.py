@@ -9,6 +9,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first step: here once, not in every rank
 from conftest import KINDS
 from torch import nn
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -58,6 +59,11 @@ def numbers(model: nn.Module) -> list[float]:
 
 def close(seen: Iterable[float], wanted: Iterable[float], within: float = 1e-12) -> bool:
     return all(abs(a - b) <= within for a, b in zip(seen, wanted, strict=True))
+
+
+def feed(data: Any, **options: Any) -> Any:
+    """Return a loader over anything with items, or with an iterator."""
+    return DataLoader(data, **options)
 
 
 def rows(count: int) -> torch.utils.data.TensorDataset:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from learning import alone, everywhere, in_pairs, numbers, rows, small_model
+from learning import alone, everywhere, feed, in_pairs, numbers, rows, small_model
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims
@@ -136,7 +136,7 @@ def test_flags_and_shares(world: Ranks) -> None:
         a = Accelerator()
         if a.is_last_process:
             a.set_trigger()
-        seen = [a.check_trigger(), a.check_trigger()]
+        seen: list[Any] = [a.check_trigger(), a.check_trigger()]
         given = {"a": [1, 2, 3, 4, 5]}
         with a.split_between_processes(given) as share:
             seen.append(share["a"])
@@ -185,7 +185,7 @@ def test_tables_are_mapped_by_main_first_and_shared_out(world: Ranks, tmp_path: 
 
 @everywhere
 def test_a_job_goes_on_where_it_was_saved(world: Ranks, tmp_path: Path) -> None:
-    def job(stop_at: int | None, start: bool) -> list[float]:
+    def job(stop_at: int | None, start: bool) -> list[Any]:
         a = Accelerator(gradient_accumulation_steps=2)
         torch.manual_seed(0 if not start else 77)
         model = torch.nn.Sequential(small_model(), torch.nn.Dropout(0.5))
@@ -235,7 +235,8 @@ def test_prepare_keeps_order_and_hands_on_what_it_does_not_know(world: Ranks) ->
         assert isinstance(one, PreparedOptimizer)
         assert a.prepare(two) is two
         assert a.unwrap_model(two) is model
-        assert a.unwrap_model(torch.compile(model, backend="eager")) is model
+        compiled: Any = torch.compile(model, backend="eager")
+        assert a.unwrap_model(compiled) is model
         batch = next(iter(a.prepare(DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=2))))
         assert batch[0].device == a.device
         kept = a.free_memory(one, two)
@@ -258,7 +259,7 @@ def test_transformers_train_and_are_saved(world: Ranks, tmp_path: Path) -> None:
         before = numbers(model)
         ids = torch.arange(96).reshape(16, 6) % 20
         data: Any = [{"input_ids": row, "labels": row} for row in ids]
-        loader = DataLoader(data, batch_size=2)
+        loader = feed(data, batch_size=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, optimizer, loader = a.prepare(model, optimizer, loader)
         for batch in loader:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from learning import alone, everywhere, in_pairs, items
+from learning import alone, everywhere, feed, in_pairs, items
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -113,7 +113,7 @@ def test_streams_are_dealt_like_batches(world: Ranks, workers: int) -> None:
         if ranks == 1:
             whole = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13]]
             return [whole, whole, whole[:-1], [[0, 1]]]
-        how = {"length": 14, "size": 3, "ranks": ranks}
+        how: Any = {"length": 14, "size": 3, "ranks": ranks}
         results = [dealt(**how), dealt(**how, even=False), dealt(**how, drop_last=True)]
         return [result[rank] for result in (*results, dealt(2, 3, ranks))]
 
@@ -126,7 +126,7 @@ def test_metrics_are_gathered_without_the_padding(world: Ranks) -> None:
         accelerator = Accelerator()
         seen: list[Any] = []
         for data in (list(range(14)), Stream(14)):
-            loader: Any = accelerator.prepare(DataLoader(data, batch_size=3))  # type: ignore[arg-type]
+            loader = accelerator.prepare(feed(data, batch_size=3))
             tensors, objects = [], []
             for batch in loader:
                 found = accelerator.gather_for_metrics({"x": batch, "y": (batch * 2,)})
@@ -147,7 +147,7 @@ def test_a_shuffle_is_one_order_for_all_and_another_each_epoch(
 ) -> None:
     def program() -> list[Any]:
         torch.manual_seed(syncprims.get_rank())  # rank 0's counts
-        plain: Any = DataLoader(range(16), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        plain = feed(range(16), batch_size=2, shuffle=True)
         loader = prepare_data_loader(plain, seed=seed)
         before = torch.get_rng_state()
         epochs = [items(list(loader)) for _ in range(3)]
@@ -169,8 +169,8 @@ def test_a_shuffle_is_one_order_for_all_and_another_each_epoch(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_order_goes_on_in_a_new_process(world: Ranks, seed: int | None, workers: int) -> None:
     def loader() -> Any:
-        plain: Any = DataLoader(  # type: ignore[var-annotated]
-            range(24),  # type: ignore[arg-type]
+        plain = feed(
+            range(24),
             batch_size=2,
             shuffle=True,
             num_workers=workers,
@@ -219,7 +219,7 @@ def test_first_batches_are_skipped_without_being_read(world: Ranks) -> None:
                 return index
 
         data = Read()
-        loader = prepare_data_loader(DataLoader(data, batch_size=2, shuffle=True), seed=3)
+        loader = prepare_data_loader(feed(data, batch_size=2, shuffle=True), seed=3)
         whole = items(list(loader))
         loader.set_epoch(0)
         data.read.clear()
@@ -246,7 +246,7 @@ def test_an_order_that_ranks_do_not_share_is_told(world: Ranks) -> None:
             return 3
 
     def program() -> None:
-        loader = prepare_data_loader(DataLoader(range(4), sampler=Mine()))  # type: ignore[arg-type]
+        loader = prepare_data_loader(feed(range(4), sampler=Mine()))
         list(loader)
 
     for outcome in world.outcomes(program):
@@ -257,7 +257,7 @@ def test_an_order_that_ranks_do_not_share_is_told(world: Ranks) -> None:
 @in_pairs
 def test_another_number_of_ranks_is_refused_in_the_middle_only(world: Ranks) -> None:
     def program() -> None:
-        loader = prepare_data_loader(DataLoader(range(8)))  # type: ignore[arg-type]
+        loader = prepare_data_loader(feed(range(8)))
         state = loader.state_dict()
         loader.load_state_dict({**state, "world_size": 3})
         with pytest.raises(ValueError, match="3 ranks"):
@@ -269,15 +269,15 @@ def test_another_number_of_ranks_is_refused_in_the_middle_only(world: Ranks) -> 
 @alone
 def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
     def program() -> None:
-        sampler = RandomSampler(range(6))  # type: ignore[arg-type]
-        plain: Any = DataLoader(range(6), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+        sampler = RandomSampler(range(6))
+        plain = feed(range(6), batch_size=2, sampler=sampler)
         loader = prepare_data_loader(plain)
         assert isinstance(loader, DataLoader)
         assert loader.dataset is plain.dataset
         assert len(loader) == 3
         assert prepare_data_loader(loader) is loader
         assert sampler.generator is None, "the user's sampler is left alone"
-        single: Any = DataLoader(range(3), batch_size=None, sampler=SequentialSampler(range(3)))  # type: ignore[arg-type]
+        single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
         assert list(prepare_data_loader(single)) == [0, 1, 2]
 
     assert world.run(program) == [None]

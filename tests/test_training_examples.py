@@ -42,7 +42,7 @@ def run(kind: object, script: str, *options: object) -> str:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_digits_are_learnt_saved_and_resumed(kind: object, tmp_path: Path) -> None:
     places = ["--cache", tmp_path / "cache.pt", "--checkpoint", tmp_path / "saved"]
-    first = run(kind, "train_digits.py", *places, "--epochs", 4)
+    first = run(kind, "train_digits.py", *places, "--epochs", 8, "--pause-after", 4)
     assert first.count("prepared 1797 digits") == 1
     again = run(kind, "train_digits.py", *places, "--epochs", 8)
     assert "goes on after epoch 4" in again

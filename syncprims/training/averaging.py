@@ -60,7 +60,7 @@ def _average(bucket: Sequence[nn.Parameter]) -> None:
     views = [part.view(p.shape) for part, p in zip(parts, bucket, strict=True)]
     mine = [(v, p.grad) for v, p in zip(views, bucket, strict=True) if p.grad is not None]
     if mine:
-        torch._foreach_copy_([v for v, _ in mine], [_dense(g) for _, g in mine])
+        torch._foreach_copy_([v for v, _ in mine], [_dense(g) for _, g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     present.copy_(torch.tensor(held))
     all_reduce(flat, "mean", out=flat)
     somewhere = (present != 0).tolist()
@@ -72,7 +72,7 @@ def _average(bucket: Sequence[nn.Parameter]) -> None:
     together = [(p.grad, v) for p, v, here in zip(bucket, views, held, strict=True)
                 if here and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
     if together:
-        torch._foreach_copy_([g for g, _ in together], [v for _, v in together])
+        torch._foreach_copy_([g for g, _ in together], [v for _, v in together])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

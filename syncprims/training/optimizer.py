@@ -181,7 +181,7 @@ class PreparedOptimizer(Optimizer):
         after = scaler.get_scale()
         there = [p.grad for p in self.parameters if p.grad is not None]
         if there and after != before:
-            torch._foreach_mul_(there, after / before)
+            torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 class _Recorder:

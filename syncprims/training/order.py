@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from syncprims import broadcast
 
@@ -29,7 +30,7 @@ def generator_of(seed: int, epoch: int) -> torch.Generator:
 
 def is_sharded(sampler: Any) -> bool:
     """Tell whether `sampler` gives each rank a part of its own already."""
-    return isinstance(sampler, torch.utils.data.distributed.DistributedSampler)
+    return isinstance(sampler, DistributedSampler)
 
 
 def own_sampler(sampler: Any) -> Any:
@@ -55,5 +56,4 @@ def is_known(sampler: Any) -> bool:
     """Tell whether the order of `sampler` follows from seed and epoch for certain."""
     if type(sampler) is BatchSampler:
         return is_known(sampler.sampler)
-    known = (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler)
-    return type(sampler) in known
+    return type(sampler) in (SequentialSampler, RandomSampler)

@@ -44,7 +44,7 @@ class Precision:
             mode, said = _from_environment()
         if mode not in ("no", "fp16", "bf16"):
             raise ConfigurationError(f"{said}={mode!r}: it takes 'no', 'fp16' or 'bf16'")
-        self.mode: Mode = cast("Mode", mode)
+        self.mode: Mode = cast("Mode", mode)  # pyright: ignore[reportUnnecessaryCast]
         self.device = torch.device(device)
         self.scaler: torch.amp.GradScaler | None = None  #: of the loss; fp16 only
         self._stepped: set[int] = set()

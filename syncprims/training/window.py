@@ -160,7 +160,7 @@ class Window:
         there = [p.grad for p in self.parameters if p.grad is not None] if self.begun else []
         there += aside
         if factor != 1.0 and there:
-            torch._foreach_mul_(there, factor)
+            torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def average(self, skip: Iterable[nn.Module] = ()) -> None:
         """Average over the ranks what no wrapper averages by itself. Collective."""
