@@ -193,7 +193,8 @@ class Accelerator(Saving):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of `optimizer`, or of all, at the end of their windows."""
         for prepared in self.accumulator.optimizers:
-            if optimizer in (None, prepared) and self.accumulator.lets_step(prepared):
+            window = prepared.window()
+            if optimizer in (None, prepared) and (window is None or window.sync):
                 prepared.ready()
 
     @property

@@ -11,6 +11,7 @@ from .averaging import average_gradients
 
 if TYPE_CHECKING:
     from .accumulation import Accumulator
+    from .window import Window
 
 
 class PreparedOptimizer(Optimizer):
@@ -33,6 +34,8 @@ class PreparedOptimizer(Optimizer):
         # Of earlier micro-batches, where other optimizers' losses reach these parameters, too.
         self._aside: dict[torch.Tensor, torch.Tensor] = {}
         self._put = False
+        self._windows: list[Window] = []
+        self._known = (-1, 0)
 
     # -- the optimizer's own ------------------------------------------------------------------
 
@@ -92,6 +95,16 @@ class PreparedOptimizer(Optimizer):
         """All parameters of all groups."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def window(self) -> Window | None:
+        """Return the window of these parameters, the last entered if there are many."""
+        known = self._accumulator.number_of_windows, len(self.optimizer.param_groups)
+        if known != self._known:  # looked for once: it is asked several times per step
+            self._known = known
+            self._windows = self._accumulator.windows_of(self.parameters)
+        if len(self._windows) > 1:
+            return self._accumulator.last_entered(self._windows)
+        return self._windows[0] if self._windows else None
+
     @property
     def aside(self) -> list[torch.Tensor]:
         """Gradients of this window that wait outside of ``.grad``."""
@@ -102,7 +115,8 @@ class PreparedOptimizer(Optimizer):
 
         Under fp16 a step whose gradients overflowed on any rank is skipped on all.
         """
-        if not self._accumulator.lets_step(self):
+        window = self.window()
+        if window is not None and not window.sync:
             if self._accumulator.has_several_optimizers:
                 self._put_aside()
             return None
@@ -119,7 +133,8 @@ class PreparedOptimizer(Optimizer):
             precision.step(self._inner)
             self.step_was_skipped = not self._inner.called
         self._ready, self._used = False, True
-        self._accumulator.note_step(self)
+        if window is not None:
+            window.spent = True
         self.steps_skipped += self.step_was_skipped
         self.steps_taken += not self.step_was_skipped
         return result
@@ -129,7 +144,7 @@ class PreparedOptimizer(Optimizer):
 
         What other losses have left since this optimizer's last `step` is dropped, as ever.
         """
-        window = self._accumulator.window_of(self.parameters)
+        window = self.window()
         fresh = window is None or not window.begun or (window.sync and window.count <= 1)
         if self._used or fresh:
             self.optimizer.zero_grad(set_to_none=set_to_none)

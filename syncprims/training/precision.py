@@ -68,10 +68,6 @@ class Precision:
             model.forward = AutocastForward(model, self.device.type, _DTYPES[self.mode])
         return model
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss`, times the scaler's factor where there is one."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
     def step(self, optimizer: Steppable) -> None:
         """Let `optimizer` step, unless its gradients overflowed; :meth:`settle` is then due."""
         assert self.scaler is not None

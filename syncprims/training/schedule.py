@@ -38,7 +38,8 @@ class PreparedScheduler(LRScheduler):
         """Advance the schedule, if its optimizer has stepped."""
         optimizer = self._optimizer()
         if optimizer is not None:
-            if not self._accumulator.lets_step(optimizer):
+            window = optimizer.window()
+            if window is not None and not window.sync:
                 return
             taken, skipped = self._seen
             self._seen = optimizer.steps_taken, optimizer.steps_skipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class Window:
         self.begun = False  #: something has been added to it
         self.spent = False  #: an optimizer has stepped with it
         self.inside = False  #: the current code is in its block
+        self.alone = get_world_size() == 1  #: nobody is to be averaged with
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
         self._loaders = loaders
         self._steps = steps
@@ -80,7 +82,7 @@ class Window:
         self.inside = False
         if self._wrapped:
             self._held.close()
-        if kind is None and self.sync and self._buffered and get_world_size() > 1:
+        if self._buffered and kind is None and self.sync and not self.alone:
             self.share_buffers()
 
     def open(self) -> None:
@@ -116,10 +118,10 @@ class Window:
 
         :raises ValueError: if the window mixes sums with means, or `weight` is no count of items.
         """
-        if weight is not None and not 0 <= weight < float("inf"):
+        if weight is not None and not 0 <= (weight := float(weight)) < math.inf:
             raise ValueError(f"weight={weight!r}: it is the number of items the loss sums up")
         weighted = weight is not None
-        if self._weighted not in (None, weighted):
+        if weighted is not self._weighted and self._weighted is not None:
             raise ValueError(
                 "a window with some losses given as backward(loss_sum, weight=n) and others as "
                 "backward(loss_mean) has no right mean; use one form in all of its micro-batches"
@@ -164,7 +166,7 @@ class Window:
 
     def average(self, skip: Iterable[nn.Module] = ()) -> None:
         """Average over the ranks what no wrapper averages by itself. Collective."""
-        if get_world_size() == 1:
+        if self.alone:
             return
         left_out = {id(p) for model in skip for p in model.parameters()}
         average_gradients(p for p in self._own if id(p) not in left_out)
@@ -189,7 +191,7 @@ class Window:
         total = totals.pop()
         self._factor = get_world_size() / total if total else 0.0
         self._scale(self._factor, aside)
-        if get_world_size() > 1:
+        if not self.alone:
             average_gradients(self.parameters)
             self.share_buffers()
         return True
