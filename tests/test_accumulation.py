@@ -23,7 +23,13 @@ from learning import (
 from torch import nn
 
 import syncprims
-from syncprims.training import Accumulator, PreparedOptimizer, prepare, share_model
+from syncprims.training import (
+    Accumulator,
+    PreparedOptimizer,
+    join_uneven_inputs,
+    prepare,
+    share_model,
+)
 
 if TYPE_CHECKING:
     from harness import Ranks
@@ -499,3 +505,42 @@ def test_schedules_advance_once_per_step(world: Ranks) -> None:
         return [halved.get_last_lr()[0], fast.get_last_lr()[0]]
 
     assert world.run(program) == [[0.25, 0.25**world.ranks]] * world.ranks
+
+
+@everywhere
+@pytest.mark.parametrize("steps", [1, 3])
+def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
+    def program() -> tuple[list[float], list[float], Any]:
+        rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
+        table = rows(5 * ranks)
+            data = [table[i] for i in range(5 * ranks)]
+        mine = [data[rank + ranks * i] for i in range(5 - rank)]  # the last ranks have fewest
+        accumulator, model, whole = Accumulator(steps), small_model(), small_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        model, optimizer, schedule = prepare(model, optimizer, schedule, accumulator=accumulator)
+        with join_uneven_inputs(accumulator):
+            for x, y in mine:
+                with accumulator.accumulate(model):
+                    accumulator.backward((model(x) - y).square().sum(), weight=1)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+        plain = torch.optim.Adam(whole.parameters(), lr=0.1)
+        for first in range(0, 5 - 5 % steps, steps):
+            held = [
+                data[r + ranks * i]
+                for i in range(first, first + steps)
+                for r in range(ranks)
+                if i < 5 - r
+            ]
+            plain.zero_grad()
+            for x, y in held:
+                ((whole(x) - y).square().sum() / len(held)).backward()
+            plain.step()
+            plain.param_groups[0]["lr"] *= 0.9
+        return numbers(model), numbers(whole), optimizer.state_dict()["param_groups"][0]["lr"]
+
+    for mine, wanted, rate in world.run(program):
+        assert close(mine, wanted, within=1e-10)
+        assert rate == pytest.approx(0.1 * 0.9 ** (5 // steps))

@@ -26,6 +26,7 @@ from .devices import rank_device as rank_device
 from .devices import to_device as to_device
 from .gathering import gather as gather
 from .gathering import pad_across_processes as pad_across_processes
+from .joining import join_uneven_inputs as join_uneven_inputs
 from .optimizer import PreparedOptimizer as PreparedOptimizer
 from .precision import Precision as Precision
 from .prepare import prepare as prepare

@@ -15,6 +15,7 @@ from ._saving import Saving
 from .accumulation import Accumulator
 from .data import PreparedLoader, skip_first_batches
 from .devices import rank_device
+from .joining import join_uneven_inputs
 from .precision import Precision
 from .prepare import Preparation, unwrap_model
 from .schedule import PreparedScheduler
@@ -245,6 +246,14 @@ class Accelerator(Saving):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a view of a loader without its first batches."""
         return skip_first_batches(dataloader, num_batches)
+
+    def join_uneven_inputs(self, joinables: Any = None) -> AbstractContextManager[None]:
+        """Return a context in which ranks may run out of batches before others. Collective.
+
+        See :func:`join_uneven_inputs`; `joinables` need not be named.
+        """
+        del joinables  # all prepared models join
+        return join_uneven_inputs(self.accumulator)
 
     # -- together -------------------------------------------------------------------------------
 

@@ -16,12 +16,13 @@ from .tracking import OpenLoaders
 from .window import Window, syncs_itself, without_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
     from .optimizer import PreparedOptimizer
+    from .schedule import PreparedScheduler
 
 
 class Accumulator:
@@ -42,6 +43,8 @@ class Accumulator:
         self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
         self.optimizers: list[PreparedOptimizer] = []  #: that step with this accumulator
         self.models: list[nn.Module] = []  #: prepared ones: of a block that names none
+        self.schedules: list[PreparedScheduler] = []  #: that follow these optimizers
+        self.meet: Callable[[str, Any], list[Any]] | None = None  #: of ranks with unequal inputs
         self._windows: dict[tuple[int, ...], Window] = {}
         self._recent: list[Window] = []  # the last entered comes last
         self._unsynced: list[nn.Module] = []
@@ -89,7 +92,7 @@ class Accumulator:
         chosen = models or self.models
         if not chosen:
             raise ValueError("accumulate() takes the models whose gradients add up, or prepare one")
-        window = Window(chosen, self.loaders, lambda: self._steps, self._on_open)
+        window = Window(chosen, self.loaders, lambda: self._steps, self._on_open, self._turn)
         self._windows[tuple(map(id, models))] = window
         self._recent.append(window)
         if self._loaded:
@@ -117,6 +120,8 @@ class Accumulator:
             self._backward_alone(loss, weight, options)
             return
         # Of a few microseconds in all, each line counts here.
+        if self.meet is not None:
+            self.meet("backward", weight is not None)
         number = window.weigh(weight)
         if window.sync:
             factor = window.factor(number)
@@ -144,6 +149,30 @@ class Accumulator:
         loss.backward(**options)  # type: ignore[no-untyped-call]
         window.average(skip=self._unsynced)
 
+    def _turn(self, window: Window, turn: str, what: Any) -> list[Any] | None:
+        """Tell the others of a turn, where ranks have unequal inputs; else return None."""
+        if self.meet is None:
+            return None
+        return self.meet(turn, (self.windows.index(window), what))
+
+    @property
+    def windows(self) -> list[Window]:
+        """All windows, in the order in which they were first entered."""
+        return list(self._windows.values())
+
+    def window_number(self, number: int) -> Window:
+        """Return a window by its number; a rank that never entered one has the prepared models'."""
+        if not self._windows:
+            self._new_window(self.models)
+        return self.windows[number]
+
+    def follow(self, window: Window, *, weighted: bool) -> None:
+        """Take part in another rank's backward pass, with nothing of one's own."""
+        number = window.weigh(0.0 if weighted else None)
+        if window.sync:
+            window.settle(window.factor(number), self._aside(window))
+            window.average()
+
     def flush(self) -> bool:
         """Close windows that are not full: synchronize, scale, and let the next step through.
 
@@ -152,11 +181,9 @@ class Accumulator:
         """
         if not self._recent and self.models:
             self._new_window(())
-        windows = [window for _, window in sorted(self._windows.items(), key=self._order)]
-        return True in [window.close(self._aside(window)) for window in windows]  # each of them
-
-    def _order(self, item: tuple[tuple[int, ...], Window]) -> int:
-        return list(self._windows).index(item[0])  # of making, the same on all ranks
+        return True in [
+            window.close(self._aside(window)) for window in self.windows
+        ]  # each of them
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
@@ -234,6 +261,7 @@ class Accumulator:
         """Let go of all models, optimizers and windows."""
         self.optimizers.clear()
         self.models.clear()
+        self.schedules.clear()
         self._windows.clear()
         self._recent.clear()
 

@@ -85,17 +85,17 @@ def _device(tensor: torch.Tensor) -> torch.device:
     return tensor.device if grouped else torch.device("cpu")
 
 
-def share_model(model: nn.Module) -> None:
-    """Leave rank 0's parameters and buffers in `model` on every rank. Collective."""
-    _broadcast([*(p.data for p in model.parameters()), *model.buffers()])
+def share_model(model: nn.Module, src: int = 0) -> None:
+    """Leave the parameters and buffers of rank `src` in `model` on every rank. Collective."""
+    _broadcast([*(p.data for p in model.parameters()), *model.buffers()], src)
 
 
 def share_buffers(model: nn.Module) -> None:
     """Leave rank 0's buffers (running means and counts) in `model` on every rank. Collective."""
-    _broadcast(list(model.buffers()))
+    _broadcast(list(model.buffers()), 0)
 
 
-def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
+def _broadcast(tensors: Sequence[torch.Tensor], src: int) -> None:
     if get_world_size() == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -103,7 +103,7 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same in kinds.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same]).to(_device(same[0]))
-        flat = broadcast(flat, out=flat)
+        flat = broadcast(flat, src, out=flat)
         with torch.no_grad():
             parts = torch.split(flat, [tensor.numel() for tensor in same])
             for tensor, part in zip(same, parts, strict=True):

@@ -24,6 +24,7 @@ class PreparedScheduler(LRScheduler):
         self.scheduler = scheduler
         self._accumulator = accumulator
         self._advance = advance
+        accumulator.schedules.append(self)
         self._seen = (0, 0)  # steps taken and skipped at the last call
 
     def __getattr__(self, name: str) -> Any:

@@ -34,6 +34,7 @@ class Window:
         loaders: OpenLoaders,
         steps: Callable[[], int],
         on_open: Callable[[Window], None],
+        turn: Callable[[Window, str, Any], list[Any] | None] = lambda *_: None,
     ) -> None:
         self.models = tuple(models)
         self.parameters = list(dict.fromkeys(p for m in models for p in m.parameters()))
@@ -48,6 +49,7 @@ class Window:
         self._loaders = loaders
         self._steps = steps
         self._on_open = on_open
+        self._turn = turn
         self._serial = 0
         self._driver: Cursor | None = None
         self._chunked = False  # one batch has made several micro-batches
@@ -72,7 +74,12 @@ class Window:
             self.open()
         self.count += 1
         self._backward = 0
-        self.sync = self.count >= self._steps() or self._at_end()
+        at_end = self._at_end()
+        said = self._turn(self, "enter", at_end)
+        if said is not None:
+            self._refuse_wrapped()
+            at_end = all(end for _, end in said)
+        self.sync = self.count >= self._steps() or at_end
         self.inside = True
         if self._wrapped and not self.sync:
             for model in self._wrapped:
@@ -82,8 +89,32 @@ class Window:
         self.inside = False
         if self._wrapped:
             self._held.close()
-        if self._buffered and kind is None and self.sync and not self.alone:
+        if kind is None:
+            self._turn(self, "leave", None)
+            self.leave()
+
+    def leave(self) -> None:
+        """End a micro-batch: after a step's last one, buffers are the same on all ranks."""
+        if self._buffered and self.sync and not self.alone:
             self.share_buffers()
+
+    def follow(self, at_end: bool) -> None:
+        """Begin a micro-batch of others, to which this rank adds nothing."""
+        self._refuse_wrapped()
+        if self.sync or not self.count:
+            self.open()
+            for p in self.parameters:  # nobody steps here, so nobody clears the last step's
+                p.grad = None
+        self.count += 1
+        self._backward = 0
+        self.sync = self.count >= self._steps() or at_end
+
+    def _refuse_wrapped(self) -> None:
+        if self._wrapped:
+            raise ValueError(
+                "join_uneven_inputs() does not reach into DDP or FSDP; use torch's Join, or "
+                "loaders with even batches"
+            )
 
     def open(self) -> None:
         """Begin anew."""
