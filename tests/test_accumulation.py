@@ -513,7 +513,7 @@ def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
     def program() -> tuple[list[float], list[float], Any]:
         rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
         table = rows(5 * ranks)
-            data = [table[i] for i in range(5 * ranks)]
+        data = [table[i] for i in range(5 * ranks)]
         mine = [data[rank + ranks * i] for i in range(5 - rank)]  # the last ranks have fewest
         accumulator, model, whole = Accumulator(steps), small_model(), small_model()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

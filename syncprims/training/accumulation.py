@@ -138,7 +138,7 @@ class Accumulator:
     def _backward_alone(
         self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
     ) -> None:
-        window = Window(self.models, self.loaders, lambda: 1, self._on_open)
+        window = Window(self.models, self.loaders, lambda: 1, self._on_open, self._turn)
         window.open()
         window.count = 1
         number = window.weigh(weight)

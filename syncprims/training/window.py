@@ -34,7 +34,7 @@ class Window:
         loaders: OpenLoaders,
         steps: Callable[[], int],
         on_open: Callable[[Window], None],
-        turn: Callable[[Window, str, Any], list[Any] | None] = lambda *_: None,
+        turn: Callable[[Window, str, Any], list[Any] | None],
     ) -> None:
         self.models = tuple(models)
         self.parameters = list(dict.fromkeys(p for m in models for p in m.parameters()))
