@@ -29,7 +29,7 @@ from .gathering import pad_across_processes as pad_across_processes
 from .joining import join_uneven_inputs as join_uneven_inputs
 from .optimizer import PreparedOptimizer as PreparedOptimizer
 from .precision import Precision as Precision
-from .prepare import prepare as prepare
-from .prepare import unwrap_model as unwrap_model
+from .preparation import prepare as prepare
+from .preparation import unwrap_model as unwrap_model
 from .schedule import PreparedScheduler as PreparedScheduler
 from .seeding import set_seed as set_seed

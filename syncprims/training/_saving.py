@@ -10,13 +10,13 @@ import torch
 
 from syncprims import CheckpointError, all_gather, barrier, get_rank, is_main
 
-from .prepare import unwrap_model
+from .preparation import unwrap_model
 from .seeding import random_state, set_random_state
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .prepare import Preparation
+    from .preparation import Preparation
 
 
 def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:

@@ -17,7 +17,7 @@ from .data import PreparedLoader, skip_first_batches
 from .devices import rank_device
 from .joining import join_uneven_inputs
 from .precision import Precision
-from .prepare import Preparation, unwrap_model
+from .preparation import Preparation, unwrap_model
 from .schedule import PreparedScheduler
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
@@ -24,6 +25,14 @@ from .window import syncs_itself
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 M = TypeVar("M", bound=nn.Module)
+
+
+#: DDP's word for copying buffers before each forward pass, which torch 2.13 has renamed.
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
 
 
 class Preparation:
@@ -77,7 +86,7 @@ class Preparation:
     def _wrapped(self, model: nn.Module) -> nn.Module:
         # Buffers are shared after each step, by us: then ranks agree when they evaluate, and a
         # model may run twice before its backward pass.
-        options: dict[str, Any] = {"broadcast_buffers": False, **self.ddp}
+        options: dict[str, Any] = {_BUFFERS: False, **self.ddp}
         if self.device.type == "cuda":
             options.setdefault("device_ids", [self.device.index])
         return DistributedDataParallel(model, **options)
