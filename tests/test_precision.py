@@ -43,7 +43,7 @@ def test_a_prepared_model_computes_in_half_and_returns_single(world: Ranks, mode
         assert inside == [half, half]
         with accelerator.autocast():
             assert plain.layer(torch.ones(1, 2)).dtype == half
-        copied = accelerator.unwrap_model(model)
+        copied = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
         assert copied(torch.ones(1, 2))["y"].dtype == torch.float32
         assert inside[-1] == torch.float32
         layer = accelerator.prepare(nn.Linear(2, 2))

@@ -217,8 +217,8 @@ class Accelerator(Saving):
         """Whether an optimizer's last step met an overflow, on some rank."""
         return any(optimizer.step_was_skipped for optimizer in self.accumulator.optimizers)
 
-    def unwrap_model(self, model: M, keep_fp32_wrapper: bool = False) -> M:
-        """Return the model as it was before :meth:`prepare`."""
+    def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True) -> M:
+        """Return the model inside of its wrappers. See :func:`unwrap_model`."""
         return unwrap_model(model, keep_fp32_wrapper)
 
     def free_memory(self, *objects: Any) -> list[None]:

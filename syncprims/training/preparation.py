@@ -143,8 +143,11 @@ def prepare(*objects: Any, accumulator: Accumulator, **options: Any) -> Any:  # 
     return made[0] if len(made) == 1 else made
 
 
-def unwrap_model(model: M, keep_fp32_wrapper: bool = False) -> M:
-    """Return the model as it was before `prepare`: no DDP, not compiled, plain forward."""
+def unwrap_model(model: M, keep_fp32_wrapper: bool = True) -> M:
+    """Return the model inside of DDP and of what is compiled.
+
+    With `keep_fp32_wrapper` False its autocast is taken off, too: of the very model in training.
+    """
     found: Any = model
     while True:
         if isinstance(found, DistributedDataParallel):
