@@ -335,6 +335,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         heartbeat=_seconds(environ, "SYNCPRIMS_HEARTBEAT") or default.heartbeat,
         gloo_interfaces=environ.get("GLOO_SOCKET_IFNAME") or None,
         error_file=environ.get("SYNCPRIMS_ERROR_FILE") or None,
+        mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
     )
 
 

@@ -30,5 +30,16 @@ def test_a_world_of_one_stays_light() -> None:
     assert not {"torch", "numpy", "filelock", "tqdm"} & loaded
 
 
+def test_training_says_that_it_needs_torch() -> None:
+    probe = "import sys\nsys.modules['torch'] = None\nimport syncprims.training"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "ImportError: syncprims.training works on torch: pip install 'syncprims[torch]'\n"
+    )
+
+
 def test_the_probe_would_notice() -> None:
     assert "numpy" in loaded_after("import numpy")

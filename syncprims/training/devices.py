@@ -1,0 +1,61 @@
+"""Where a rank computes, and how batches get there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from syncprims import get_local_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def rank_device(*, cpu: bool = False) -> torch.device:
+    """Return this rank's device: one accelerator per local rank where there are any, else the CPU.
+
+    With fewer accelerators than ranks on the node, ranks share them in turn.
+    """
+    if cpu or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, get_local_rank() % max(1, torch.accelerator.device_count()))
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return `tree` with every tensor replaced by ``function(tensor)``; other leaves stay.
+
+    Lists, tuples, named tuples and mappings keep their types.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, part) for part in tree))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tensors(function, part) for part in tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(tree, Mapping):
+        mapped = {key: map_tensors(function, part) for key, part in tree.items()}  # pyright: ignore[reportUnknownVariableType]
+        return mapped if type(tree) is dict else _like(tree, mapped)  # pyright: ignore[reportUnknownArgumentType]
+    return tree
+
+
+def _like(tree: Any, mapped: dict[Any, Any]) -> Any:
+    """Return `mapped` as the mapping type of `tree`: transformers' outputs and batches are such."""
+    try:
+        return type(tree)(mapped)
+    except TypeError:
+        return mapped
+
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """Return `batch` with its tensors on `device`: tensors, lists, tuples and mappings of them.
+
+    Anything else that has ``.to(device)`` is asked to move itself.
+    """
+    if not isinstance(batch, torch.Tensor | list | tuple | dict) and hasattr(batch, "to"):
+        return batch.to(device)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)

@@ -1,0 +1,77 @@
+"""What the tests of `syncprims.training` share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch._dynamo  # optimizers import it at their first step: here once, not in every rank
+from conftest import KINDS
+from torch import nn
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+torch.set_num_threads(1)  # ranks share the processors
+
+#: On these every behaviour of training is tried; the contract of backends has tests of its own.
+TRAINED = [k for k in KINDS if str(k) in ("single-1", "file-2", "file-4", "gloo-2", "torch-2")]
+everywhere = pytest.mark.parametrize("kind", TRAINED, ids=str, indirect=True)
+with_others = pytest.mark.parametrize(
+    "kind", [k for k in TRAINED if k.ranks > 1], ids=str, indirect=True
+)
+in_pairs = pytest.mark.parametrize(
+    "kind", [k for k in TRAINED if k.ranks == 2], ids=str, indirect=True
+)
+alone = pytest.mark.parametrize("kind", TRAINED[:1], ids=str, indirect=True)
+
+
+def unit_model() -> nn.Linear:
+    """Return a model whose gradient is the mean of its inputs."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    """Return a model in float64, the same for a seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def ones(count: int = 1) -> torch.Tensor:
+    return torch.ones(count, 1)
+
+
+def gradient(model: nn.Module) -> float:
+    """Return the one gradient of :func:`unit_model`."""
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None
+    return float(parameter.grad)
+
+
+def numbers(model: nn.Module) -> list[float]:
+    """Return all parameters."""
+    return [float(x) for p in model.parameters() for x in p.detach().reshape(-1)]
+
+
+def close(seen: Iterable[float], wanted: Iterable[float], within: float = 1e-12) -> bool:
+    return all(abs(a - b) <= within for a, b in zip(seen, wanted, strict=True))
+
+
+def feed(data: Any, **options: Any) -> Any:
+    """Return a loader over anything with items, or with an iterator."""
+    return DataLoader(data, **options)
+
+
+def rows(count: int) -> torch.utils.data.TensorDataset:
+    """Return rows of three features and their target, in float64."""
+    x = torch.arange(count * 3, dtype=torch.float64).reshape(count, 3).sin()
+    return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def items(batches: Sequence[Any]) -> list[list[int]]:
+    """Return the batches of a loader over numbers as lists."""
+    return [batch.tolist() for batch in batches]

@@ -1,0 +1,303 @@
+"""Which rank gets which batch, in which order, and how the order goes on after a stop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from learning import alone, everywhere, feed, in_pairs, items
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+import syncprims
+from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches
+from syncprims.training.sharding import BatchShard, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from harness import Ranks
+
+
+def dealt(length: int, size: int, ranks: int = 2, *, drop_last: bool = False, **how: bool) -> Any:
+    """Return every rank's batches of ``range(length)``, and check what the lengths say."""
+    shards = [
+        BatchShard(BatchSampler(range(length), size, drop_last), Plan(rank, ranks, **how))
+        for rank in range(ranks)
+    ]
+    found = [list(shard) for shard in shards]
+    assert [len(shard) for shard in shards] == [len(batches) for batches in found]
+    return found
+
+
+FIRST_6 = [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
+
+
+@pytest.mark.parametrize(
+    ("length", "even", "uneven"),
+    [
+        (12, [[], []], [[], []]),
+        (15, [[[12, 13, 14]], [[0, 1, 2]]], [[[12, 13, 14]], []]),
+        (16, [[[12, 13, 14]], [[15, 0, 1]]], [[[12, 13, 14]], [[15]]]),
+        (14, [[[12, 13, 0]], [[1, 2, 3]]], [[[12, 13]], []]),
+    ],
+)
+def test_batches_are_dealt_in_turn(length: int, even: Any, uneven: Any) -> None:
+    assert dealt(length, 3) == [FIRST_6[r] + even[r] for r in (0, 1)]
+    assert dealt(length, 3, even=False) == [FIRST_6[r] + uneven[r] for r in (0, 1)]
+    assert dealt(length, 3, drop_last=True) == FIRST_6
+    assert dealt(length, 3, drop_last=True, even=False) == FIRST_6
+
+
+def test_a_world_larger_than_the_data_begins_again() -> None:
+    assert dealt(2, 3) == [[[0, 1, 0]], [[1, 0, 1]]]
+    assert dealt(2, 3, even=False) == [[[0, 1]], []]
+    assert dealt(2, 3, drop_last=True) == [[], []]
+    assert dealt(2, 1, 4) == [[[0]], [[1]], [[0]], [[1]]]
+    assert dealt(0, 3) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("length", "even", "uneven"),
+    [
+        (8, [[], []], [[], []]),
+        (10, [[[8, 9]], [[0, 1]]], [[[8, 9]], []]),
+        (9, [[[8, 0]], [[1, 2]]], [[[8]], []]),
+        (11, [[[8, 9]], [[10, 0]]], [[[8, 9]], [[10]]]),
+    ],
+)
+def test_batches_are_split(length: int, even: Any, uneven: Any) -> None:
+    start = [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert dealt(length, 4, split=True) == [start[r] + even[r] for r in (0, 1)]
+    assert dealt(length, 4, split=True, even=False) == [start[r] + uneven[r] for r in (0, 1)]
+    assert dealt(length, 4, split=True, drop_last=True) == start
+    with pytest.raises(ValueError, match="equal parts"):
+        dealt(length, 3, split=True)
+
+
+def test_one_rank_has_the_data_as_it_is() -> None:
+    assert dealt(5, 3, 1) == [[[0, 1, 2], [3, 4]]]
+    assert dealt(5, 4, 1, split=True) == [[[0, 1, 2, 3], [4]]]
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+@everywhere
+@pytest.mark.parametrize("workers", [0, 1])
+def test_streams_are_dealt_like_batches(world: Ranks, workers: int) -> None:
+    def program() -> list[Any]:
+        def of(length: int, **how: Any) -> list[list[int]]:
+            drop_last = how.pop("drop_last", False)
+            plain: Any = DataLoader(
+                Stream(length), batch_size=3, drop_last=drop_last, num_workers=workers
+            )
+            return items(list(prepare_data_loader(plain, **how)))
+
+        return [of(14), of(14, even_batches=False), of(14, drop_last=True), of(2)]
+
+    def wanted(rank: int) -> list[Any]:
+        ranks = world.ranks
+        if ranks == 1:
+            whole = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13]]
+            return [whole, whole, whole[:-1], [[0, 1]]]
+        how: Any = {"length": 14, "size": 3, "ranks": ranks}
+        results = [dealt(**how), dealt(**how, even=False), dealt(**how, drop_last=True)]
+        return [result[rank] for result in (*results, dealt(2, 3, ranks))]
+
+    assert world.run(program) == [wanted(rank) for rank in range(world.ranks)]
+
+
+@everywhere
+def test_metrics_are_gathered_without_the_padding(world: Ranks) -> None:
+    def program() -> list[Any]:
+        accelerator = Accelerator()
+        seen: list[Any] = []
+        for data in (list(range(14)), Stream(14)):
+            loader = accelerator.prepare(feed(data, batch_size=3))
+            tensors, objects = [], []
+            for batch in loader:
+                found = accelerator.gather_for_metrics({"x": batch, "y": (batch * 2,)})
+                assert torch.equal(found["x"] * 2, found["y"][0])
+                tensors += found["x"].tolist()
+                objects += accelerator.gather_for_metrics([str(int(x)) for x in batch])
+            seen += [tensors, objects]
+        return seen
+
+    numbers, words = list(range(14)), [str(i) for i in range(14)]
+    assert world.run(program) == [[numbers, words, numbers, words]] * world.ranks
+
+
+@everywhere
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_shuffle_is_one_order_for_all_and_another_each_epoch(
+    world: Ranks, seed: int | None
+) -> None:
+    def program() -> list[Any]:
+        torch.manual_seed(syncprims.get_rank())  # rank 0's counts
+        plain = feed(range(16), batch_size=2, shuffle=True)
+        loader = prepare_data_loader(plain, seed=seed)
+        before = torch.get_rng_state()
+        epochs = [items(list(loader)) for _ in range(3)]
+        assert torch.equal(before, torch.get_rng_state()), "the order has numbers of its own"
+        loader.set_epoch(1)
+        assert items(list(loader)) == epochs[1]
+        return epochs
+
+    results = world.run(program)
+    for epoch in range(3):
+        seen = [x for rank in results for batch in rank[epoch] for x in batch]
+        assert sorted(seen) == list(range(16))
+        assert seen != sorted(seen)
+    assert results[0][0] != results[0][1]
+
+
+@everywhere
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_order_goes_on_in_a_new_process(world: Ranks, seed: int | None, workers: int) -> None:
+    def loader() -> Any:
+        plain = feed(
+            range(24),
+            batch_size=2,
+            shuffle=True,
+            num_workers=workers,
+        )
+        return prepare_data_loader(plain, seed=seed)
+
+    def whole() -> Any:
+        first, states, seen = loader(), [], []
+        for _ in range(2):
+            for batch in first:
+                seen.append(batch.tolist())
+                states.append(first.state_dict())
+            states.append(first.state_dict())  # between epochs
+            seen.append([])
+        return seen, states
+
+    outcomes = world.run(whole)
+
+    def resumed() -> None:
+        torch.manual_seed(99)  # of no interest
+        seen, states = outcomes[syncprims.get_rank()]
+        for at in (1, len(seen) // 2 - 2, len(seen) // 2 - 1, len(seen) // 2 + 1):
+            again = loader()
+            again.load_state_dict(states[at])
+            rest = [batch.tolist() for batch in again]
+            if seen[at] or states[at]["batch"]:
+                assert rest == seen[at + 1 : seen.index([], at)]
+            else:
+                assert rest == seen[at + 1 : -1]
+
+    assert world.run(resumed) == [None] * world.ranks
+
+
+@everywhere
+def test_first_batches_are_skipped_without_being_read(world: Ranks) -> None:
+    def program() -> Any:
+        class Read(torch.utils.data.Dataset[int]):
+            def __init__(self) -> None:
+                self.read: list[int] = []
+
+            def __len__(self) -> int:
+                return 24
+
+            def __getitem__(self, index: int) -> int:
+                self.read.append(index)
+                return index
+
+        data = Read()
+        loader = prepare_data_loader(feed(data, batch_size=2, shuffle=True), seed=3)
+        whole = items(list(loader))
+        loader.set_epoch(0)
+        data.read.clear()
+        rest = skip_first_batches(loader, 2)
+        assert len(rest) == len(whole) - 2
+        found = items(list(rest))
+        assert len(data.read) == 2 * len(found)
+        assert found == whole[2:]
+        assert items(list(skip_first_batches([torch.ones(1)] * 3, 2))) == [[1.0]]
+        assert items(list(loader)) != whole, "the view took the epoch"
+        with pytest.raises(ValueError, match="count"):
+            skip_first_batches(loader, -1)
+
+    assert world.run(program) == [None] * world.ranks
+
+
+@in_pairs
+def test_an_order_that_ranks_do_not_share_is_told(world: Ranks) -> None:
+    class Mine(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([syncprims.get_rank(), 2, 3])
+
+        def __len__(self) -> int:
+            return 3
+
+    def program() -> None:
+        loader = prepare_data_loader(feed(range(4), sampler=Mine()))
+        list(loader)
+
+    for outcome in world.outcomes(program):
+        assert isinstance(outcome, syncprims.RankMismatch)
+        assert "order" in str(outcome)
+
+
+@in_pairs
+def test_another_number_of_ranks_is_refused_in_the_middle_only(world: Ranks) -> None:
+    def program() -> None:
+        loader = prepare_data_loader(feed(range(8)))
+        state = loader.state_dict()
+        loader.load_state_dict({**state, "world_size": 3})
+        with pytest.raises(ValueError, match="3 ranks"):
+            loader.load_state_dict({**state, "batch": 1, "world_size": 3})
+
+    assert world.run(program) == [None, None]
+
+
+@alone
+def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
+    def program() -> None:
+        sampler = RandomSampler(range(6))
+        plain = feed(range(6), batch_size=2, sampler=sampler)
+        loader = prepare_data_loader(plain)
+        assert isinstance(loader, DataLoader)
+        assert loader.dataset is plain.dataset
+        assert len(loader) == 3
+        assert prepare_data_loader(loader) is loader
+        assert sampler.generator is None, "the user's sampler is left alone"
+        single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
+        assert list(prepare_data_loader(single)) == [0, 1, 2]
+
+    assert world.run(program) == [None]
+
+
+@alone
+@pytest.mark.filterwarnings("ignore:.set_vital")  # torchdata calls what torch has deprecated
+def test_torchdata_keeps_the_place_in_a_stream(world: Ranks) -> None:
+    pytest.importorskip("torchdata")
+
+    def program() -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        def loader() -> Any:
+            return prepare_data_loader(StatefulDataLoader(Stream(9), batch_size=2))
+
+        first = loader()
+        states = [first.state_dict() for _ in first]
+        again = loader()
+        again.load_state_dict(states[1])
+        assert items(list(again)) == [[4, 5], [6, 7], [8]]
+
+    assert world.run(program) == [None]
