@@ -3,4 +3,9 @@
 from __future__ import annotations
 
 from .loadmodel import load_checkpoint_in_model as load_checkpoint_in_model
+from .loadstate import Loaded as Loaded
+from .loadstate import load_state as load_state
+from .objects import Stateful as Stateful
 from .savemodel import save_model as save_model
+from .savestate import save_state as save_state
+from .saving import Saving as Saving

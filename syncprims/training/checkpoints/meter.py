@@ -17,24 +17,24 @@ _PATIENCE = 1.0  # seconds
 class Meter:
     """Counts bytes, and shows them once that takes long. Called from any one thread."""
 
-    def __init__(self, doing: str, total: int) -> None:
+    def __init__(self, doing: str, total: int, *, quiet: bool = False) -> None:
         self._doing = doing
         self._total = total
         self._begin = time.monotonic()
         self._done = 0
         self._bar: Any = None
-        self._shown = is_main()
+        self._may_show = is_main() and not quiet
 
     def __call__(self, done: int) -> None:
         """Count some more bytes."""
         self._done += done
         if self._bar is not None:
             self._bar.update(done)
-        elif self._shown and time.monotonic() - self._begin > _PATIENCE:
+        elif self._may_show and time.monotonic() - self._begin > _PATIENCE:
             self._show()
 
     def _show(self) -> None:
-        self._shown = False
+        self._may_show = False
         with contextlib.suppress(ImportError):  # a bar is a courtesy
             from tqdm.auto import tqdm
 
@@ -50,9 +50,9 @@ class Meter:
 
 
 @contextlib.contextmanager
-def metered(doing: str, total: int) -> Generator[Meter]:
-    """Show a bar for the block, if it takes long."""
-    meter = Meter(doing, total)
+def metered(doing: str, total: int, *, quiet: bool = False) -> Generator[Meter]:
+    """Show a bar for the block, if it takes long and is not to be `quiet`."""
+    meter = Meter(doing, total, quiet=quiet)
     try:
         yield meter
     finally:

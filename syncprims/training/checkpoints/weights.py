@@ -59,7 +59,7 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
                 f"holds tensors only; save_state saves the rest, too"
             )
         key = portable(name)
-        same = _identity(tensor)
+        same = identity(tensor)
         if same in seen:
             others[key] = seen[same]
             continue
@@ -75,13 +75,13 @@ def _declared(name: str, patterns: Iterable[str]) -> bool:
     return any(name == pattern or re.search(pattern, name) for pattern in patterns)
 
 
-def _identity(tensor: torch.Tensor) -> Any:
+def identity(tensor: torch.Tensor) -> Any:
     """Return what equals for two tensors that are one, and None where that cannot be."""
     if tensor.numel() == 0 or tensor.is_meta:
         return None
     local = getattr(tensor, "_local_tensor", tensor)
     place = local.data_ptr(), tuple(local.stride()), tuple(tensor.shape)
-    return (*place, tensor.dtype, tensor.device) if local.numel() else None
+    return (*place, tensor.dtype, tensor.device, local.is_conj(), local.is_neg()) if local.numel() else None
 
 
 def shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
