@@ -9,3 +9,5 @@ from .objects import Stateful as Stateful
 from .savemodel import save_model as save_model
 from .savestate import save_state as save_state
 from .saving import Saving as Saving
+from .steps import Checkpoints as Checkpoints
+from .steps import Registered as Registered

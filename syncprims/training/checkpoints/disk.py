@@ -198,11 +198,12 @@ def remove(path: str) -> None:
 
 
 def remove_directory(path: str) -> None:
-    """Remove a directory with the files in it; nothing happens if there is none.
-
-    :raises OSError: if there are directories in it, which checkpoints have not.
-    """
+    """Remove a directory and all that is in it; nothing happens if there is none."""
     for name in names(path):
-        remove(f"{path}/{name}")
+        inner = f"{path}/{name}"
+        if stat.S_ISDIR(os.lstat(inner).st_mode):
+            remove_directory(inner)
+        else:
+            remove(inner)
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(path)  # noqa: PTH106

@@ -17,7 +17,7 @@ from .tensorfile import Written, write
 from .weightfiles import is_temporary, remove_or_report, temporary, unique
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -75,6 +75,7 @@ class Job(NamedTuple):
     place: Place
     files: list[File]
     manifest: manifest.Manifest
+    after: Callable[[], None] | None = None  #: what the leading rank does then
 
     def own(self) -> list[File]:
         """Return the files that this rank writes."""
@@ -129,6 +130,8 @@ class Job(NamedTuple):
                 ) from error  # fmt: skip
             raise
         change.clear_superseded(self.manifest, set(files))
+        if self.after is not None:
+            self.after()
 
 
 class _Change:

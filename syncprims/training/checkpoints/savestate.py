@@ -20,7 +20,7 @@ from .weightfiles import unused_version, versioned
 from .weights import shards
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -56,17 +56,31 @@ def save_state(
     :raises TypeError: if something has no ``state_dict`` and ``load_state_dict``.
     :raises ValueError: if a name is none for a file.
     """
-    check_objects(objects, rank_objects or {})
+    return begin(
+        directory, objects, rank_objects or {}, step=step, rng=rng, block=block, after=None
+    )
+
+
+def begin(
+    directory: str | os.PathLike[str],
+    objects: Mapping[str, Stateful],
+    own: Mapping[str, Stateful],
+    *,
+    step: int | None,
+    rng: bool,
+    block: bool,
+    after: Callable[[], None] | None,
+) -> Saving:
+    """Save as :func:`save_state`; then the leading rank calls `after`, where that is said."""
+    check_objects(objects, own)
     path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
     doing = f"save_state to {path}"
     finish_earlier()
     team = Team.met()
-    plan, told = together(
-        doing, lambda: _Plan.of(objects, rank_objects or {}, rng, team), _Plan.told
-    )
+    plan, told = together(doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told)
     check_alike(doing, team.ranks, "states", [one["what"] for one in told])
     places = together(doing, lambda: Place.prepare(path) if team.leads else None).by_rank
-    job = _job(doing, team, Place(*places[0]), step, plan, told)
+    job = _job(doing, team, Place(*places[0]), step, plan, told)._replace(after=after)
     return save_now(job) if block else save_behind(job)
 
 
