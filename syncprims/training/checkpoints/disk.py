@@ -89,14 +89,14 @@ def map_file(path: str, *, follow: bool = False) -> mmap.mmap:
 
     :raises OSError: also if it is a link (unless `follow`), no regular file, or empty.
     """
-    fd, size = _open_regular(path, follow)
-    try:
-        if size == 0:
-            raise OSError(errno.ENODATA, "the file is empty", path)
-        with _about(path):
+    with _about(path):
+        fd, size = _open_regular(path, follow)
+        try:
+            if size == 0:
+                raise OSError(errno.ENODATA, "the file is empty", path)
             return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(fd)
+        finally:
+            os.close(fd)
 
 
 def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
@@ -104,24 +104,23 @@ def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
 
     :raises OSError: also if it is a link (unless `follow`), no regular file, or longer.
     """
-    fd, size = _open_regular(path, follow)
-    try:
-        if size > most:
-            raise OSError(errno.EFBIG, f"the file has {size} bytes, and may have {most}", path)
-        chunks: list[bytes] = []
-        with _about(path):
+    with _about(path):
+        fd, size = _open_regular(path, follow)
+        try:
+            if size > most:
+                raise OSError(errno.EFBIG, f"the file has {size} bytes, and may have {most}", path)
+            chunks: list[bytes] = []
             while chunk := os.read(fd, 1 << 20):
                 chunks.append(chunk)
-        return b"".join(chunks)
-    finally:
-        os.close(fd)
+            return b"".join(chunks)
+        finally:
+            os.close(fd)
 
 
 def _open_regular(path: str, follow: bool) -> tuple[int, int]:
     fd = os.open(path, _READ if follow else _READ | os.O_NOFOLLOW)
     try:
-        with _about(path):
-            found = os.fstat(fd)
+        found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
     except BaseException:
@@ -155,35 +154,44 @@ def is_directory(path: str) -> bool:
         return False
 
 
-def make_directory(path: str) -> None:
-    """Make a directory and what is missing above it, and let the disk know their names.
+def make_directory(path: str) -> list[str]:
+    """Make a directory and what is missing above it, durably; return what was made, top first.
 
-    :raises OSError: if there is something else of that name.
+    :raises OSError: if there is something else of that name; then nothing is left of it.
     """
     if is_directory(path):
-        return
-    parent = os.path.dirname(path) or os.curdir
-    if parent != path:
-        make_directory(parent)
+        return []
+    parent = os.path.dirname(path) or os.curdir  # noqa: PTH120
+    made = make_directory(parent) if parent != path else []
     try:
-        os.mkdir(path)  # noqa: PTH102
-    except FileExistsError:
-        if is_directory(path):
-            return  # another rank was first
-        raise OSError(
-            errno.ENOTDIR, "there is something else in place of a directory", path
-        ) from None
-    sync_directory(parent)
+        try:
+            os.mkdir(path)  # noqa: PTH102
+        except FileExistsError:
+            what = "there is something else in place of a directory"
+            raise OSError(errno.ENOTDIR, what, path) from None
+        made.append(path)
+        sync_directory(parent)
+    except OSError:
+        unmake_directories(made)
+        raise
+    return made
+
+
+def unmake_directories(made: list[str]) -> None:
+    """Remove directories that were made, unless there is something in them by now."""
+    for path in reversed(made):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # noqa: PTH106
 
 
 def sync_directory(path: str) -> None:
     """Return when the disk has the names in a directory."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with _about(path):
+    with _about(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
             os.fsync(fd)
-    finally:
-        os.close(fd)
+        finally:
+            os.close(fd)
 
 
 def rename(source: str, target: str) -> None:
@@ -201,9 +209,10 @@ def remove_directory(path: str) -> None:
     """Remove a directory and all that is in it; nothing happens if there is none."""
     for name in names(path):
         inner = f"{path}/{name}"
-        if stat.S_ISDIR(os.lstat(inner).st_mode):
-            remove_directory(inner)
-        else:
-            remove(inner)
+        with contextlib.suppress(FileNotFoundError):  # its owner may be removing it, too
+            if stat.S_ISDIR(os.lstat(inner).st_mode):
+                remove_directory(inner)
+            else:
+                remove(inner)
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(path)  # noqa: PTH106

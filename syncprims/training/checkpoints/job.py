@@ -14,7 +14,7 @@ from .messages import is_leftover
 from .meter import metered
 from .seal import parse
 from .tensorfile import Written, write
-from .weightfiles import is_temporary, remove_or_report, temporary, unique
+from .weightfiles import is_temporary, names_or_report, remove_or_report, temporary, unique
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -107,7 +107,7 @@ class Job(NamedTuple):
         if place.fresh:
             remove_directory_or_report(place.folder)
             return
-        for name in disk.names(place.folder):
+        for name in names_or_report(place.folder):
             if is_leftover(name):
                 remove_or_report(f"{place.folder}/{name}")
         for item in (*self.manifest.objects.values(), *self.manifest.ranks):
@@ -183,7 +183,7 @@ class _Change:
         old: Any = self._old.get("objects")
         names = [*new.objects, *(old if isinstance(old, dict) else ())]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         ours = [re.compile(re.escape(name) + _VERSION) for name in names]
-        for name in disk.names(folder):
+        for name in names_or_report(folder):
             state = any(kind.fullmatch(name) for kind in (*ours, _RANK)) and name not in files
             if state or is_leftover(name):
                 remove_or_report(f"{folder}/{name}")

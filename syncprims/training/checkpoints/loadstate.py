@@ -219,12 +219,12 @@ def _target(spread: Mapping[str, DTensor], key: str) -> DTensor | None:
     found = spread.get(key)
     if found is not None:
         return found
-    return next((t for start, t in spread.items() if start[-1] == "." and key.startswith(start)), None)
+    return next(
+        (t for start, t in spread.items() if start[-1] == "." and key.startswith(start)), None
+    )
 
 
-def _overlay(
-    made: torch.Tensor, begin: Any, saved: torch.Tensor, offset: Any, size: Any
-) -> int:
+def _overlay(made: torch.Tensor, begin: Any, saved: torch.Tensor, offset: Any, size: Any) -> int:
     """Copy what two boxes have in common; return how many numbers that is."""
     ours: list[slice] = []
     theirs: list[slice] = []

@@ -1,7 +1,7 @@
 """Words that ranks leave for the leading one in the checkpoint's own directory.
 
-A save behind the training cannot meet the others: they are training. So each rank leaves a file that
-says what its part came to, and the leading one looks for them until all are there.
+A save behind the training cannot meet the others: they are training. So each rank leaves a file
+that says what its part came to, and the leading one looks for them until all are there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _LONGEST = 64 << 20  # bytes
 _GRACE = 60.0  # seconds that a program that has ended lets the other ranks have
-_LEFTOVER = re.compile(rf"\.{re.escape(manifest.NAME)}(?:\.told-\d+(?:-part)?)?\.tmp-[0-9a-f]{{16}}")
+_LEFTOVER = re.compile(
+    rf"\.{re.escape(manifest.NAME)}(?:\.told-\d+(?:-part)?)?\.tmp-[0-9a-f]{{16}}"
+)
 
 
 def is_leftover(name: str) -> bool:

@@ -60,7 +60,7 @@ def state_of(thing: Stateful) -> Any:
     state: Any = unwrapped(thing).state_dict()
     renamed = type(state)((portable(name), value) for name, value in state.items())
     if hasattr(state, "_metadata"):
-        renamed._metadata = state._metadata  # noqa: SLF001
+        renamed._metadata = state._metadata
     return renamed
 
 
@@ -72,7 +72,7 @@ def give_back(thing: Stateful, state: Any) -> None:
         names = {portable(name): name for name in own}
         renamed = type(state)((names.get(name, name), value) for name, value in state.items())
         if hasattr(state, "_metadata"):
-            renamed._metadata = state._metadata  # noqa: SLF001
+            renamed._metadata = state._metadata
         inner.load_state_dict(renamed)
     else:
         thing.load_state_dict(state)

@@ -14,7 +14,7 @@ from .seal import digest, sealed
 from .sharded import is_sharded, whole
 from .sharing import owners
 from .tensorfile import Written, content_digest, write
-from .together import Team, check_alike, together
+from .together import STANDS, Team, check_alike, together
 from .weightfiles import (
     SAFE,
     TORCH,
@@ -57,17 +57,46 @@ def save_model(
     doing = f"save_model to {path}"
     form = SAFE if safe_serialization else TORCH
     team = Team.met()
-    plan, told = together(doing, lambda: _plan(model, path, most, team), _tell)
+    plan, told = together(doing, lambda: _plan(model, most, team), _Plan.told, advice=STANDS)
     check_alike(doing, team.ranks, "models", [one["model"] for one in told])
-    job = _Job.of(plan, path, form, told)
+    places = together(doing, lambda: _prepare(path) if team.leads else None, advice=STANDS).by_rank
+    place = _Place(*places[0])
     try:
-        written = together(doing, lambda: _write(job, plan, team)).by_rank
+        job = _Job.of(plan, path, form, place, [one["digests"] for one in told])
+        _save(doing, job, plan, team)
     except BaseException:
-        for name in job.written_by(team.place):
-            remove_or_report(f"{path}/{name}")
+        if team.leads:
+            disk.unmake_directories(place.made)
+        raise
+
+
+def _save(doing: str, job: _Job, plan: _Plan, team: Team) -> None:
+    try:
+        written = together(doing, lambda: _write(job, plan, team), advice=STANDS).by_rank
+    except BaseException:
+        # The leading rank removes all, so that the directory may go; the others help.
+        for name in job.files if team.leads else job.written_by(team.place):
+            remove_or_report(f"{job.path}/{name}")
         raise
     files = {name: Written(*facts) for some in written for name, facts in some.items()}
-    together(doing, lambda: _commit(job, plan, files) if team.leads else None)
+    together(doing, lambda: _commit(job, plan, files) if team.leads else None, advice=STANDS)
+
+
+class _Place(NamedTuple):
+    """The directory, as the leading rank has found it."""
+
+    made: list[str]  #: directories that were not there
+    taken: list[str]  #: names that were
+    token: str  #: for a name that nothing has
+
+
+def _prepare(path: str) -> _Place:
+    made = disk.make_directory(path)
+    try:
+        return _Place(made, disk.names(path), unique())
+    except BaseException:
+        disk.unmake_directories(made)
+        raise
 
 
 class _Plan(NamedTuple):
@@ -78,35 +107,28 @@ class _Plan(NamedTuple):
     groups: list[list[str]]
     sizes: list[int]  #: of the groups, in bytes
     digests: list[str]  #: of their content, where several ranks may write them
-    taken: list[str]  #: names in the directory
-    token: str  #: for a name that nothing has
+
+    def told(self) -> dict[str, Any]:
+        """Return what the other ranks need to know."""
+        what = [[name, str(t.dtype), list(t.shape)] for name, t in self.tensors.items()]
+        model = digest(json.dumps([what, self.ties, self.groups]).encode())
+        return {"model": model, "digests": self.digests}
 
 
-def _plan(model: nn.Module, path: str, most: int, team: Team) -> _Plan:
+def _plan(model: nn.Module, most: int, team: Team) -> _Plan:
     tensors, ties = tensors_of(model)
     sizes = {name: t.numel() * t.element_size() for name, t in tensors.items()}
     groups = shards(sizes, most)
     totals = [sum(sizes[name] for name in group) for group in groups]
     shared = len(groups) > 1 and len(team.ranks) > 1
     digests = [_digest(tensors, group) if shared else "" for group in groups]
-    if team.leads:
-        disk.make_directory(path)
-    taken = disk.names(path) if team.leads else []
-    return _Plan(tensors, ties, groups, totals, digests, taken, unique())
+    return _Plan(tensors, ties, groups, totals, digests)
 
 
 def _digest(tensors: dict[str, torch.Tensor], group: list[str]) -> str:
     # What is sharded over ranks is gathered on all of them, and so the same.
     own = [content_digest(tensors[name]) for name in group if not is_sharded(tensors[name])]
     return digest("".join(own).encode())
-
-
-def _tell(plan: _Plan) -> dict[str, Any]:
-    what = [[name, str(t.dtype), list(t.shape)] for name, t in plan.tensors.items()]
-    model = digest(json.dumps([what, plan.ties, plan.groups]).encode())
-    return {
-        "model": model, "digests": plan.digests, "taken": plan.taken, "token": plan.token
-    }  # fmt: skip
 
 
 class _Job(NamedTuple):
@@ -120,16 +142,19 @@ class _Job(NamedTuple):
     owners: list[int]
 
     @classmethod
-    def of(cls, plan: _Plan, path: str, form: Format, told: list[dict[str, Any]]) -> _Job:
+    def of(
+        cls, plan: _Plan, path: str, form: Format, place: _Place, digests: list[list[str]]
+    ) -> _Job:
+        """Return the same job on every rank."""
         count = len(plan.groups)
         first = form.single if count == 1 else form.index
-        waiting = temporary(first, told[0]["token"])
+        waiting = temporary(first, place.token)
         if count == 1:
             return cls(path, form, first, waiting, [waiting], [0])
         canonical = [form.shard(number, count, 1) for number in range(count)]
-        version = unused_version(canonical, told[0]["taken"])
+        version = unused_version(canonical, place.taken)
         files = [form.shard(number, count, version) for number in range(count)]
-        shared = owners(plan.sizes, [one["digests"] for one in told])
+        shared = owners(plan.sizes, digests)
         return cls(path, form, first, waiting, files, shared)
 
     def written_by(self, place: int) -> list[str]:

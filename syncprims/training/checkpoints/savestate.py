@@ -15,7 +15,7 @@ from .seal import digest
 from .sharded import box, is_sharded
 from .sharing import owners
 from .tensorfile import content_digest
-from .together import Team, check_alike, together
+from .together import STANDS, Team, check_alike, together
 from .weightfiles import unused_version, versioned
 from .weights import shards
 
@@ -77,9 +77,13 @@ def begin(
     doing = f"save_state to {path}"
     finish_earlier()
     team = Team.met()
-    plan, told = together(doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told)
+    plan, told = together(
+        doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told, advice=STANDS
+    )
     check_alike(doing, team.ranks, "states", [one["what"] for one in told])
-    places = together(doing, lambda: Place.prepare(path) if team.leads else None).by_rank
+    places = together(
+        doing, lambda: Place.prepare(path) if team.leads else None, advice=STANDS
+    ).by_rank
     job = _job(doing, team, Place(*places[0]), step, plan, told)._replace(after=after)
     return save_now(job) if block else save_behind(job)
 
@@ -114,7 +118,11 @@ class _Plan(NamedTuple):
     def told(self) -> dict[str, Any]:
         """Return what the other ranks need to know."""
         what = [
-            [name, self.groups[name], [[str(t.dtype), list(t.shape)] for t in state.tensors.values()]]
+            [
+                name,
+                self.groups[name],
+                [[str(t.dtype), list(t.shape)] for t in state.tensors.values()],
+            ]
             for name, state in self.states.items()
         ]
         boxes = {

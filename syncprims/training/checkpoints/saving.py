@@ -10,7 +10,7 @@ import torch
 from syncprims import current
 
 from .messages import collect, leave
-from .together import Outcome, settle, together
+from .together import STANDS, Outcome, settle, together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,13 +23,13 @@ _KEY = "training.saving"  # among the world's belongings
 def save_now(job: Job) -> Saving:
     """Save, and return when that is done."""
     try:
-        written = together(job.doing, job.write).by_rank
+        written = together(job.doing, job.write, advice=STANDS).by_rank
     except BaseException:
         job.remove_own()  # also where another rank has failed, or is gone
         if job.team.leads:
             job.abandon()
         raise
-    together(job.doing, lambda: job.commit(written) if job.team.leads else None)
+    together(job.doing, lambda: job.commit(written) if job.team.leads else None, advice=STANDS)
     return Saving(job)
 
 
@@ -80,6 +80,7 @@ class _Behind(Saving):
         self._committed: Outcome[Any] | None = None
         self._has_written = threading.Event()
         self._given_up = threading.Event()
+        self._abandoned = False
         # No daemon: a program that ends lets its last checkpoint be finished.
         self._thread = threading.Thread(target=self._run, name="syncprims-save")
 
@@ -104,13 +105,18 @@ class _Behind(Saving):
         doing = self._job.doing
         self._has_written.wait()
         try:
-            together(doing, lambda: _again(self._written))
+            together(doing, lambda: _again(self._written), advice=STANDS)
+            self._thread.join()
+            together(
+                doing, lambda: _again(self._committed) if self._job.team.leads else None,
+                advice=STANDS,
+            )  # fmt: skip
         except BaseException:
             self._given_up.set()
             self._thread.join()
+            if self._abandoned:
+                self._job.abandon()  # once more: now all ranks have written what they had to
             raise
-        self._thread.join()
-        together(doing, lambda: _again(self._committed) if self._job.team.leads else None)
 
     # -- in the thread -----------------------------------------------------------------------------
 
@@ -136,6 +142,7 @@ class _Behind(Saving):
             said = collect(job, written.plain, self._given_up)
             told = settle(job.doing, written, said).by_rank
         except BaseException:
+            self._abandoned = True
             job.abandon()
             raise
         job.commit(told)

@@ -126,8 +126,8 @@ class Checkpoints:
             step = max(steps, default=None)
         if step is None:
             raise CheckpointError(
-                f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: expected at "
-                f"least one, found none. Save one, or begin anew.",
+                f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: expected "
+                f"one, found none. Save one, or begin anew.",
                 path=self.directory,
             )
         common, path = dict(objects), self.path(step)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What a save says that has failed before its commit.
+STANDS = "What was there before still stands, and nothing else is left. Mend this, and save again."
+
 
 class Told(NamedTuple, Generic[T]):
     """What a part came to here, and what it told on each rank."""
@@ -40,26 +43,33 @@ class Outcome(NamedTuple, Generic[T]):
 
 
 def together(
-    doing: str, part: Callable[[], T], tell: Callable[[T], Any] = lambda result: result
+    doing: str,
+    part: Callable[[], T],
+    tell: Callable[[T], Any] = lambda result: result,
+    *,
+    advice: str = "",
 ) -> Told[T]:
     """Return what ``part()`` returned here, and ``tell`` of that from each rank, in rank order.
 
-    `part` does not synchronize. However long the others take, they are waited for.
+    `part` does not synchronize. However long the others take, they are waited for. `advice` says
+    what to do where the system's own words do not.
 
     :raises CheckpointError: on all ranks and in the same words, if it raised on any.
     """
     mine = Outcome.of(part, tell)
-    return settle(doing, mine, all_gather(mine.plain, timeout=math.inf))
+    return settle(doing, mine, all_gather(mine.plain, timeout=math.inf), advice)
 
 
-def settle(doing: str, mine: Outcome[T], outcomes: Sequence[dict[str, Any]]) -> Told[T]:
+def settle(
+    doing: str, mine: Outcome[T], outcomes: Sequence[dict[str, Any]], advice: str = ""
+) -> Told[T]:
     """Return what all outcomes say.
 
     :raises CheckpointError: if there is a failure among them.
     """
     failed = [outcome for outcome in outcomes if outcome["failure"] is not None]
     if failed:
-        raise _error(doing, failed) from mine.error
+        raise _error(doing, failed, advice) from mine.error
     own: Any = mine.result
     return Told(own, [outcome["told"] for outcome in outcomes])
 
@@ -107,7 +117,7 @@ def _describe(rank: int, error: Exception) -> dict[str, Any]:
     }
 
 
-def _error(doing: str, failed: Sequence[dict[str, Any]]) -> CheckpointError:
+def _error(doing: str, failed: Sequence[dict[str, Any]], advice: str) -> CheckpointError:
     first = failed[0]["failure"]
     failures = {outcome["rank"]: Failure(*outcome["failure"]["failure"]) for outcome in failed}
     ranks = list(failures)
@@ -115,7 +125,9 @@ def _error(doing: str, failed: Sequence[dict[str, Any]]) -> CheckpointError:
     said = cause.message if first["refused"] else f"{cause.type}: {cause.message}"
     message = f"{doing}: rank {ranks[0]}: {said}"
     if len(ranks) > 1:
-        message += f" (and so, or otherwise, did ranks {ranks[1:]} fail)"
+        message += f" (ranks {ranks[1:]} failed, too)"
+    if advice and not first["refused"]:
+        message += f". {advice}"
     return CheckpointError(
         message, path=first["path"], errno=first["errno"], rank=ranks[0], failures=failures
     )

@@ -138,9 +138,9 @@ class _Splitter:
 
     def _array(self, value: Any, place: tuple[str, ...]) -> dict[str, Any]:
         kind = value.dtype
-        if kind.hasobject or kind.fields is not None or type(value) is not np.ndarray and not (
+        if kind.hasobject or kind.fields is not None or (type(value) is not np.ndarray and not (
             isinstance(value, np.generic)
-        ):  # fmt: skip
+        )):  # fmt: skip
             raise self._cannot(value, place)
         raw = np.ascontiguousarray(value)
         if isinstance(value, np.generic):
@@ -171,9 +171,9 @@ class _Splitter:
     def _cannot(self, value: Any, place: tuple[str, ...]) -> TypeError:
         kind = cast("type[Any]", type(value))
         return TypeError(
-            f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}: it could "
-            f"only be saved as a pickle, which runs code when it is loaded. Give a state_dict() of "
-            f"numbers, texts, lists, dicts, arrays and tensors."
+            f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}: it "
+            f"could only be saved as a pickle, which runs code when it is loaded. Give a "
+            f"state_dict() of numbers, texts, lists, dicts, arrays and tensors."
         )
 
 
@@ -222,7 +222,7 @@ class _Joiner:
             return defaultdict(None if makes is None else _FACTORIES[makes], items)
         made = _MAPPINGS[kind](items)
         if "metadata" in node:
-            made._metadata = self.value(node["metadata"])  # noqa: SLF001
+            made._metadata = self.value(node["metadata"])
         return made
 
     def _array(self, node: dict[str, Any]) -> Any:

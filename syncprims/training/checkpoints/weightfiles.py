@@ -91,7 +91,7 @@ class Replacement:
     def commit(self, temporary_name: str) -> None:
         """Let the file of that temporary name become the model, durably.
 
-        :raises OSError: if that cannot be done: :attr:`committed` tells whether it is, nevertheless.
+        :raises OSError: if that cannot be done; :attr:`committed` tells whether it is done anyway.
         """
         directory, first = self._directory, self._first
         disk.sync_directory(directory)
@@ -121,7 +121,7 @@ class Replacement:
 
     def clear_superseded(self) -> None:
         """Remove what the new model replaces. What cannot be removed is reported, and harmless."""
-        for name in disk.names(self._directory):
+        for name in names_or_report(self._directory):
             first = name in FIRST_FILES and name != self._first
             shard = _SHARD.fullmatch(name) is not None and name not in self._made
             if first or shard or any(is_temporary(name, entry) for entry in FIRST_FILES):
@@ -140,3 +140,12 @@ def remove_or_report(path: str) -> None:
         disk.remove(path)
     except OSError as error:
         log().warning("could not remove %s (%s): it is of no use any more, remove it", path, error)
+
+
+def names_or_report(directory: str) -> list[str]:
+    """Return what is in a directory, to be cleared; if that fails, say so, and nothing."""
+    try:
+        return disk.names(directory)
+    except OSError as error:
+        log().warning("%s was not cleared of what is of no use any more: %s", directory, error)
+        return []

@@ -81,7 +81,11 @@ def identity(tensor: torch.Tensor) -> Any:
         return None
     local = getattr(tensor, "_local_tensor", tensor)
     place = local.data_ptr(), tuple(local.stride()), tuple(tensor.shape)
-    return (*place, tensor.dtype, tensor.device, local.is_conj(), local.is_neg()) if local.numel() else None
+    return (
+        (*place, tensor.dtype, tensor.device, local.is_conj(), local.is_neg())
+        if local.numel()
+        else None
+    )
 
 
 def shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
