@@ -14,7 +14,7 @@ from .meter import metered
 from .placing import place
 from .refusal import reading, refusal
 from .savemodel import FILES
-from .seal import SEAL, check, parse
+from .seal import SEAL, check, is_ours, parse
 from .sharded import cut, is_sharded
 from .tensorfile import COMPLEX, DATA, TensorFile, Written
 from .together import log
@@ -107,7 +107,7 @@ def _read_shards(path: str, follow: bool) -> dict[str, torch.Tensor]:
     if not isinstance(metadata, dict) or not isinstance(placed, dict):
         raise refusal(path, "not an index", "metadata and weight_map", ", ".join(index))
     written: dict[str, Written] = {}
-    if {SEAL, FILES} & metadata.keys():  # pyright: ignore[reportUnknownMemberType]
+    if is_ours(data, FILES):
         check(path, data, "metadata")
         written = _written(path, metadata.get(FILES))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     by_file: dict[str, list[str]] = {}

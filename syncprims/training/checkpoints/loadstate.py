@@ -91,8 +91,15 @@ class _Found(NamedTuple):
                     f"{error}. Objects before it have been loaded: do not go on with them.",
                     path=self.path,
                 ) from error
-        if self.rng is not None:
-            generators.restore(self.rng)
+        try:
+            if self.rng is not None:
+                generators.restore(self.rng)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path}: the random numbers cannot go on: {type(error).__name__}: {error}. "
+                f"The objects have been loaded.",
+                path=self.path,
+            ) from error
 
 
 class _Reader:
@@ -130,10 +137,13 @@ class _Reader:
         if mine is None:
             return _Found(self._path, self._manifest, states, None)
         kept: Any = self._state(f"of rank {self._team.place}", mine, {})
+        if not isinstance(kept, dict) or not isinstance(kept.get("objects"), dict):  # pyright: ignore[reportUnknownMemberType]
+            path = f"{self._path}/{manifest.NAME}"
+            raise refusal(path, "a rank's own state", "objects and random numbers", repr(kept))  # pyright: ignore[reportUnknownArgumentType]
         for name in self._wanted(self._own, kept["objects"]):
             states[name] = kept["objects"][name]
             check_fits(self._path, name, self._own[name], states[name])
-        if rng and kept["rng"] is None:
+        if rng and not isinstance(kept.get("rng"), dict):  # pyright: ignore[reportUnknownMemberType]
             path = f"{self._path}/{manifest.NAME}"
             raise refusal(path, "random numbers", "their state", "none: saved with rng=False")
         return _Found(self._path, self._manifest, states, kept["rng"] if rng else None)
@@ -165,8 +175,6 @@ class _Reader:
             names |= {part[2] for parts in item.parts.values() for part in parts}
         names |= set(mine.files) if mine is not None else set()
         for name in sorted(names):
-            if name not in self._manifest.files:
-                raise refusal(self._path, "a part's file", "one of the manifest's", repr(name))
             path = f"{self._path}/{name}"
             self._opened[name] = TensorFile(path)
             self._manifest.files[name].same_as(path, self._opened[name])

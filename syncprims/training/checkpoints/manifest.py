@@ -78,7 +78,11 @@ def _manifest(path: str, document: dict[str, Any]) -> Manifest:
 
 def _item(path: str, found: dict[str, Any], files: dict[str, Written]) -> Item:
     item = Item(found["tree"], list(found["files"]), dict(found["parts"]))
-    for name in item.files:
+    parts = [part for some in item.parts.values() for part in some]
+    for offset, shape, _ in parts:
+        if len(offset) != len(shape) or not all(type(n) is int and n >= 0 for n in offset + shape):
+            raise refusal(path, "a part of a tensor", "where it begins, and its shape", repr(shape))
+    for name in (*item.files, *(part[2] for part in parts)):
         if name not in files:
-            raise refusal(path, "an object's file", "one of its files", repr(name))
+            raise refusal(path, "an object's file", "one of the manifest's files", repr(name))
     return item

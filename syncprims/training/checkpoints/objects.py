@@ -10,7 +10,8 @@ from torch import nn
 
 from syncprims import CheckpointError
 
-from .sharded import is_sharded, like
+from .refusal import refusal
+from .sharded import is_sharded
 from .weights import portable, unwrapped
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
     if not isinstance(thing, nn.Module):
         return
     own: dict[str, Any] = state_of(thing)
+    if not isinstance(state, dict):
+        raise refusal(path, f"object {name!r}", "a model's state", type(state).__name__)
     if own.keys() != state.keys():
         lacking, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         raise CheckpointError(
@@ -94,12 +97,13 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
             path=path,
         )
     for key, value in own.items():
-        if isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(state[key].shape):
-            raise CheckpointError(
-                f"{path}: object {name!r}: shape of {key!r}: expected {tuple(value.shape)}, the "
-                f"model's, found {tuple(state[key].shape)}. Load it into the model that was saved.",
-                path=path,
-            )
+        found = state[key]
+        if not isinstance(value, torch.Tensor):
+            continue
+        if not isinstance(found, torch.Tensor) or found.shape != value.shape:
+            what = f"object {name!r}: {key!r}"
+            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise refusal(path, what, f"the model's shape {tuple(value.shape)}", str(shape))
 
 
 def targets(thing: Stateful) -> Mapping[str, Any]:
@@ -114,5 +118,3 @@ def targets(thing: Stateful) -> Mapping[str, Any]:
         return {f"state.{number}.": p for number, p in enumerate(params) if is_sharded(p)}
     return {}
 
-
-__all__ = ["Stateful", "check_fits", "check_objects", "give_back", "like", "state_of", "targets"]

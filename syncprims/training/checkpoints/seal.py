@@ -47,6 +47,14 @@ def reseal(data: bytes, under: str | None = None) -> tuple[bytes, str]:
     return data[:start] + seal.encode() + data[start + LENGTH :], seal
 
 
+def is_ours(data: bytes, *marks: str) -> bool:
+    """Tell whether some JSON has a seal, or had one before it was damaged.
+
+    `marks` are other keys that only we write: one changed bit cannot hide all of them.
+    """
+    return any(mark.encode() in data for mark in (SEAL, *marks))
+
+
 def check(path: str, data: bytes, under: str | None = None) -> str:
     """Return the seal of sealed JSON.
 

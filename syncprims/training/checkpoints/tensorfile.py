@@ -16,7 +16,7 @@ import xxhash
 
 from . import disk
 from .refusal import reading, refusal
-from .seal import BLANK, SEAL, check, digest, parse, reseal, sealed
+from .seal import BLANK, check, is_ours, parse, reseal, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,7 +199,7 @@ class TensorFile:
         fields = parse(path, header)
         self.metadata = self._metadata(fields.pop(META, {}))
         #: of its header; empty if somebody else wrote the file
-        self.seal = check(path, header, META) if {SEAL, DATA} & self.metadata.keys() else ""
+        self.seal = check(path, header, META) if is_ours(header, DATA) else ""
         self._begin = _WORD.size + len(header)
         self.entries = {name: self._entry(name, entry) for name, entry in fields.items()}
         self._check_cover()
@@ -297,7 +297,3 @@ def _naturals(found: Any) -> bool:
         return False
     return all(type(value) is int and value >= 0 for value in found)  # pyright: ignore[reportUnknownVariableType]
 
-
-def digest_of_names(names: Sequence[str]) -> str:
-    """Return a digest of some names, in order."""
-    return digest("\0".join(names).encode())
