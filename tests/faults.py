@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import warm  # noqa: F401
 from harness import Kind, Ranks
 from torch import nn
 
@@ -21,7 +22,6 @@ from syncprims.training.checkpoints import disk
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports a lot: once, and not in every child
 
 #: What checkpoints call of `os`. That there is nothing else is looked for with strace.
 CALLS = (
@@ -226,7 +226,6 @@ class Trial:
         self._old = folder / "old"
         self._new = folder / "new"
         self.path = folder / "run" / "checkpoint"
-        torch.set_num_threads(1)  # threads of the parent's would be missing in its children
         if overwrite:
             self._ranks.run(lambda: setup.save(str(self._old), OLD))
         self.reset()

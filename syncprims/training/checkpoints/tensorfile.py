@@ -36,6 +36,7 @@ _CODES: dict[torch.dtype, str] = {
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _WORD = struct.Struct("<Q")
+_ALIGNED = 64  # bytes: where the data begin, so that every number is where processors want it
 _ENTRY = {"dtype", "shape", "data_offsets"}
 
 
@@ -125,7 +126,7 @@ def _header(
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     header = sealed(entries, META)[0]
-    header += b" " * (-len(header) % _WORD.size)  # the data begins at a multiple of eight
+    header += b" " * (-(_WORD.size + len(header)) % _ALIGNED)
     if len(header) > LONGEST_HEADER:
         raise ValueError(
             f"{len(order)} tensors need a header of {len(header)} bytes, and a file may have "
@@ -228,9 +229,10 @@ class TensorFile:
         if start == end:
             found = torch.empty(shape, dtype=dtype)
         else:
-            count = (end - start) // dtype.itemsize
-            found = torch.frombuffer(self._data, dtype=dtype, count=count, offset=start)
-            found = found.reshape(shape)
+            found = torch.frombuffer(self._data, dtype=torch.uint8, count=end - start, offset=start)
+            if start % (16 if name in self._pairs else dtype.itemsize):
+                found = found.clone()  # some processors, and some of torch, fail on such numbers
+            found = found.view(dtype).reshape(shape)
         return torch.view_as_complex(found) if name in self._pairs else found
 
     def _header(self) -> bytes:
