@@ -59,8 +59,10 @@ def save_model(
     team = Team.met()
     plan, told = together(doing, lambda: _plan(model, most, team), _Plan.told, advice=STANDS)
     check_alike(doing, team.ranks, "models", [one["model"] for one in told])
-    places = together(doing, lambda: _prepare(path) if team.leads else None, advice=STANDS).by_rank
-    place = _Place(*places[0])
+    prepared = together(
+        doing, lambda: list(_prepare(path)) if team.leads else [], advice=STANDS
+    ).by_rank
+    place = _Place(*prepared[0])
     try:
         job = _Job.of(plan, path, form, place, [one["digests"] for one in told])
         _save(doing, job, plan, team)

@@ -81,10 +81,10 @@ def begin(
         doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told, advice=STANDS
     )
     check_alike(doing, team.ranks, "states", [one["what"] for one in told])
-    places = together(
-        doing, lambda: Place.prepare(path) if team.leads else None, advice=STANDS
+    prepared = together(
+        doing, lambda: list(Place.prepare(path)) if team.leads else [], advice=STANDS
     ).by_rank
-    job = _job(doing, team, Place(*places[0]), step, plan, told)._replace(after=after)
+    job = _job(doing, team, Place(*prepared[0]), step, plan, told)._replace(after=after)
     return save_now(job) if block else save_behind(job)
 
 
