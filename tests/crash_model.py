@@ -1,19 +1,20 @@
 """A weak disk: what may be found after a power cut, given the calls that were made before it.
 
-Nothing but a sync makes anything last. Of a file that was not synced, the content may be what it was
-at its last sync, all of it, half, or zeros. Of the changes to a directory since its last sync (names
-made, changed, removed), any selection may be found, whatever their order was; a rename is one change.
+Nothing but a sync makes anything last. Of a file that was not synced, the content may be what it
+was at its last sync, all of it, half, or zeros. Of the changes to a directory since its last sync
+(names made, changed, removed), any selection may be found, in whatever order they were made; a
+rename is one change.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _ALL_SELECTIONS = 7  # of so many changes; of more, each alone, each left out, and each beginning
 
@@ -94,8 +95,7 @@ class WeakDisk:
             if entry.is_dir():
                 found.lasting[entry.name] = self._read(entry.path)
             else:
-                with open(entry.path, "rb") as file:
-                    found.lasting[entry.name] = File(file.read(), lasting=True)
+                found.lasting[entry.name] = File(Path(entry.path).read_bytes(), lasting=True)
         return found
 
     def _find(self, path: str) -> Any:
@@ -106,7 +106,7 @@ class WeakDisk:
         return node
 
     def _parent(self, path: str) -> tuple[Directory, str]:
-        return self._find(os.path.dirname(path)), os.path.basename(path)
+        return self._find(str(Path(path).parent)), Path(path).name
 
     def follow(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
         """Do what a call has done; tell whether that changed anything."""
@@ -131,8 +131,8 @@ class WeakDisk:
             directory.changes.append(Change(None, (base, Directory())))
         elif name == "rename":
             directory, base = self._parent(args[0])
-            assert os.path.dirname(args[1]) == os.path.dirname(args[0])
-            directory.changes.append(Change(base, (os.path.basename(args[1]), self._find(args[0]))))
+            assert Path(args[1]).parent == Path(args[0]).parent
+            directory.changes.append(Change(base, (Path(args[1]).name, self._find(args[0]))))
         elif name in ("unlink", "rmdir"):
             directory, base = self._parent(args[0])
             directory.changes.append(Change(base, None))

@@ -53,12 +53,13 @@ class Watched:
 @contextlib.contextmanager
 def watched(at: Callable[[int, str, tuple[Any, ...]], object]) -> Generator[Watched]:
     """Let checkpoints use a watched `os`."""
-    fake, real = Watched(at), disk.os
-    disk.os = fake  # type: ignore[assignment]
+    module: Any = disk
+    fake, real = Watched(at), module.os
+    module.os = fake
     try:
         yield fake
     finally:
-        disk.os = real
+        module.os = real
 
 
 def nothing(number: int, name: str, args: tuple[Any, ...]) -> None:

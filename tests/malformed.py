@@ -58,11 +58,13 @@ def mutate(document: Any, dice: random.Random) -> None:
         container[key] += dice.choice([-8, -1, 1, 8, 2**32])
     else:
         other, where = dice.choice(found)
-        container[key] = json.loads(json.dumps(other.get(where) if isinstance(other, dict) else other[-1:]))
+        container[key] = json.loads(
+            json.dumps(other.get(where) if isinstance(other, dict) else other[-1:])
+        )
 
 
 def dumped(document: Any, under: str | None, dice: random.Random) -> bytes:
-    """Return a document as JSON, sometimes with a seal that fits, as whoever forges one makes it."""
+    """Return a document as JSON, mostly with a seal that fits, as a forger would make it."""
     if dice.random() < 0.7:
         try:
             bare = json.loads(json.dumps(document))

@@ -53,12 +53,13 @@ def crash(setup: Setup, overwrite: bool, folder: Path) -> tuple[int, int, int]:
     if overwrite:
         setup.save(str(path), OLD)
     weak, moments = WeakDisk(run), list[set[Any]]()
-    real, fake = disk.os, None
+    module: Any = disk
+    real = module.os
     try:
-        fake = disk.os = Recorder(weak, moments)  # type: ignore[assignment]
+        module.os = Recorder(weak, moments)
         setup.save(str(path), NEW)
     finally:
-        disk.os = real
+        module.os = real
     before, found = OLD if overwrite else NONE, dict[Any, int]()
     for state in set().union(*moments):
         lay_out(thaw(state), folder / "found")

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,10 +21,8 @@ from syncprims.training import load_checkpoint_in_model, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from pathlib import Path
 
     from harness import Ranks
-
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,9 @@ class Odd(nn.Module):
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.scalar = nn.Parameter(torch.tensor(float(seed)))
         self.register_buffer("one", torch.tensor(seed))
-        self.register_buffer("conjugate", torch.randn(4, dtype=torch.complex64, generator=made).conj())
+        self.register_buffer(
+            "conjugate", torch.randn(4, dtype=torch.complex64, generator=made).conj()
+        )
         self.embed = nn.Embedding(5, 4)
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.embed.weight
@@ -148,7 +149,7 @@ def test_ranks_write_different_shards(world: Ranks, tmp_path: Path) -> None:
 
         def at(number: int, name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and args[1] & os.O_CREAT:
-                made.add(os.path.basename(args[0]))
+                made.add(Path(args[0]).name)
 
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
@@ -164,7 +165,7 @@ def test_ranks_write_different_shards(world: Ranks, tmp_path: Path) -> None:
 @several(2)
 def test_what_differs_between_ranks_is_mains(world: Ranks, tmp_path: Path) -> None:
     def program() -> list[float]:
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.fill_(7)
@@ -222,7 +223,7 @@ def test_the_model_is_untouched_when_the_load_is_refused(saved: tuple[nn.Module,
 
 def test_strict_names_what_is_missing_and_what_is_not_known(saved: tuple[nn.Module, Path]) -> None:
     _, path = saved
-    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
+    other: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
     with pytest.raises(sp.CheckpointError, match=r"missing: 2\.weight, 2\.bias"):
         load_checkpoint_in_model(other, path)
     less = nn.Sequential(nn.Linear(3, 4))
@@ -234,7 +235,7 @@ def test_without_strict_the_rest_is_left(
     saved: tuple[nn.Module, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, path = saved
-    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
+    other: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
     kept = other[2].weight.clone()
     load_checkpoint_in_model(other, path, strict=False)
     assert torch.equal(other[0].weight, model.state_dict()["0.weight"])
@@ -244,6 +245,7 @@ def test_without_strict_the_rest_is_left(
 
 def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module, Path]) -> None:
     model, path = saved
+    other: Any
     with torch.device("meta"):
         other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     load_checkpoint_in_model(other, path, device_map={"": "cpu", "1": "cpu"}, dtype=torch.bfloat16)
@@ -272,18 +274,19 @@ def test_compiled_and_wrapped_models_have_the_names_of_plain_ones(
 
     def program() -> list[bool]:
         plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        parts = nn.Sequential(torch.compile(nn.Linear(3, 4)), nn.Linear(4, 2))
+        layer: Any = torch.compile(nn.Linear(3, 4))
+        parts = nn.Sequential(layer, nn.Linear(4, 2))
         parallel = nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
         whole: Any = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
         fine = []
         for model in (parts, parallel, whole):
             save_model(model, tmp_path / "m")
             load_checkpoint_in_model(plain, tmp_path / "m")
-            fine.append(torch.equal(list(plain.parameters())[0], list(model.parameters())[0]))
+            fine.append(torch.equal(next(plain.parameters()), next(model.parameters())))
             save_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), tmp_path / "m")
             load_checkpoint_in_model(model, tmp_path / "m")
             load_checkpoint_in_model(plain, tmp_path / "m")
-            fine.append(torch.equal(list(plain.parameters())[0], list(model.parameters())[0]))
+            fine.append(torch.equal(next(plain.parameters()), next(model.parameters())))
         return fine
 
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [[True] * 6]

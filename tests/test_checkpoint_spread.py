@@ -1,4 +1,4 @@
-"""Models spread over ranks (DTensor, FSDP2) and replicated by DDP, on Gloo: saved, cut anew, exact."""
+"""Models spread over ranks (DTensor, FSDP2) or replicated (DDP), on Gloo: saved and cut anew."""
 
 from __future__ import annotations
 
@@ -151,7 +151,9 @@ def test_a_ddp_model_has_the_names_of_a_plain_one(tmp_path: Path) -> None:
             for parameter in other.parameters():
                 parameter.zero_()
         load_checkpoint_in_model(other, tmp_path / "m")
-        one = all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        one = all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
         load_state(tmp_path / "s", {"model": other})
         load_checkpoint_in_model(model, tmp_path / "m")
         return one

@@ -14,7 +14,7 @@ from syncprims import get_local_world_size
 def capture() -> dict[str, Any]:
     """Return the state of all generators that a training uses by default."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
         "numpy": {

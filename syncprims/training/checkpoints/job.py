@@ -1,5 +1,9 @@
 """One save of a state: where it goes, who writes which file, and how it comes to be all at once."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import errno
@@ -181,7 +185,7 @@ class _Change:
             return
         folder = self._place.folder
         old: Any = self._old.get("objects")
-        names = [*new.objects, *(old if isinstance(old, dict) else ())]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        names = [*new.objects, *(old if isinstance(old, dict) else ())]
         ours = [re.compile(re.escape(name) + _VERSION) for name in names]
         for name in names_or_report(folder):
             state = any(kind.fullmatch(name) for kind in (*ours, _RANK)) and name not in files

@@ -1,5 +1,9 @@
 """Load a model's weights, ours or others': proved first, and only then brought in."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import os
@@ -109,10 +113,10 @@ def _read_shards(path: str, follow: bool) -> dict[str, torch.Tensor]:
     written: dict[str, Written] = {}
     if is_ours(data, FILES):
         check(path, data, "metadata")
-        written = _written(path, metadata.get(FILES))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        written = _written(path, metadata.get(FILES))
     by_file: dict[str, list[str]] = {}
-    for name, file in placed.items():  # pyright: ignore[reportUnknownVariableType]
-        by_file.setdefault(plain_name(path, file), []).append(name)  # pyright: ignore[reportUnknownArgumentType]
+    for name, file in placed.items():
+        by_file.setdefault(plain_name(path, file), []).append(name)
     if written and written.keys() != by_file.keys():
         raise refusal(path, "files", ", ".join(sorted(written)), ", ".join(sorted(by_file)))
     tensors: dict[str, torch.Tensor] = {}

@@ -1,5 +1,9 @@
 """Load the whole state of a training: proved first, by all ranks, and only then brought in."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import os
@@ -137,13 +141,13 @@ class _Reader:
         if mine is None:
             return _Found(self._path, self._manifest, states, None)
         kept: Any = self._state(f"of rank {self._team.place}", mine, {})
-        if not isinstance(kept, dict) or not isinstance(kept.get("objects"), dict):  # pyright: ignore[reportUnknownMemberType]
+        if not isinstance(kept, dict) or not isinstance(kept.get("objects"), dict):
             path = f"{self._path}/{manifest.NAME}"
-            raise refusal(path, "a rank's own state", "objects and random numbers", repr(kept))  # pyright: ignore[reportUnknownArgumentType]
+            raise refusal(path, "a rank's own state", "objects and random numbers", repr(kept))
         for name in self._wanted(self._own, kept["objects"]):
             states[name] = kept["objects"][name]
             check_fits(self._path, name, self._own[name], states[name])
-        if rng and not isinstance(kept.get("rng"), dict):  # pyright: ignore[reportUnknownMemberType]
+        if rng and not isinstance(kept.get("rng"), dict):
             path = f"{self._path}/{manifest.NAME}"
             raise refusal(path, "random numbers", "their state", "none: saved with rng=False")
         return _Found(self._path, self._manifest, states, kept["rng"] if rng else None)

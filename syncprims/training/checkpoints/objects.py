@@ -1,5 +1,9 @@
 """What can be saved and loaded by name: anything that gives its state and takes it back."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import re
@@ -44,7 +48,7 @@ def check_objects(objects: Mapping[str, object], own: Mapping[str, object]) -> N
                 f"{name!r} is a {type(thing).__name__}: it has no state_dict() and "
                 f"load_state_dict(), which a checkpoint needs"
             )
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or _OURS.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not _NAME.fullmatch(name) or _OURS.fullmatch(name):
             raise ValueError(
                 f"{name!r} is no name for an object: letters, digits, '_', '.' and '-', at most "
                 f"100, and not 'rank-' with a number"
@@ -117,4 +121,3 @@ def targets(thing: Stateful) -> Mapping[str, Any]:
         params = [p for group in thing.param_groups for p in group["params"]]
         return {f"state.{number}.": p for number, p in enumerate(params) if is_sharded(p)}
     return {}
-

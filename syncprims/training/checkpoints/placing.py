@@ -1,5 +1,9 @@
 """Put a model's parameters on other devices, or into another dtype, before weights come in."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -32,7 +36,7 @@ def place(
                     continue
                 if id(tensor) not in made:
                     made[id(tensor)] = _moved(tensor, _device(table, full), kind)
-                table_of[name] = made[id(tensor)]  # type: ignore[assignment]  # pyright: ignore[reportArgumentType]
+                table_of[name] = made[id(tensor)]  # pyright: ignore[reportArgumentType]
 
 
 def _moved(

@@ -1,10 +1,13 @@
 """How a checkpoint is refused: which file, what was expected, what was found, what to do."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from typing import TYPE_CHECKING
 
 from syncprims.errors import CheckpointError
@@ -37,7 +40,7 @@ def reading(path: str) -> Generator[None]:
     except FileNotFoundError as error:
         raise refusal(path, "missing", "a file", "none") from error
     except OSError as error:
-        found = os.strerror(error.errno) if error.errno == errno.EIO else error.strerror
+        found = error.strerror
         if error.errno == errno.ELOOP:
             found = "a symbolic link, which may lead anywhere"
         refused = refusal(path, "cannot be read", "a regular file", found or str(error))

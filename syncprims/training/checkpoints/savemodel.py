@@ -1,5 +1,9 @@
 """Save a model in the layout that others read: whole or not at all, by all ranks together."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import json
@@ -149,7 +153,7 @@ class _Job(NamedTuple):
     ) -> _Job:
         """Return the same job on every rank."""
         count = len(plan.groups)
-        first = form.single if count == 1 else form.index
+        first = form.single if count == 1 else form.listing
         waiting = temporary(first, place.token)
         if count == 1:
             return cls(path, form, first, waiting, [waiting], [0])

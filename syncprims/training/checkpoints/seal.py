@@ -4,6 +4,10 @@ The digest is XXH3-128 over the exact bytes with zeros in its own place. It tell
 malice: whoever can write the file can also make a new digest.
 """
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import json
@@ -85,7 +89,10 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
             seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            twice = ""
+            for key, _ in pairs:
+                twice = key if key in seen else twice
+                seen.add(key)
             raise refusal(path, "ambiguous", "each key once", f"{twice!r} twice")
         return made
 
@@ -100,4 +107,4 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
         raise refusal(path, "not JSON", "a JSON object", str(error)) from None
     if not isinstance(found, dict):
         raise refusal(path, "not what was written", "a JSON object", f"a {type(found).__name__}")
-    return found  # pyright: ignore[reportUnknownVariableType]
+    return found

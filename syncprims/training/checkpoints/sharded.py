@@ -1,9 +1,13 @@
 """Tensors that are spread over ranks (DTensor, FSDP2), and their parts."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +44,10 @@ def like(target: DTensor, local: torch.Tensor) -> DTensor:
     """Return a tensor spread like `target`, of which `local` is this rank's part."""
     from torch.distributed.tensor import DTensor
 
-    made: Any = DTensor.from_local(
+    return DTensor.from_local(
         local.to(target.to_local().device), target.device_mesh, target.placements,
         run_check=False, shape=target.shape, stride=target.stride(),
     )  # fmt: skip
-    return made
 
 
 def cut(whole_tensor: torch.Tensor, target: DTensor) -> DTensor:

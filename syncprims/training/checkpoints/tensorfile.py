@@ -5,6 +5,10 @@ readers see an ordinary safetensors file. Written straight from the tensors' mem
 Format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import json
@@ -153,7 +157,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield _bytes(tensor.resolve_conj().resolve_neg().cpu().contiguous())
     else:
         rows = max(1, disk.PIECE * len(tensor) // size)
-        for some in tensor.split(rows):
+        for some in torch.split(tensor, rows):
             yield from pieces(some[0] if len(some) == 1 else some)
 
 
@@ -162,7 +166,7 @@ def _lazy(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def content_digest(tensor: torch.Tensor) -> str:
@@ -247,30 +251,30 @@ class TensorFile:
         return self._data[_WORD.size : _WORD.size + length]
 
     def _metadata(self, found: Any) -> dict[str, str]:
-        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-            raise refusal(self.path, "wrong header", "metadata of texts", repr(found))  # pyright: ignore[reportUnknownArgumentType]
-        return found  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+            raise refusal(self.path, "wrong header", "metadata of texts", repr(found))
+        return found
 
     def _entry(self, name: str, entry: Any) -> Entry:
-        if not isinstance(entry, dict) or set(entry) != _ENTRY:  # pyright: ignore[reportUnknownArgumentType]
+        if not isinstance(entry, dict) or set(entry) != _ENTRY:
             raise refusal(self.path, f"wrong entry {name!r}", "dtype, shape, data_offsets", entry)
-        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]  # pyright: ignore[reportUnknownVariableType]
+        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         dtype = _DTYPES.get(code) if isinstance(code, str) else None
         if dtype is None:
-            raise refusal(self.path, f"dtype of {name!r}", f"one of {sorted(_DTYPES)}", repr(code))  # pyright: ignore[reportUnknownArgumentType]
+            raise refusal(self.path, f"dtype of {name!r}", f"one of {sorted(_DTYPES)}", repr(code))
         if not _naturals(shape) or len(shape) > 64:
-            raise refusal(self.path, f"shape of {name!r}", "a list of sizes", repr(shape))  # pyright: ignore[reportUnknownArgumentType]
+            raise refusal(self.path, f"shape of {name!r}", "a list of sizes", repr(shape))
         if not _naturals(offsets) or len(offsets) != 2:
-            raise refusal(self.path, f"place of {name!r}", "[start, end]", repr(offsets))  # pyright: ignore[reportUnknownArgumentType]
-        start, end = offsets  # pyright: ignore[reportUnknownVariableType]
+            raise refusal(self.path, f"place of {name!r}", "[start, end]", repr(offsets))
+        start, end = offsets
         needs = dtype.itemsize
-        for length in shape:  # pyright: ignore[reportUnknownVariableType]
+        for length in shape:
             needs *= length
         # Zeros in a shape can hide sizes that no tensor may have.
-        if end - start != needs or any(length > 1 << 62 for length in shape):  # pyright: ignore[reportUnknownVariableType]
+        if end - start != needs or any(length > 1 << 62 for length in shape):
             what = f"size of {name!r}"
             raise refusal(self.path, what, f"{needs} bytes for {dtype} {shape}", f"{end - start}")
-        return Entry(dtype, tuple(shape), self._begin + start, self._begin + end)  # pyright: ignore[reportUnknownArgumentType]
+        return Entry(dtype, tuple(shape), self._begin + start, self._begin + end)
 
     def _check_cover(self) -> None:
         """Accept tensors that cover the data exactly: no gap, no overlap, nothing after."""
@@ -297,5 +301,4 @@ class TensorFile:
 def _naturals(found: Any) -> bool:
     if not isinstance(found, list):
         return False
-    return all(type(value) is int and value >= 0 for value in found)  # pyright: ignore[reportUnknownVariableType]
-
+    return all(type(value) is int and value >= 0 for value in found)

@@ -1,5 +1,9 @@
 """Every rank does its part, and then either all go on or all raise the same error."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import logging

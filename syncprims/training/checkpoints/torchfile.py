@@ -1,5 +1,9 @@
 """Torch's own files, ``.bin``: written when the user asks for them, read without running code."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import contextlib
@@ -93,9 +97,9 @@ def read(path: str, written: Written | None, *, follow: bool) -> dict[str, torch
     if not isinstance(state, dict):
         raise refusal(path, "not a weights file", "a dict of tensors", type(state).__name__)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():  # pyright: ignore[reportUnknownVariableType]
+    for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            kind = type(tensor).__name__  # pyright: ignore[reportUnknownArgumentType]
+            kind = type(tensor).__name__
             raise refusal(path, f"entry {name!r}", "a tensor under a name", kind)
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise refusal(path, f"tensor {name!r}", "a dense tensor", str(tensor.layout))

@@ -5,6 +5,10 @@ else is an object with a ``"$"`` that names its kind. Tensors and arrays are put
 Types are kept exactly, so what would need code to be made again is refused when it is saved.
 """
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import base64
@@ -67,7 +71,7 @@ class _Splitter:
 
     def node(self, value: Any, place: tuple[str, ...]) -> Any:
         """Return the JSON for a value."""
-        kind = cast("type[Any]", type(value))
+        kind: type[Any] = type(value)
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
@@ -169,7 +173,7 @@ class _Splitter:
         raise self._cannot(value, place)
 
     def _cannot(self, value: Any, place: tuple[str, ...]) -> TypeError:
-        kind = cast("type[Any]", type(value))
+        kind: type[Any] = type(value)
         return TypeError(
             f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}: it "
             f"could only be saved as a pickle, which runs code when it is loaded. Give a "
@@ -198,7 +202,7 @@ class _Joiner:
     def value(self, node: Any) -> Any:
         """Return the value of a node."""
         if isinstance(node, list):
-            return [self.value(item) for item in cast("list[Any]", node)]
+            return [self.value(item) for item in node]
         if not isinstance(node, dict):
             return node
         found = cast("dict[str, Any]", node)

@@ -28,7 +28,7 @@ class Format(NamedTuple):
         return f"{self.stem}.{self.ending}"
 
     @property
-    def index(self) -> str:
+    def listing(self) -> str:
         """The file that says which shard holds what."""
         return f"{self.single}.index.json"
 
@@ -40,7 +40,7 @@ class Format(NamedTuple):
 SAFE = Format("model", "safetensors")
 TORCH = Format("pytorch_model", "bin")
 #: The ways to hold a model, in the order in which they are looked for.
-FIRST_FILES = (SAFE.single, SAFE.index, TORCH.single, TORCH.index)
+FIRST_FILES = (SAFE.single, SAFE.listing, TORCH.single, TORCH.listing)
 _SHARD = re.compile(r"(?:model|pytorch_model)-\d{5,}-of-\d{5,}(?:\.v\d+)?\.(?:safetensors|bin)")
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")
 

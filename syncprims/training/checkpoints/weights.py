@@ -1,5 +1,9 @@
 """A model's tensors under the names that other programs know: unwrapped, and ties found."""
 
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import re
