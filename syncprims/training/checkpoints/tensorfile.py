@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from . import disk
+from .pieces import Digest, digest_of
 from .refusal import reading, refusal
 from .seal import BLANK, check, is_ours, parse, reseal, sealed
 
@@ -98,7 +99,7 @@ def write(
     file = disk.NewFile(path)
     try:
         file.write(_WORD.pack(len(header)) + header)
-        hashed = xxhash.xxh3_128()
+        hashed = Digest()
         size = _WORD.size + len(header)
         for name in order:
             for piece in pieces(tensors[name]):
@@ -217,13 +218,8 @@ class TensorFile:
         """
         if not self.seal:
             return
-        hashed = xxhash.xxh3_128()
-        whole = memoryview(self._data)
-        for start in range(self._begin, self.size, disk.PIECE):
-            piece = whole[start : start + disk.PIECE]
-            hashed.update(piece)
-            tell(len(piece))
-        expected, found = self.metadata.get(DATA, ""), hashed.hexdigest()
+        expected = self.metadata.get(DATA, "")
+        found = digest_of(memoryview(self._data)[self._begin :], tell)
         if found != expected:
             raise refusal(self.path, "damaged data", f"the digest {expected}", found)
 
