@@ -223,8 +223,8 @@ def table(saved: dict[str, Any], loaded: dict[str, Any], rounds: int) -> str:
     plain = statistics.median(one["plain"] for one in saved.values())
     lines = [
         f"1 GiB of float32, median of {rounds} rounds, {os.cpu_count()} cores, each in a process",
-        f"of its own. A plain write and sync of as many bytes took {plain:.2f} s; those that do not",
-        "sync by themselves were synced within their time. A state is 1/3 model, 2/3 AdamW.",
+        f"of its own. A plain write and sync of as many bytes took {plain:.2f} s; those that do",
+        "not sync by themselves were synced within their time. A state is 1/3 model, 2/3 AdamW.",
         "",
         "| saving | seconds | of a plain write | extra memory, MB |",
         "|---|---|---|---|",

@@ -24,9 +24,11 @@ class Steps:
         self.done = 0
 
     def state_dict(self) -> dict[str, int]:
+        """Return what a checkpoint keeps of it."""
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
         self.done = state["done"]
 
 
