@@ -85,6 +85,26 @@ def test_what_a_power_cut_leaves_is_the_old_or_the_new(
     print(f"power cut: {name} overwrite={overwrite}: {moments} moments, {states} states, {new} new")
 
 
+@pytest.mark.parametrize("call", ["sync_directory", "NewFile.finish"])
+@pytest.mark.parametrize("name", ["single", "shards", "state"])
+def test_a_save_that_forgets_to_sync_is_found_out(
+    name: str, call: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            if call == "sync_directory":
+                patch.setattr(disk, "sync_directory", lambda path: None)
+            else:
+                patch.setattr(disk.NewFile, "finish", disk.NewFile.abandon)
+            try:
+                crash(SETUPS[f"{name}-1"], True, tmp_path)
+            except AssertionError:
+                return True
+        return False
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+
+
 def test_the_model_of_the_disk_finds_a_save_that_forgets_to_sync(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 #: Of the tests of every day: (setup, over an older save?, every how many-th point).
 SHORT = [
-    ("single-1", False, 1), ("single-1", True, 1), ("shards-1", True, 1), ("to-shards-1", True, 1),
-    ("from-shards-1", True, 1), ("state-1", False, 2), ("state-1", True, 1),
-    ("shards-2", True, 3), ("state-2", False, 5), ("state-2", True, 4), ("state-behind-2", True, 9),
-    ("state-4", True, 19),
+    ("single-1", False, 3), ("single-1", True, 2), ("shards-1", True, 2), ("to-shards-1", True, 2),
+    ("from-shards-1", True, 2), ("state-1", False, 5), ("state-1", True, 4),
+    ("shards-2", True, 5), ("state-2", False, 9), ("state-2", True, 8),
+    ("state-behind-2", True, 13), ("state-4", True, 31),
 ]  # fmt: skip
 LONG = [(name, overwrite, 1) for name in SETUPS for overwrite in (False, True)]
 everywhere = pytest.mark.parametrize(("name", "overwrite", "stride"), SHORT)
@@ -59,7 +59,7 @@ def test_killed_anywhere_it_is_the_old_or_the_new(
     name: str, overwrite: bool, stride: int, tmp_path: Path
 ) -> None:
     seen = kill_everywhere(name, overwrite, stride, tmp_path)
-    assert seen.total() > 4
+    assert seen.total() > 3
     assert seen[OLD if overwrite else NONE] > 0
 
 
@@ -119,8 +119,7 @@ def test_failing_anywhere_all_ranks_say_the_same(
     name: str, overwrite: bool, stride: int, tmp_path: Path
 ) -> None:
     codes = list(ERRNOS.values())
-    some = codes[:1] if stride == 1 else codes
-    seen = fail_everywhere(name, overwrite, some, stride, tmp_path)
+    seen = fail_everywhere(name, overwrite, codes, stride, tmp_path)
     assert seen[True, OLD if overwrite else NONE] > 0
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import warm  # noqa: F401
 from conftest import several
+from keeping import on_some
 from safetensors import safe_open
 from torch import nn
 
@@ -88,6 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@on_some
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_of_all_kinds_of_tensors_comes_back_bit_for_bit(
     world: Ranks, layout: str, tmp_path: Path
@@ -138,6 +140,24 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, meeting_place: 
         return {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "m").iterdir()}
 
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [{0o640}]
+
+
+@several(2)
+def test_what_takes_long_shows_a_bar_on_main(
+    world: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
+
+    def program() -> None:
+        save_model(nn.Linear(8, 8), tmp_path / "m")
+        if sp.is_main():
+            load_checkpoint_in_model(nn.Linear(8, 8), tmp_path / "m")
+
+    world.run(program)
+    shown = capfd.readouterr().err
+    assert shown.count("| 32.0/288 ") == 1, shown  # when it had been seen to take long: one rank
+    assert "saving the model" in shown
+    assert "checking weights" in shown
 
 
 @several(2, 4)
