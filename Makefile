@@ -59,6 +59,7 @@ soak: $(VENV)/test ## the long loops
 bench: $(VENV)/bench ## measure beside the peers, and write bench/RESULTS.md
 	$(BIN)/python -m compileall -q syncprims backends
 	$(BIN)/python bench/measure.py --write
+	$(BIN)/python bench/checkpoints.py --write
 
 clean: ## remove what was made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache

@@ -169,7 +169,26 @@ class PeerFailed(SyncError, RuntimeError):
 
 
 class CheckpointError(SyncError, OSError):
-    """A checkpoint could not be written whole, or is not what was written."""
+    """A checkpoint could not be written whole, or is not what was written.
+
+    Like every OSError it has :attr:`filename`, and :attr:`errno` where the system gave one.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        path: str | None = None,
+        errno: int | None = None,
+        **facts: Any,
+    ) -> None:
+        super().__init__(message, **facts)
+        self.filename: str | None = path
+        self.errno: int | None = errno
+
+    def facts(self) -> dict[str, Any]:
+        """Return the keyword arguments that make an equal error."""
+        return {**super().facts(), "path": self.filename, "errno": self.errno}
 
 
 #: Errors after which ranks are no longer in step: whoever raises one is a consequence, not a cause.

@@ -68,11 +68,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     modules = {n for n in names if n.endswith((".py", "py.typed")) and ".dist-info" not in n}
-    expected = {f"syncprims/{p.name}" for p in (ROOT / "syncprims").glob("*.py")}
-    expected |= {f"syncprims/testing/{p.name}" for p in (ROOT / "syncprims/testing").glob("*.py")}
+    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "syncprims").rglob("*.py")}
     expected |= {f"syncprims/backends/{p.name}" for p in (ROOT / "backends").glob("*.py")}
-    training = (ROOT / "syncprims" / "training").glob("*.py")
-    expected |= {f"syncprims/training/{p.name}" for p in training}
     assert modules == {*expected, "syncprims/py.typed"}
     metadata = (
         zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("/METADATA"))).decode()

@@ -17,6 +17,14 @@ from .accumulation import Accumulator as Accumulator
 from .averaging import average_gradients as average_gradients
 from .averaging import share_buffers as share_buffers
 from .averaging import share_model as share_model
+from .checkpoints import Checkpoints as Checkpoints
+from .checkpoints import Loaded as Loaded
+from .checkpoints import Saving as Saving
+from .checkpoints import Stateful as Stateful
+from .checkpoints import load_checkpoint_in_model as load_checkpoint_in_model
+from .checkpoints import load_state as load_state
+from .checkpoints import save_model as save_model
+from .checkpoints import save_state as save_state
 from .clipping import clip_grad_norm_ as clip_grad_norm_
 from .clipping import clip_grad_value_ as clip_grad_value_
 from .data import PreparedLoader as PreparedLoader

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from syncprims import CheckpointError, all_gather, barrier, get_rank, is_main
+from syncprims import is_main
 
+from .checkpoints import Checkpoints, load_state, save_model, save_state
 from .preparation import unwrap_model
-from .seeding import random_state, set_random_state
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from .checkpoints import Saving as Save
     from .preparation import Preparation
 
 
@@ -47,6 +48,7 @@ class Saving:
     """The saving half of an Accelerator."""
 
     preparation: Preparation
+    project_dir: Path | None
 
     def _start_saving(self) -> None:
         self._registered: dict[str, Any] = {}
@@ -59,65 +61,80 @@ class Saving:
         """Return the model's state, under the names it had before `prepare`."""
         return (unwrap_model(model, keep_fp32_wrapper=True) if unwrap else model).state_dict()
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Let :meth:`save_state` and :meth:`load_state` take care of these objects, too.
 
-        :raises ValueError: if one has no ``state_dict`` and ``load_state_dict``.
+        Each is saved under its name. Those without get ``registered_0`` and so on, by order.
+
+        :raises ValueError: if one has no ``state_dict`` and ``load_state_dict``, or a name is
+            taken.
         """
-        for obj in objects:
+        first = sum(name.startswith("registered_") for name in self._registered)
+        fresh = {f"registered_{first + i}": obj for i, obj in enumerate(objects)} | named
+        taken = {*self.stateful(), *self.rank_stateful()}
+        for name, obj in fresh.items():
             if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
                 raise ValueError(
                     f"{obj!r} has no state_dict() and load_state_dict(); only objects that have "
                     f"both can be checkpointed"
                 )
-            self._registered[f"registered_{len(self._registered)}"] = obj
+            if name in taken:
+                raise ValueError(f"the name {name!r} is taken; give {obj!r} another")
+        self._registered.update(fresh)
 
     def stateful(self) -> dict[str, Any]:
-        """Return everything with a state, by name: each has `state_dict` and `load_state_dict`."""
+        """Return what has a state that is the same on all ranks, by name."""
         return {}
 
-    def save_state(self, output_dir: str | os.PathLike[str]) -> None:
-        """Write the job's whole state to a directory; all ranks return when all have. Collective.
+    def rank_stateful(self) -> dict[str, Any]:
+        """Return what has a state of this rank's own, by name."""
+        return {}
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "5GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save the model's weights, for this library and others to read. Collective.
+
+        See :func:`syncprims.training.save_model`.
+        """
+        save_model(unwrap_model(model), save_directory, max_shard_size, safe_serialization)
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, *, block: bool = True
+    ) -> Save:
+        """Save the job's whole state to a directory: whole, or not at all. Collective.
+
+        Without `output_dir` it is the next ``checkpoint_N`` in ``checkpoints`` of the project's
+        directory. With ``block=False`` it is written behind the training, and the handle's
+        ``wait()`` returns when it is durable.
 
         :raises CheckpointError: on all ranks, if one cannot write its part.
         """
-        folder = Path(output_dir)
-        part = folder / f"rank_{get_rank()}.pt"
-        state = {name: obj.state_dict() for name, obj in self.stateful().items()}
-        state["random"] = random_state()
-        problem = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            beside = part.with_suffix(".new")
-            torch.save(state, beside)
-            beside.replace(part)
-        except OSError as error:
-            problem = f"{part}: {error}"
-        _agree(problem, "saved")
+        own = self.rank_stateful()
+        if output_dir is not None:
+            return save_state(output_dir, self.stateful(), rank_objects=own, block=block)
+        kept = self._checkpoints()
+        latest = kept.latest()
+        step = 0 if latest is None else latest + 1
+        return kept.save(step, self.stateful(), rank_objects=own, block=block)
 
-    def load_state(self, input_dir: str | os.PathLike[str]) -> None:
-        """Continue with the state in a directory. Collective.
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
+        """Continue with the state in a directory, else with the project's latest. Collective.
 
-        :raises CheckpointError: on all ranks, if one cannot read its part.
+        :raises CheckpointError: on all ranks, if there is none, it is not as it was saved, or it
+            is of another number of ranks.
         """
-        part = Path(input_dir) / f"rank_{get_rank()}.pt"
-        problem, state = None, {}
-        try:
-            state = torch.load(part, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError) as error:
-            problem = f"{part}: {error}"
-        named = self.stateful()
-        if problem is None and (absent := named.keys() - state.keys()):
-            problem = f"{part}: no state of {sorted(absent)}"
-        _agree(problem, "loaded")
-        for name, obj in named.items():
-            obj.load_state_dict(state[name])
-        set_random_state(state["random"])
-        barrier("load_state")
+        own = self.rank_stateful()
+        if input_dir is not None:
+            load_state(input_dir, self.stateful(), rank_objects=own)
+        else:
+            self._checkpoints().load(self.stateful(), rank_objects=own)
 
-
-def _agree(problem: str | None, what: str) -> None:
-    """Return if all ranks are well; otherwise raise the same error on all."""
-    for rank, said in enumerate(all_gather(problem)):
-        if said is not None:
-            raise CheckpointError(f"the state was not {what}: rank {rank}, {said}", rank=rank)
+    def _checkpoints(self) -> Checkpoints:
+        if self.project_dir is None:
+            raise ValueError("name a directory, or make the Accelerator with project_dir=")
+        return Checkpoints(self.project_dir / "checkpoints", prefix="checkpoint_")

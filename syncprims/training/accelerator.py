@@ -349,17 +349,20 @@ class Accelerator(Saving):
     # -- state ----------------------------------------------------------------------------------
 
     def stateful(self) -> dict[str, Any]:
-        """Return everything with a state, by name."""
-        named: dict[str, Any] = {"accumulator": self.accumulator}
+        """Return what has a state that is the same on all ranks, by name."""
+        named: dict[str, Any] = {}
         if self.scaler is not None:
             named["precision"] = self.accumulator.precision
         for i, model in enumerate(self.accumulator.models):
             named[f"model_{i}"] = unwrap_model(model, keep_fp32_wrapper=True)
         for i, optimizer in enumerate(self.accumulator.optimizers):
             named[f"optimizer_{i}"] = optimizer
-        counts = {"loader": 0, "scheduler": 0}
-        for obj in self._prepared:
-            kind = "loader" if isinstance(obj, PreparedLoader) else "scheduler"
-            named[f"{kind}_{counts[kind]}"] = obj
-            counts[kind] += 1
+        schedules = [obj for obj in self._prepared if not isinstance(obj, PreparedLoader)]
+        named |= {f"scheduler_{i}": schedule for i, schedule in enumerate(schedules)}
         return {**named, **self._registered}
+
+    def rank_stateful(self) -> dict[str, Any]:
+        """Return what has a state of this rank's own: open windows, and places in the data."""
+        loaders = [obj for obj in self._prepared if isinstance(obj, PreparedLoader)]
+        named: dict[str, Any] = {f"loader_{i}": loader for i, loader in enumerate(loaders)}
+        return {"accumulator": self.accumulator, **named}

@@ -1,0 +1,80 @@
+"""Train, save now and then, and leave together with a last checkpoint when told to stop.
+
+Send SIGTERM to any one rank, as a scheduler does before it takes the machine away: all ranks save
+the same step and leave. Started again, the training goes on as if nothing had been.
+
+    syncprims run -n 2 examples/preempt.py --directory run
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from syncprims import Trigger, all_reduce, get_rank, print_main
+from syncprims.training import Checkpoints
+
+
+class Steps:
+    """How far the training has come."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a checkpoint keeps of it."""
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.done = state["done"]
+
+
+def train(directory: str, steps: int, save_every: int) -> float:
+    torch.manual_seed(0)  # the same weights on all ranks
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    progress = Steps()
+    everything: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": progress}
+
+    checkpoints = Checkpoints(directory, keep_last=2)
+    torch.manual_seed(1 + get_rank())  # other data on each; load() sets it to where it was
+    if checkpoints.latest() is not None:
+        checkpoints.load(everything)
+        print_main(f"go on after step {progress.done}")
+    stop = Trigger("stop")
+    stop.set_on_signal()  # SIGTERM
+
+    while progress.done < steps:
+        data = torch.randn(16, 8)
+        loss = (model(data) - data.sum(1, keepdim=True)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = all_reduce(parameter.grad, "mean")
+        optimizer.step()
+        progress.done += 1
+        if stop.check():  # the same answer on all ranks, at the same step
+            checkpoints.save(progress.done, everything)
+            print_main(f"saved step {progress.done}: {stop.reason} on ranks {stop.ranks}")
+            return float("nan")
+        if progress.done % save_every == 0:
+            checkpoints.save(progress.done, everything, block=False)  # behind the training
+    checkpoints.save(progress.done, everything)
+    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", default="run")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--save-every", type=int, default=200)
+    options = parser.parse_args()
+    result = train(options.directory, options.steps, options.save_every)
+    print_main(f"the weights add up to {result!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Checkpoints: whole or not at all, without pickle, resumed bit for bit."""
+
+from __future__ import annotations
+
+from .loadmodel import load_checkpoint_in_model as load_checkpoint_in_model
+from .loadstate import Loaded as Loaded
+from .loadstate import load_state as load_state
+from .objects import Stateful as Stateful
+from .savemodel import save_model as save_model
+from .savestate import save_state as save_state
+from .saving import Saving as Saving
+from .steps import Checkpoints as Checkpoints
+from .steps import Registered as Registered

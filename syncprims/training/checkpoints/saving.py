@@ -1,0 +1,176 @@
+"""A save that is under way behind the training, or done."""
+
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from syncprims import current
+
+from .messages import collect, leave
+from .together import STANDS, Outcome, settle, together
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .job import Job
+
+_KEY = "training.saving"  # among the world's belongings
+
+
+def save_now(job: Job) -> Saving:
+    """Save, and return when that is done."""
+    try:
+        written = together(job.doing, job.write, advice=STANDS).by_rank
+    except BaseException:
+        job.remove_own()  # also where another rank has failed, or is gone
+        if job.team.leads:
+            job.abandon()
+        raise
+    together(job.doing, lambda: job.commit(written) if job.team.leads else None, advice=STANDS)
+    return Saving(job)
+
+
+def save_behind(job: Job) -> Saving:
+    """Copy what this rank writes, and return while that is being done."""
+    copied = [file._replace(tensors=_copies(file.tensors)) for file in job.own()]
+    saving = _Behind(job._replace(files=copied))
+    current().extras[_KEY] = saving
+    saving.start()
+    return saving
+
+
+def finish_earlier() -> None:
+    """Wait for the save that is under way, if there is one.
+
+    :raises CheckpointError: if it has failed.
+    """
+    earlier = current().extras.get(_KEY)
+    if isinstance(earlier, Saving):
+        earlier.wait()
+
+
+class Saving:
+    """A save; it is done, or becomes so."""
+
+    def __init__(self, job: Job) -> None:
+        self.path = job.place.path  #: the checkpoint's directory
+
+    @property
+    def done(self) -> bool:
+        """True once this rank has nothing more to do for it. Waits for nobody."""
+        return True
+
+    def wait(self) -> None:
+        """Return when the checkpoint is durable. All ranks call it.
+
+        :raises CheckpointError: on all ranks, if a rank's part has failed; once.
+        """
+
+
+class _Behind(Saving):
+    """A save that a thread of each rank writes."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._job = job
+        self._written: Outcome[Any] | None = None
+        self._committed: Outcome[Any] | None = None
+        self._has_written = threading.Event()
+        self._given_up = threading.Event()
+        self._abandoned = False
+        # No daemon: a program that ends lets its last checkpoint be finished.
+        self._thread = threading.Thread(target=self._run, name="syncprims-save")
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """True once this rank has nothing more to do for it. Waits for nobody."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is durable. All ranks call it.
+
+        :raises CheckpointError: on all ranks, if a rank's part has failed; once.
+        """
+        extras = current().extras
+        if extras.get(_KEY) is not self:
+            return  # it was waited for before
+        del extras[_KEY]
+        doing = self._job.doing
+        self._has_written.wait()
+        try:
+            together(doing, lambda: _again(self._written), advice=STANDS)
+            self._thread.join()
+            together(
+                doing, lambda: _again(self._committed) if self._job.team.leads else None,
+                advice=STANDS,
+            )  # fmt: skip
+        except BaseException:
+            self._given_up.set()
+            self._thread.join()
+            if self._abandoned:
+                self._job.abandon()  # once more: now all ranks have written what they had to
+            raise
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        job = self._job
+        self._written = written = Outcome.of(self._write, lambda result: result)
+        self._has_written.set()
+        if job.team.leads:
+            self._committed = Outcome.of(lambda: self._commit(written), lambda result: result)
+        elif written.error is not None:
+            job.remove_own()
+
+    def _write(self) -> Any:
+        job = self._job
+        written = Outcome.of(lambda: job.write(quiet=True), lambda result: result)
+        if not job.team.leads:
+            leave(job, written.plain)
+        return _again(written)
+
+    def _commit(self, written: Outcome[Any]) -> None:
+        job = self._job
+        try:
+            said = collect(job, written.plain, self._given_up)
+            told = settle(job.doing, written, said).by_rank
+        except BaseException:
+            self._abandoned = True
+            job.abandon()
+            raise
+        job.commit(told)
+
+
+def _again(outcome: Outcome[Any] | None) -> Any:
+    """Return the result, or raise what was raised."""
+    assert outcome is not None, "the thread has ended"
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.result
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies in memory of the host: pinned, where they come from a GPU."""
+    copies: dict[str, torch.Tensor] = {}
+    waits = False
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cuda":
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[name].copy_(tensor, non_blocking=True)
+            waits = True
+        else:
+            copies[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if waits:
+        torch.cuda.synchronize()
+    return copies

@@ -1,0 +1,176 @@
+"""A directory of checkpoints, one for each step that was saved."""
+
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from syncprims import CheckpointError
+
+from . import disk, manifest
+from .job import remove_directory_or_report
+from .loadstate import Loaded, load_state
+from .savestate import begin
+from .saving import finish_earlier
+from .together import Team, log, together
+from .weightfiles import temporary, unique
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .objects import Stateful
+    from .saving import Saving
+
+    Hook = Callable[[str, dict[str, Stateful]], object]
+
+_STEP = re.compile(r"0|[1-9]\d{0,17}")
+
+
+class Registered:
+    """A hook that is called until it is removed."""
+
+    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
+        self._hooks = hooks
+        self._hook = hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        """Do not call it any more. Nothing happens the second time."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class Checkpoints:
+    """The checkpoints of a run: ``<directory>/step-1000``, ``step-2000`` and so on.
+
+    Each is complete, since it comes by one rename. What else is in the directory does not matter.
+    Of the complete ones, the last `keep_last` are kept (all, with None); the one just saved is
+    always among them, and nothing goes before that is durable.
+
+    :raises ValueError: if `keep_last` is below 1, or `prefix` is no beginning of a file's name.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        prefix: str = "step-",
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
+        if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
+            raise ValueError(f"prefix={prefix!r}: it begins the name of a directory")
+        self.directory = os.path.abspath(os.fspath(directory))  # noqa: PTH100
+        self.keep_last = keep_last
+        self.prefix = prefix
+        self._before_save: list[Hook] = []
+        self._before_load: list[Hook] = []
+
+    def path(self, step: int) -> str:
+        """Return where the checkpoint of a step is, or would be."""
+        return f"{self.directory}/{self.prefix}{step}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there is a complete checkpoint, ascending. Local: a listing."""
+        found: list[int] = []
+        for name in disk.names(self.directory):
+            number = name.removeprefix(self.prefix)
+            whole = name.startswith(self.prefix) and _STEP.fullmatch(number)
+            if whole and disk.exists(f"{self.directory}/{name}/{manifest.NAME}"):
+                found.append(int(number))
+        return sorted(found)
+
+    def latest(self) -> int | None:
+        """Return the highest step with a complete checkpoint, or None. Local: a listing."""
+        return max(self.steps(), default=None)
+
+    def save(
+        self,
+        step: int,
+        objects: Mapping[str, Stateful],
+        *,
+        rank_objects: Mapping[str, Stateful] | None = None,
+        rng: bool = True,
+        block: bool = True,
+    ) -> Saving:
+        """Save a step as :func:`save_state` does, then remove what is more than `keep_last`.
+
+        :raises CheckpointError: on all ranks, if a rank's part fails; no older one is lost.
+        """
+        if step < 0:
+            raise ValueError(f"step={step}: steps are counted from 0")
+        finish_earlier()
+        common, path = dict(objects), self.path(step)
+        for hook in list(self._before_save):
+            hook(path, common)
+        return begin(
+            path, common, rank_objects or {},
+            step=step, rng=rng, block=block, after=lambda: self._prune(step),
+        )  # fmt: skip
+
+    def load(
+        self, objects: Mapping[str, Stateful], step: int | None = None, **options: Any
+    ) -> Loaded:
+        """Load the checkpoint of a step, else the latest. Options as those of :func:`load_state`.
+
+        :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
+            message then names an older one, which is not loaded by itself.
+        """
+        finish_earlier()
+        team = Team.met()
+        doing = f"load from {self.directory}"
+        steps = together(doing, self.steps, lambda found: found if team.leads else None).by_rank[0]
+        if step is None:
+            step = max(steps, default=None)
+        if step is None:
+            raise CheckpointError(
+                f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: expected "
+                f"one, found none. Save one, or begin anew.",
+                path=self.directory,
+            )
+        common, path = dict(objects), self.path(step)
+        for hook in list(self._before_load):
+            hook(path, common)
+        try:
+            return load_state(path, common, **options)
+        except CheckpointError as error:
+            older = [one for one in steps if one < step]
+            if older:
+                error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
+            raise
+
+    def before_save(self, hook: Hook) -> Registered:
+        """Call ``hook(path, objects)`` on every rank before each save; it may change the dict."""
+        return Registered(self._before_save, hook)
+
+    def before_load(self, hook: Hook) -> Registered:
+        """Call ``hook(path, objects)`` on every rank before each load; it may change the dict."""
+        return Registered(self._before_load, hook)
+
+    def _prune(self, saved: int) -> None:
+        """Remove the oldest, and what killed saves have left; what cannot be is reported."""
+        gone = re.compile(rf"\.{re.escape(self.prefix)}\d+\.tmp-[0-9a-f]{{16}}")
+        try:
+            for name in disk.names(self.directory):
+                if gone.fullmatch(name):
+                    remove_directory_or_report(f"{self.directory}/{name}")
+            if self.keep_last is None:
+                return
+            others = [step for step in self.steps() if step != saved]
+            for step in others[: max(0, len(others) - self.keep_last + 1)]:
+                self._remove(step)
+        except OSError as error:
+            log().warning("older checkpoints in %s stay: %s", self.directory, error)
+
+    def _remove(self, step: int) -> None:
+        """Take a checkpoint's name first, so that no half of one is ever found."""
+        name = f"{self.prefix}{step}"
+        away = f"{self.directory}/{temporary(name, unique())}"
+        disk.rename(f"{self.directory}/{name}", away)
+        remove_directory_or_report(away)

@@ -1,0 +1,261 @@
+"""State as JSON and tensors: everything that an object's ``state_dict()`` may reasonably hold.
+
+None, bool, int, float, str, lists and dicts with plain keys stand for themselves in the JSON. All
+else is an object with a ``"$"`` that names its kind. Tensors and arrays are put aside under names.
+Types are kept exactly, so what would need code to be made again is refused when it is saved.
+"""
+
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from .sharded import is_sharded
+from .tensorfile import check_storable
+from .weights import identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KIND = "$"
+_DEEPEST = 150
+_DOUBLE = struct.Struct("<d")
+_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
+_SEQUENCES: dict[str, Any] = {
+    "tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size
+}  # fmt: skip
+_MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_PATHS: dict[str, Any] = {"path": Path, "purepath": PurePosixPath}
+
+
+class State(NamedTuple):
+    """An object's state in two parts."""
+
+    tree: Any  #: JSON
+    tensors: dict[str, torch.Tensor]  #: by the names that the tree calls them
+
+
+def split(state: Any) -> State:
+    """Return a state as JSON and tensors. One tensor in several places stays one.
+
+    :raises TypeError: naming the place of what cannot be saved without pickle.
+    """
+    splitter = _Splitter()
+    return State(splitter.node(state, ()), splitter.tensors)
+
+
+def join(tree: Any, take: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """Return the state that a tree stands for; `take` finds the tensor for a tensor's node.
+
+    :raises Exception: of any kind, if the tree is none that :func:`split` has made.
+    """
+    return _Joiner(take).value(tree)
+
+
+class _Splitter:
+    """Takes the tensors out of a state."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._seen: dict[Any, str] = {}
+
+    def node(self, value: Any, place: tuple[str, ...]) -> Any:
+        """Return the JSON for a value."""
+        kind: type[Any] = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -(1 << 63) <= value < 1 << 64 else {KIND: "int", "hex": hex(value)}
+        if kind is float:
+            finite = value - value == 0
+            return value if finite else {KIND: "float", "bits": _DOUBLE.pack(value).hex()}
+        if len(place) > _DEEPEST:
+            raise TypeError(f"{_spell(place[:5])}...: nested deeper than {_DEEPEST} levels")
+        if kind is list:
+            return self._items(value, place)
+        if isinstance(value, dict):
+            return self._mapping(kind, value, place)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, place)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return self._array(value, place)
+        return self._other(kind, value, place)
+
+    def _items(self, values: Any, place: tuple[str, ...]) -> list[Any]:
+        return [self.node(value, (*place, str(i))) for i, value in enumerate(values)]
+
+    def _mapping(self, kind: type[Any], value: dict[Any, Any], place: tuple[str, ...]) -> Any:
+        plain = all(type(key) is str for key in value) and KIND not in value
+        if kind is dict and plain:
+            return {key: self.node(item, (*place, key)) for key, item in value.items()}
+        name = next((name for name, known in _MAPPINGS.items() if known is kind), None)
+        more: dict[str, Any] = {}
+        if kind is defaultdict:
+            factory = cast("defaultdict[Any, Any]", value).default_factory
+            made = getattr(factory, "__name__", None)
+            if factory is None or _FACTORIES.get(str(made)) is factory:
+                name, more = "default", {"makes": made}
+        if name is None:
+            raise self._cannot(value, place)
+        items = [
+            [self.node(key, (*place, "key")), self.node(item, (*place, _word(key)))]
+            for key, item in value.items()
+        ]
+        versions = getattr(value, "_metadata", None)  # of a module's state: those of its classes
+        if versions is not None and name == "ordered":
+            more["metadata"] = self.node(versions, (*place, "metadata"))
+        return {KIND: name, **more, "items": items}
+
+    def _tensor(self, value: torch.Tensor, place: tuple[str, ...]) -> dict[str, Any]:
+        spelled = _spell(place)
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(value):
+            raise self._cannot(value, place)
+        if is_sharded(value):
+            check_storable(spelled, value.to_local())
+        else:
+            check_storable(spelled, value)
+        same = identity(value)
+        key = self._seen.get(same) if same is not None else None
+        if key is None:
+            key = self._unused(spelled)
+            self.tensors[key] = value.detach()
+            if same is not None:
+                self._seen[same] = key
+        if not is_sharded(value):
+            return {KIND: "tensor", "key": key}
+        return {KIND: "sharded", "key": key, "shape": list(value.shape)}
+
+    def _unused(self, key: str) -> str:
+        while key in self.tensors or key.startswith("__"):
+            key = f"{key}_" if not key.startswith("__") else f".{key}"
+        return key
+
+    def _array(self, value: Any, place: tuple[str, ...]) -> dict[str, Any]:
+        kind = value.dtype
+        if kind.hasobject or kind.fields is not None or (type(value) is not np.ndarray and not (
+            isinstance(value, np.generic)
+        )):  # fmt: skip
+            raise self._cannot(value, place)
+        raw = np.ascontiguousarray(value)
+        if isinstance(value, np.generic):
+            return {KIND: "scalar", "dtype": kind.str, "bytes": _text(raw.tobytes())}
+        key = self._unused(_spell(place))
+        self.tensors[key] = torch.from_numpy(np.frombuffer(raw.tobytes(), np.uint8).copy())
+        return {KIND: "array", "key": key, "dtype": kind.str, "shape": list(value.shape)}
+
+    def _other(self, kind: type[Any], value: Any, place: tuple[str, ...]) -> Any:
+        for name, known in _SEQUENCES.items():
+            if kind is known:
+                return {KIND: name, "items": self._items(value, place)}
+        if kind is deque:
+            return {KIND: "deque", "most": value.maxlen, "items": self._items(value, place)}
+        if kind is complex:
+            return {KIND: "complex", "bits": struct.pack("<dd", value.real, value.imag).hex()}
+        if kind in (bytes, bytearray):
+            return {KIND: kind.__name__, "bytes": _text(value)}
+        if kind is torch.dtype:
+            return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {KIND: "device", "name": str(value)}
+        for name, known in _PATHS.items():
+            if kind is known or kind is type(known()):
+                return {KIND: name, "name": str(value)}
+        raise self._cannot(value, place)
+
+    def _cannot(self, value: Any, place: tuple[str, ...]) -> TypeError:
+        kind: type[Any] = type(value)
+        return TypeError(
+            f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}: it "
+            f"could only be saved as a pickle, which runs code when it is loaded. Give a "
+            f"state_dict() of numbers, texts, lists, dicts, arrays and tensors."
+        )
+
+
+def _word(key: Any) -> str:
+    return key if isinstance(key, str) else repr(key)
+
+
+def _spell(place: tuple[str, ...]) -> str:
+    return ".".join(place)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+class _Joiner:
+    """Puts the tensors back into a state."""
+
+    def __init__(self, take: Callable[[dict[str, Any]], torch.Tensor]) -> None:
+        self._take = take
+
+    def value(self, node: Any) -> Any:
+        """Return the value of a node."""
+        if isinstance(node, list):
+            return [self.value(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        found = cast("dict[str, Any]", node)
+        kind = found.get(KIND)
+        if kind is None:
+            return {key: self.value(item) for key, item in found.items()}
+        if kind in ("tensor", "sharded"):
+            return self._take(found)
+        if kind in _MAPPINGS or kind == "default":
+            return self._mapping(kind, found)
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](self.value(found["items"]))
+        if kind in ("array", "scalar"):
+            return self._array(found)
+        return self._other(kind, found)
+
+    def _mapping(self, kind: str, node: dict[str, Any]) -> Any:
+        items = {self.value(key): self.value(item) for key, item in node["items"]}
+        if kind == "default":
+            makes = node["makes"]
+            return defaultdict(None if makes is None else _FACTORIES[makes], items)
+        made = _MAPPINGS[kind](items)
+        if "metadata" in node:
+            made._metadata = self.value(node["metadata"])
+        return made
+
+    def _array(self, node: dict[str, Any]) -> Any:
+        kind = np.dtype(node["dtype"])
+        if kind.hasobject:
+            raise ValueError("an array of objects")
+        if node[KIND] == "scalar":
+            return np.frombuffer(base64.b64decode(node["bytes"], validate=True), kind)[0]
+        raw = self._take(node).numpy().tobytes()
+        return np.frombuffer(raw, kind).reshape(node["shape"]).copy()
+
+    def _other(self, kind: Any, node: dict[str, Any]) -> Any:
+        if kind == "int":
+            return int(node["hex"], 16)
+        if kind == "float":
+            return _DOUBLE.unpack(bytes.fromhex(node["bits"]))[0]
+        if kind == "complex":
+            return complex(*struct.unpack("<dd", bytes.fromhex(node["bits"])))
+        if kind == "deque":
+            return deque(self.value(node["items"]), node["most"])
+        if kind in ("bytes", "bytearray"):
+            data = base64.b64decode(node["bytes"], validate=True)
+            return data if kind == "bytes" else bytearray(data)
+        if kind == "dtype":
+            found = getattr(torch, node["name"])
+            if isinstance(found, torch.dtype):
+                return found
+        if kind == "device":
+            return torch.device(node["name"])
+        if kind in _PATHS:
+            return _PATHS[kind](node["name"])
+        raise ValueError(f"a kind {kind!r} of value that this version does not know")

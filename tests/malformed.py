@@ -1,0 +1,147 @@
+"""Checkpoints that nobody should load: damaged at random, or built to mislead."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from typing import TYPE_CHECKING, Any
+
+from syncprims.training.checkpoints.seal import SEAL, sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+#: What may stand in the place of anything in a JSON document.
+STRANGE: list[Any] = [
+    None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**40, 1.5, float("nan"), float("inf"), "", "..",
+    "../secret", "/etc/passwd", "a/b", "a\0b", "a\\b", "model.safetensors", "checkpoint.json",
+    "F32", "F4", "I64", "BOOL", [], {}, [[]], [0, 0], [2**62, 2**62], [0, 2**63], [-1, 4],
+    [0] * 100, {"$": "tensor"}, {"$": "tensor", "key": "0.weight"}, {"$": "nothing"},
+    {"$": "sharded", "key": "x", "shape": [2**40]}, {"$": "array", "key": "x", "dtype": "O"},
+    {"$": "size", "items": ["x"]}, {"$": "dict", "items": [[{}, 1]]}, {"$": ["list"]},
+    {"$": "dtype", "name": "load"}, {"$": "device", "name": "nowhere"}, {"$": "int", "hex": "zz"},
+    {"$": "scalar", "dtype": "<f8", "bytes": ""}, {"$": "deque", "most": -1, "items": []},
+]  # fmt: skip
+
+
+def places(document: Any) -> list[tuple[Any, Any]]:
+    """Return all (container, key) pairs in a JSON document."""
+    found: list[tuple[Any, Any]] = []
+    if isinstance(document, dict):
+        found += [(document, key) for key in document]
+        for value in document.values():
+            found += places(value)
+    elif isinstance(document, list):
+        found += [(document, index) for index in range(len(document))]
+        for value in document:
+            found += places(value)
+    return found
+
+
+def mutate(document: Any, dice: random.Random) -> None:
+    """Change something in a JSON document."""
+    found = places(document)
+    if not found:  # nothing is left of it
+        return
+    container, key = dice.choice(found)
+    deed = dice.randrange(4)
+    if deed == 0:
+        container[key] = dice.choice(STRANGE)
+    elif deed == 1:
+        del container[key]
+    elif deed == 2 and isinstance(container, dict):
+        container[dice.choice(["x", "..", "__metadata__", "$", SEAL, ""])] = container.pop(key)
+    elif isinstance(container[key], int):
+        container[key] += dice.choice([-8, -1, 1, 8, 2**32])
+    else:
+        other, where = dice.choice(found)
+        container[key] = json.loads(
+            json.dumps(other.get(where) if isinstance(other, dict) else other[-1:])
+        )
+
+
+def dumped(document: Any, under: str | None, dice: random.Random) -> bytes:
+    """Return a document as JSON, mostly with a seal that fits, as a forger would make it."""
+    if dice.random() < 0.7:
+        try:
+            bare = json.loads(json.dumps(document))
+            inner = bare if under is None else bare[under]
+            inner.pop(SEAL, None)
+            return sealed(bare, under)[0]
+        except (ValueError, TypeError, AttributeError, KeyError):
+            pass
+    data = json.dumps(document, separators=(",", ":")).encode()
+    deed = dice.randrange(6)
+    if deed == 0:
+        data = data.replace(b"{", b'{"twice":1,"twice":2,', 1)
+    elif deed == 1:
+        data = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    elif deed == 2:
+        data = data[: dice.randrange(len(data) + 1)]
+    elif deed == 3:
+        data = data.replace(b"}", b"\xff}", 1)
+    elif deed == 4:
+        data = data.replace(b":", b":" + b"9" * 5000 + b",", 1)
+    return data
+
+
+def forge_tensors(path: Path, dice: random.Random) -> None:
+    """Make another safetensors file of one."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
+    for _ in range(dice.randrange(1, 4)):
+        mutate(header, dice)
+    raw = dumped(header, "__metadata__", dice)
+    said = len(raw) if dice.random() < 0.9 else dice.choice([0, 1, 2**20, 2**63, 2**64 - 1])
+    if dice.random() < 0.2:
+        body = body[: dice.randrange(len(body) + 1)] + bytes(dice.randrange(16))
+    path.write_bytes(struct.pack("<Q", said) + raw + body)
+
+
+def forge_json(path: Path, under: str | None, dice: random.Random) -> None:
+    """Make another index or manifest of one."""
+    document = json.loads(path.read_bytes())
+    for _ in range(dice.randrange(1, 4)):
+        mutate(document, dice)
+    path.write_bytes(dumped(document, under, dice))
+
+
+def damage(path: Path, dice: random.Random) -> None:
+    """Change bytes of a file, or make it longer or shorter."""
+    data = bytearray(path.read_bytes())
+    for _ in range(dice.randrange(1, 5)):
+        at = dice.randrange(len(data))
+        data[at] = dice.randrange(256)
+    if dice.random() < 0.3:
+        data = data[: dice.randrange(len(data))]
+    path.write_bytes(data)
+
+
+def plant(path: Path, dice: random.Random) -> None:
+    """Put something else in the place of a file."""
+    path.unlink()
+    deed = dice.randrange(5)
+    if deed == 0:
+        path.symlink_to("/etc/passwd")
+    elif deed == 1:
+        path.symlink_to(path.name)
+    elif deed == 2:
+        os.mkfifo(path)
+    elif deed == 3:
+        path.mkdir()
+
+
+def malform(folder: Path, dice: random.Random) -> None:
+    """Do something to one file of a checkpoint."""
+    path = dice.choice(sorted(folder.iterdir()))
+    ways: list[Callable[[], None]] = [lambda: damage(path, dice), lambda: plant(path, dice)]
+    if path.suffix == ".json":
+        under = "metadata" if path.name.endswith(".index.json") else None
+        ways += [lambda: forge_json(path, under, dice)] * 8
+    else:
+        ways += [lambda: forge_tensors(path, dice)] * 5
+    dice.choice(ways)()
