@@ -56,10 +56,12 @@ format: $(VENV)/lint ## mend what can be mended by itself
 soak: $(VENV)/test ## the long loops
 	$(BIN)/python -m pytest -m soak
 
-bench: $(VENV)/bench ## measure beside the peers, and write bench/RESULTS.md
+bench: $(VENV)/bench ## measure beside the peers, and write bench/RESULTS.md and TORCH.md
 	$(BIN)/python -m compileall -q syncprims backends
 	$(BIN)/python bench/measure.py --write
 	$(BIN)/python bench/checkpoints.py --write
+	$(BIN)/python bench/constants.py --write
+	$(BIN)/python bench/measure_torch.py --write
 
 clean: ## remove what was made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache

@@ -167,7 +167,8 @@ class TwoLevelBoard(Board):
         """Do for this host what is to be done while waiting, if it falls to this rank."""
         if self._waiting_for != number:
             self._waiting_for, self._waiting_since = number, now
-            self._next_look, self._look_every = now + _FIRST_LOOK, _FIRST_LOOK
+            self._look_every = max(_FIRST_LOOK, _LOOK_PER_HOST * len(self._hosts))
+            self._next_look = now + self._look_every
         waited = now - self._waiting_since
         late = waited >= _BRING_ANYWAY and self._relay.brought < number
         due = number <= self.posted and (late or waited >= _BRING_AGAIN)

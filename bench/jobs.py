@@ -67,6 +67,21 @@ KINDS = {
 }
 
 
+def _hosts(name: str) -> Callable[[int], list[str]]:
+    run = [sys.executable, _script("hosts"), "2"]
+    return lambda ranks: [*run, str(ranks), _script(name)]
+
+
+#: The torch backend, and its peer on pretended hosts: not among those that `measure.py` compares.
+TORCH_KINDS = {
+    "syncprims, torchrun": Kind(
+        lambda ranks: ["env", "SYNCPRIMS_BACKEND=torch", *_torchrun("ours")(ranks)], ("torch",)
+    ),
+    "syncprims, two hosts": Kind(_hosts("ours"), ("torch",)),
+    "Gloo, two hosts": Kind(_hosts("peer_gloo"), ("torch",)),
+}
+
+
 class NoFigures(Exception):
     """A library that could not be measured, and why."""
 
@@ -78,7 +93,7 @@ def start(
 
     :raises NoFigures: if it is not installed, or failed.
     """
-    kind = KINDS[library]
+    kind = {**KINDS, **TORCH_KINDS}[library]
     lacking = [name for name in kind.modules if find_spec(name) is None]
     lacking += [name for name in kind.programs if _find(name) is None]
     if lacking:

@@ -1,0 +1,171 @@
+"""Forecast the control plane of many hosts, with what was measured on one machine.
+
+    python bench/simulate.py [--link MICROSECONDS] [--most HOSTS]
+
+First the simulation has to reproduce the small cases that were measured: it is given the processor
+time that a host spends, and has to find the time of a round. Then come the sizes nobody has here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from simulation import BEATS, CONSTANTS, LIMIT, LOOK_PER_HOST, SECOND, Case, Costs, simulate
+from table import head, row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+HOSTS = (1, 2, 8, 64, 512, 4096, 10_000)
+TOLERANCE = 0.35  #: of the measured medians, which differ by as much from run to run
+LINK = 50.0  #: one way between hosts; assumed, not measured
+SPREAD = 0.01 * SECOND
+RANK_LINKS = 2  #: connections of each rank
+
+
+class Check(NamedTuple):
+    """A case that was measured, and what the simulation makes of it."""
+
+    hosts: int
+    measured: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """By which share of the measured time the simulated one is off."""
+        return self.simulated / self.measured - 1
+
+
+def checks() -> list[Check]:
+    """Simulate what was measured: hosts that share one machine's processors with the store."""
+    constants = json.loads(CONSTANTS.read_text())
+    costs = Costs.load()
+    found = []
+    for hosts, measured in constants["rounds"].items():
+        case = Case(int(hosts), ranks=1, rounds=200, processors=constants["processors"])
+        calls = simulate(case, costs).calls
+        found.append(Check(int(hosts), measured["median"], statistics.median(calls)))
+    return found
+
+
+def demand(hosts: int, costs: Costs) -> tuple[float, float]:
+    """Return the store's microseconds for a round without looks, and for a second of beats.
+
+    The same by arithmetic as the simulation finds: four messages of each host, and six of one.
+    """
+    case, server = Case(hosts), costs.server
+    piece, fate = case.piece + costs.note, case.fate(costs.note)
+    each = server["bring"] + server["wait"] + server["wake"] + server["read"]
+    once = server["wait"] + server["read"] + server["compare_set"] + 3 * server["delete"]
+    size = hosts * (2 * piece + fate) + 2 * fate
+    beats = hosts * server["add"] * SECOND / (0.875 * LIMIT / BEATS)
+    return hosts * each + once + costs.server_per_kb * size / 1024, beats
+
+
+def saturates_at(costs: Costs, rounds_a_second: float) -> int:
+    """Return the most hosts for which one store is not busy all the time, looks left aside."""
+    low, high = 1, 1 << 24
+    while high - low > 1:
+        middle = (low + high) // 2
+        round_, beats = demand(middle, costs)
+        low, high = (middle, high) if rounds_a_second * round_ + beats < SECOND else (low, middle)
+    return low
+
+
+def _rounds(hosts: int) -> int:
+    return max(3, min(40, 12_000 // hosts))
+
+
+def forecast(
+    costs: Costs, sizes: Sequence[int], title: str, change: Case, first: float = 0.0
+) -> list[str]:
+    """Return a table of cases like `change`, at all sizes.
+
+    The first look comes after `first` for each host, if that is later than it does.
+    """
+    cells = ("hosts", "ranks", "median, ms", "p99, ms", "store busy", "messages a round",
+             "MB a round", "looks a round")  # fmt: skip
+    lines = ["", f"### {title}", *head(*cells)]
+    for hosts in sizes:
+        rounds = _rounds(hosts)
+        look = max(change.first_look, first * hosts)
+        case = replace(change, hosts=hosts, rounds=rounds, first_look=look)
+        result = simulate(case, costs)
+        lines.append(
+            row(
+                hosts,
+                hosts * case.ranks,
+                f"{result.quantile(0.5) / 1e3:.2f}",
+                f"{result.quantile(0.99) / 1e3:.2f}",
+                f"{100 * result.load:.1f} %",
+                f"{result.messages / rounds:.0f}",
+                f"{result.sent / rounds / 2**20:.2f}",
+                f"{result.looks / rounds:.0f}",
+            )
+        )
+        print(title, hosts, file=sys.stderr, flush=True)
+    return lines
+
+
+def section(link: float, most: int) -> tuple[list[str], bool]:
+    """Return all as Markdown, and whether the simulation holds."""
+    found = checks()
+    lines = [
+        "## What was measured, simulated",
+        "",
+        "A barrier of hosts with one rank each, all on one machine's processors, at once again and",
+        f"again. Off by at most {100 * TOLERANCE:.0f} % is taken for reproduced.",
+        *head("hosts", "measured median, us", "simulated, us", "off by"),
+    ]
+    lines += [
+        row(c.hosts, f"{c.measured:.0f}", f"{c.simulated:.0f}", f"{100 * c.error:+.0f} %")
+        for c in found
+    ]
+    costs = Costs.load(link=link)
+    sizes = [hosts for hosts in HOSTS if hosts <= most]
+    steps = Case(1, period=SECOND, spread=SPREAD)
+    lines += [
+        "",
+        "## Forecast",
+        "",
+        f"Hosts of 8 ranks, each with processors of its own, {link:.0f} us one way (assumed).",
+        "Times are from the last host's arrival until a host goes on. Busy is the store's thread,",
+        "heartbeats included; from 100 % on, rounds come slower than they are asked for.",
+    ]
+    tables = [
+        ("One barrier a second, hosts within 10 ms", steps, 0.0),
+        ("One barrier a second, one host 0.3 s late", replace(steps, late=0.3 * SECOND), 0.0),
+        (
+            "The same, if the first look came after 2 ms per host: not so today",
+            replace(steps, late=0.3 * SECOND),
+            LOOK_PER_HOST,
+        ),
+        ("One small broadcast a second, hosts within 10 ms", replace(steps, distinct=2), 0.0),
+    ]
+    for title, case, first in tables:
+        lines += forecast(costs, sizes, title, case, first)
+    lines += ["", "### Where one store saturates, looks left aside"]
+    lines += head("rounds a second", "hosts", "ranks")
+    for rate in (1, 10, 100):
+        hosts = saturates_at(costs, rate)
+        lines.append(row(rate, hosts, 8 * hosts))
+    return lines, all(abs(check.error) <= TOLERANCE for check in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Forecast the control plane of many hosts.")
+    parser.add_argument("--link", type=float, default=LINK, help="microseconds, one way")
+    parser.add_argument("--most", type=int, default=HOSTS[-1], help="hosts")
+    options = parser.parse_args()
+    lines, holds = section(options.link, options.most)
+    print("\n".join(lines))
+    sys.exit(0 if holds else "the simulation does not reproduce what was measured")
+
+
+if __name__ == "__main__":
+    main()
