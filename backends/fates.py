@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.interface import Board, Note
@@ -65,7 +66,8 @@ def encode_notes(notes: Sequence[Note]) -> bytes:
     parts = [_SIZES.pack(len(numbers), len(notes))]
     parts += [_LENGTH.pack(len(data)) + data for data in numbers]
     if len(numbers) > 1:
-        parts.append(struct.pack(f"<{len(which)}I", *which))
+        # Of a broadcast, all but one are alike: thousands of ranks take some dozens of bytes.
+        parts.append(zlib.compress(struct.pack(f"<{len(which)}I", *which), 1))
     return b"".join(parts)
 
 
@@ -83,7 +85,7 @@ def decode_notes(data: bytes, mine: Note | None = None) -> list[Note]:
         notes.append(mine if mine is not None and text == own else Note.decode(text))
     if distinct == 1:
         return notes * count
-    which: Sequence[int] = struct.unpack_from(f"<{count}I", data, at)
+    which: Sequence[int] = struct.unpack(f"<{count}I", zlib.decompress(data[at:]))
     return [notes[int(number)] for number in which]
 
 

@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from simulation import BEATS, CONSTANTS, LIMIT, LOOK_PER_HOST, SECOND, Case, Costs, simulate
+from simulation import BEATS, CONSTANTS, LIMIT, SECOND, Case, Costs, simulate
 from table import head, row
 
 if TYPE_CHECKING:
@@ -81,20 +81,14 @@ def _rounds(hosts: int) -> int:
     return max(3, min(40, 12_000 // hosts))
 
 
-def forecast(
-    costs: Costs, sizes: Sequence[int], title: str, change: Case, first: float = 0.0
-) -> list[str]:
-    """Return a table of cases like `change`, at all sizes.
-
-    The first look comes after `first` for each host, if that is later than it does.
-    """
+def forecast(costs: Costs, sizes: Sequence[int], title: str, change: Case) -> list[str]:
+    """Return a table of cases like `change`, at all sizes."""
     cells = ("hosts", "ranks", "median, ms", "p99, ms", "store busy", "messages a round",
              "MB a round", "looks a round")  # fmt: skip
     lines = ["", f"### {title}", *head(*cells)]
     for hosts in sizes:
         rounds = _rounds(hosts)
-        look = max(change.first_look, first * hosts)
-        case = replace(change, hosts=hosts, rounds=rounds, first_look=look)
+        case = replace(change, hosts=hosts, rounds=rounds)
         result = simulate(case, costs)
         lines.append(
             row(
@@ -138,17 +132,12 @@ def section(link: float, most: int) -> tuple[list[str], bool]:
         "heartbeats included; from 100 % on, rounds come slower than they are asked for.",
     ]
     tables = [
-        ("One barrier a second, hosts within 10 ms", steps, 0.0),
-        ("One barrier a second, one host 0.3 s late", replace(steps, late=0.3 * SECOND), 0.0),
-        (
-            "The same, if the first look came after 2 ms per host: not so today",
-            replace(steps, late=0.3 * SECOND),
-            LOOK_PER_HOST,
-        ),
-        ("One small broadcast a second, hosts within 10 ms", replace(steps, distinct=2), 0.0),
+        ("One barrier a second, hosts within 10 ms", steps),
+        ("One barrier a second, one host 0.3 s late", replace(steps, late=0.3 * SECOND)),
+        ("One small broadcast a second, hosts within 10 ms", replace(steps, distinct=2)),
     ]
-    for title, case, first in tables:
-        lines += forecast(costs, sizes, title, case, first)
+    for title, case in tables:
+        lines += forecast(costs, sizes, title, case)
     lines += ["", "### Where one store saturates, looks left aside"]
     lines += head("rounds a second", "hosts", "ranks")
     for rate in (1, 10, 100):

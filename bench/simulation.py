@@ -26,10 +26,12 @@ CONSTANTS = Path(__file__).with_name("constants.json")
 SECOND = 1e6
 
 # As in the backend; tests/test_simulate.py holds them against it.
-FIRST_LOOK, LONGEST_LOOK, LOOK_PER_HOST = 0.02 * SECOND, 1.0 * SECOND, 0.002 * SECOND
+FIRST_LOOK, LONGEST_LOOK, LOOK_PER_HOST = 0.05 * SECOND, 1.0 * SECOND, 0.002 * SECOND
 MOST_LOOKED_AT = 8
 RELAY_ENTRY = 8 * 1024 - 16  # bytes of a fate that one rank can pass on to its host
-PIECE_HEAD, NOTES_HEAD, NUMBER = 8, 12, 4  # bytes: of a host's piece, of its notes, of a member
+PIECE_HEAD, NOTES_HEAD = 8, 12  # bytes: of a host's piece, of its notes
+#: Of a broadcast's fate, what says which note is whose: all but one the same, and so compressed.
+WHICH_HEAD, WHICH_OF_RANK = 16, 0.018
 LIMIT, BEATS = 10.0 * SECOND, 5
 
 #: Messages of each kind of request; a client's `get` is a `wait` for the key, then a `read`.
@@ -71,7 +73,6 @@ class Case:
     late: float = 0.0  #: by how much host 0 comes later than that
     distinct: int = 1  #: notes of a round: 1 for a barrier, 2 for a broadcast
     processors: int | None = None  #: that all share with the store; None: each host has its own
-    first_look: float = FIRST_LOOK
 
     @property
     def piece(self) -> int:
@@ -80,8 +81,9 @@ class Case:
 
     def fate(self, note: int) -> int:
         """Return the bytes of a fate, with notes of so many bytes."""
-        which = NUMBER * self.hosts * self.ranks if self.distinct > 1 else 0
-        return 1 + NOTES_HEAD + self.distinct * note + which
+        ranks = self.hosts * self.ranks
+        which = WHICH_HEAD + ranks * WHICH_OF_RANK if self.distinct > 1 else 0
+        return int(1 + NOTES_HEAD + self.distinct * note + which)
 
     def readers(self, note: int) -> int:
         """Return how many ranks of each host read the fate from the store."""
@@ -351,7 +353,7 @@ class Simulation:
     def _look_out(self, host: Host, number: int) -> Steps:
         """Look around, ever less often, while waiting."""
         most = max(LONGEST_LOOK, LOOK_PER_HOST * self.case.hosts)
-        every = self.case.first_look
+        every = max(FIRST_LOOK, LOOK_PER_HOST * self.case.hosts)
         yield self._clock.sleep(every)
         while host.done < number:
             if host.speaking:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -125,17 +126,18 @@ def test_shared_processors_do_one_thing_at_a_time(bench: Any) -> None:
 
 
 def test_who_waits_looks_around_ever_less_often(bench: Any) -> None:
-    """A host that waits for 0.3 s looks after 20, 60, 140 and 300 ms."""
-    case = bench.Case(2, rounds=1, late=299_000.0)
-    assert bench.simulate(case, costs(bench)).looks == 3
+    """A host that waits looks after 50, 150 and 350 ms."""
+    for late, looks in ((149_000.0, 1), (349_000.0, 2), (351_000.0, 3)):
+        case = bench.Case(2, rounds=1, late=late)
+        assert bench.simulate(case, costs(bench)).looks == looks
     assert bench.simulate(bench.Case(2, rounds=1), costs(bench)).looks == 0
 
 
 def test_a_fate_that_cannot_be_passed_on_is_read_by_every_rank(bench: Any) -> None:
-    small, large = bench.Case(200, distinct=2), bench.Case(300, distinct=2)
-    assert (small.readers(50), large.readers(50)) == (1, 8)
-    result = bench.simulate(bench.Case(300, rounds=1, distinct=2), costs(bench))
-    assert result.messages == 300 * (4 + 7 * 2) + 6
+    case = bench.Case(20, rounds=1, distinct=2)
+    assert (case.readers(50), case.readers(5000)) == (1, 8)
+    large = dataclasses.replace(costs(bench), note=5000)
+    assert bench.simulate(case, large).messages == 20 * (4 + 7 * 2) + 6
 
 
 def test_the_same_seed_gives_the_same_rounds(bench: Any) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .output import Sink
     from .schedules import Seed
 
+_PATIENCE = 1.0  # seconds for a rank to end by itself, once its world is given up
 _GRACE = 2.0  # seconds for threads to end once their world has been given up
 _DEBUGGERS = ("bdb", "pdb", "pydevd")
 
@@ -198,12 +199,14 @@ class ThreadWorld:
     def _give_up(self) -> bool:
         """End all ranks; return whether they have ended."""
         self.scheduler.abort()
-        deadline = time.monotonic() + _GRACE
-        pause = 0.05
+        begin = time.monotonic()
         while living := [thread for thread in self._threads if thread.is_alive()]:
-            living[0].join(pause)
-            if time.monotonic() > deadline:
+            living[0].join(0.05)
+            waited = time.monotonic() - begin
+            if waited > _GRACE:
                 return False
+            if waited < _PATIENCE:
+                continue  # on its way out, with a traceback to write: not to be disturbed
             for thread in living:
                 if thread.is_alive() and thread.ident is not None:
                     # Takes effect between two steps of Python; what waits in C does not hear it.
