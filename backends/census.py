@@ -26,6 +26,8 @@ from .store_link import StoreGone
 from .stores import TRY_AGAIN
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncprims.interface import Settings, Topology
 
     from .store_link import StoreLink
@@ -139,14 +141,19 @@ def devices() -> int:
 
 
 def take_census(
-    link: StoreLink, source: StoreSource, top: Topology, settings: Settings, deadline: float
+    links: Sequence[StoreLink],
+    source: StoreSource,
+    top: Topology,
+    settings: Settings,
+    deadline: float,
 ) -> Census:
-    """Return who takes part, once all have come.
+    """Return who takes part, once all have come and have all their `links` to the store.
 
     :raises SyncTimeout: naming the ranks that have not come at the deadline.
     :raises BackendUnavailable: if there is no store to be reached.
     :raises StoreGone: if the store went meanwhile, and there is time for another attempt.
     """
+    link = links[0]
     register = Register(f"world-{top.world_size}", top.world_size)
     base = base_of(settings)
     try:
@@ -166,14 +173,18 @@ def take_census(
                 raise StoreGone("not all ranks have come")
             time.sleep(min(pause, left()))
             pause = min(1.2 * pause, _LONGEST_PAUSE)  # there may be many of us
-            closed, census = link.ask(lambda store: register.look(store, book), _LAST_WORD)
+            closed, census = link.ask(lambda store: register.look(store, book), left())
             if closed:
                 return census
             if left() < _LAST_WORD:
-                missing[:] = link.ask(lambda store: register.missing(store, book), _LAST_WORD)
+                missing[:] = link.ask(lambda store: register.missing(store, book), left())
 
     book = ""
     try:
+        for other in links:
+            # Now, and not when they are needed: a store may take seconds for a new connection,
+            # asking for the name of whoever calls, and answers nobody else meanwhile.
+            other.ask(lambda store: None, left())
         while True:
             book = link.ask(lambda store: register.enter(store, top.rank, place, devices()), left())
             census = attend(book)

@@ -95,7 +95,7 @@ class TorchBackend(Backend):
             speaker, waiter = self._dial(source)
             try:
                 self._census = census = take_census(
-                    speaker, source, self.topology, self.settings, deadline
+                    (speaker, waiter), source, self.topology, self.settings, deadline
                 )
                 break
             except StoreGone:

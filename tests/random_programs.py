@@ -255,7 +255,7 @@ def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> His
     if store is not None:
         hosts = next(h for h in (2, 3, made.ranks) if made.ranks % h == 0)
         world = World("torch", made.ranks, hosts)
-        more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store), "SYNCPRIMS_HEARTBEAT": "4"}
+        more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store), "SYNCPRIMS_HEARTBEAT": "8"}
         more["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # served here: no rank takes it along
     # What these import is imported once, not by every rank.
     backend_class(world.backend), sp.version()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import warm  # noqa: F401
-from conftest import several
+from conftest import in_processes, several
 from keeping import on_some
 from safetensors import safe_open
 from torch import nn
@@ -143,6 +143,7 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, meeting_place: 
 
 
 @several(2)
+@in_processes
 def test_what_takes_long_shows_a_bar_on_main(
     world: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +162,7 @@ def test_what_takes_long_shows_a_bar_on_main(
 
 
 @several(2, 4)
+@in_processes
 def test_ranks_write_different_shards(world: Ranks, tmp_path: Path) -> None:
     from faults import watched
 

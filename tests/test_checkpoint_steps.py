@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import warm  # noqa: F401
-from conftest import several
+from conftest import in_processes, several
 from harness import Kind, Ranks, environment
 from keeping import Kept, on_some
 from torch import nn
@@ -167,6 +167,7 @@ def test_hooks_run_before_and_can_be_removed(tmp_path: Path, meeting_place: Path
 
 
 @several(2, 4)
+@in_processes
 def test_all_ranks_save_the_same_step_when_one_is_told_to_stop(
     world: Ranks, tmp_path: Path
 ) -> None:
