@@ -147,7 +147,8 @@ class Seats:
         watch = self._watches.get(rank)
         if watch is None:
             state, *who = self._person(rank)
-            if state == _ALIVE and (watch := Watch(Identity(*who))).sees:
+            # One that has finished too: it may still have to show its exit code.
+            if state in (_ALIVE, _FINISHED) and (watch := Watch(Identity(*who))).sees:
                 self._watches[rank] = watch
                 self.bells.wake_for(watch.fd)
                 self._eyes.register(watch.fd, select.POLLIN)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -39,7 +40,12 @@ def nothing_left_behind() -> Generator[None]:
 
     before = state()
     yield
-    assert state() == before
+    after = state()
+    if after != before:
+        gc.collect()  # what the frames of exceptions hold, of tests before as well, goes with them
+        after = state()
+    assert (*after[:2], after[3]) == (*before[:2], before[3])
+    assert after[2] <= before[2]
 
 
 @pytest.fixture(scope="session")

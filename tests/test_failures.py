@@ -467,8 +467,9 @@ def test_any_text_of_an_exception_arrives(world: Ranks, number: int) -> None:
 
 @in_processes
 @several(2)
-def test_an_interrupted_wait_breaks_the_group(world: Ranks) -> None:
+def test_an_interrupted_wait_breaks_the_group(world: Ranks, tmp_path: Path) -> None:
     """If the call could be made again, all later rounds would be paired off by one."""
+    interrupted = tmp_path / "interrupted"
 
     def program() -> Any:
         sp.barrier()
@@ -481,8 +482,10 @@ def test_an_interrupted_wait_breaks_the_group(world: Ranks) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(InterruptedError):
                 sp.all_reduce(1)
+            interrupted.touch()
         else:
-            time.sleep(0.6)
+            while not interrupted.exists():
+                time.sleep(0.001)
         errors = [caught(lambda: sp.all_reduce(1)) for _ in range(2)]
         return [
             (type(error).__name__, error.rank, "InterruptedError" in str(error)) for error in errors
