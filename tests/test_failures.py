@@ -325,14 +325,18 @@ def test_a_stopped_rank_is_not_dead(world: Ranks) -> None:
 
 
 @in_processes
-def test_the_environments_timeout_is_the_default(world: Ranks) -> None:
+def test_the_environments_timeout_is_the_default(world: Ranks, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+
     def program() -> Any:
         assert sp.current().timeout == 0.4
         if sp.get_world_size() == 1:
             return None
-        if not sp.is_main():
-            time.sleep(0.8)
-        return type(caught(sp.barrier)).__name__
+        while not sp.is_main() and not late.exists():
+            time.sleep(0.001)
+        name = type(caught(sp.barrier)).__name__
+        late.touch()
+        return name
 
     expected = None if world.ranks == 1 else "SyncTimeout"
     assert world.run(program, SYNCPRIMS_TIMEOUT="0.4") == [expected] * world.ranks
