@@ -26,7 +26,7 @@ from .store_link import StoreGone
 from .stores import TRY_AGAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from syncprims.interface import Settings, Topology
 
@@ -166,19 +166,6 @@ def take_census(
 
     missing: list[int] = []  # as last heard of: whoever serves the store may give up first
 
-    def attend(book: str) -> Census | None:
-        pause = _FIRST_PAUSE
-        while True:
-            if not left():
-                raise StoreGone("not all ranks have come")
-            time.sleep(min(pause, left()))
-            pause = min(1.2 * pause, _LONGEST_PAUSE)  # there may be many of us
-            closed, census = link.ask(lambda store: register.look(store, book), left())
-            if closed:
-                return census
-            if left() < _LAST_WORD:
-                missing[:] = link.ask(lambda store: register.missing(store, book), left())
-
     book = ""
     try:
         for other in links:
@@ -187,7 +174,7 @@ def take_census(
             other.ask(lambda store: None, left())
         while True:
             book = link.ask(lambda store: register.enter(store, top.rank, place, devices()), left())
-            census = attend(book)
+            census = _attend(link, register, book, left, missing)
             if census is not None:
                 return census
     except StoreGone as error:
@@ -206,6 +193,27 @@ def take_census(
         f"0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR and MASTER_PORT "
         f"right and open from here?"
     ) from why
+
+
+def _attend(
+    link: StoreLink,
+    register: Register,
+    book: str,
+    left: Callable[[], float],
+    missing: list[int],
+) -> Census | None:
+    """Return the result of a book once it is closed; keep in `missing` who is not in it yet."""
+    pause = _FIRST_PAUSE
+    while True:
+        if not left():
+            raise StoreGone("not all ranks have come")
+        time.sleep(min(pause, left()))
+        pause = min(1.2 * pause, _LONGEST_PAUSE)  # there may be many of us
+        closed, census = link.ask(lambda store: register.look(store, book), left())
+        if closed:
+            return census
+        if left() < _LAST_WORD:
+            missing[:] = link.ask(lambda store: register.missing(store, book), left())
 
 
 def _never_came(top: Topology, missing: list[int], waited: float, address: str) -> SyncTimeout:
