@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 #: round k knows that all have collected round k - depth, and a cell is free again after twice that.
 CELLS = 2 * Board.depth
 BODY_SIZE = 2048
+_SHORT = 256  # bytes of a body that most need
 TEXT_SIZE = 16 * 1024  #: room for a verdict
 
 WORD = struct.Struct("<QII")  #: round, flags, check
@@ -45,8 +46,11 @@ ROUND_FACTOR, FLAGS_FACTOR, MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
 
 def word_of(number: int, flags: int, body_check: int) -> bytes:
     """Return the word of a note: equal for equal notes, and never equal for another round."""
-    check = body_check + number * ROUND_FACTOR + flags * FLAGS_FACTOR
-    return WORD.pack(number, flags, check & MASK)
+    return WORD.pack(number, flags, _check_of(number, flags, body_check))
+
+
+def _check_of(number: int, flags: int, body_check: int) -> int:
+    return (body_check + number * ROUND_FACTOR + flags * FLAGS_FACTOR) & MASK
 
 
 class Cells:
@@ -70,6 +74,7 @@ class Cells:
             slice(words_at + cell * self._row, words_at + cell * self._row + count * WORD.size)
             for cell in range(CELLS)
         ]
+        self.split = struct.Struct(f"{WORD.size}s" * count).unpack  #: a row into its words
         self._texts_at = _up(words_at + CELLS * self._row, mmap.PAGESIZE)
         self._bodies_at = self._texts_at + (count + 1) * TEXT_SIZE
         size = self._bodies_at + CELLS * count * BODY_SIZE
@@ -95,16 +100,24 @@ class Cells:
         at = self._body_at(cell, index)
         self.memory[at : at + len(body)] = body
 
-    def read_body(self, cell: int, index: int, word: bytes) -> tuple[bytes, bytes, bytes] | None:
-        """Return head, label and the rest of a body, or None unless `word` proves it whole."""
-        number, flags, _ = WORD.unpack(word)
+    def read_body(
+        self, cell: int, index: int, word: bytes
+    ) -> tuple[bytes, int, int, int, bytes] | None:
+        """Return what a body holds, or None unless `word` proves it whole.
+
+        That is the label; the lengths of payload and failure, and the checksum of the two; and the
+        bytes from where they stand on, not proved yet.
+        """
+        number, flags, check_of_all = WORD.unpack(word)
         at = self._body_at(cell, index)
-        body = self.memory[at : at + BODY_SIZE]
-        head = body[: HEAD.size]
-        end = HEAD.size + HEAD.unpack(head)[0]
-        if word_of(number, flags, zlib.crc32(body[:end])) != word:
+        body = self.memory[at : at + _SHORT]  # each line of it comes from another processor
+        text, payload, failure, check = HEAD.unpack_from(body)
+        end = HEAD.size + text
+        if end + payload + failure > _SHORT:
+            body = self.memory[at : at + BODY_SIZE]
+        if _check_of(number, flags, zlib.crc32(body[:end])) != check_of_all:
             return None
-        return head, body[HEAD.size : end], body[end:]
+        return body[HEAD.size : end], payload, failure, check, body[end:]
 
     def last_word(self, index: int) -> bytes:
         """Return the latest word of a member; one of round 0 if it has posted nothing."""

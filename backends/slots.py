@@ -47,6 +47,7 @@ _LOOKS_PER_TIME = 16  # as many between two questions to the clock
 _YIELD_FOR = 0.0005  # seconds of giving the processor away before sleeping
 _FIRST_NAP, _LONGEST_NAP = 0.002, 0.05  # should nobody ring
 _MOST_KNOWN = 4096
+_WIDTH = WORD.size
 
 
 class _Bare(NamedTuple):
@@ -153,7 +154,7 @@ class SlotBoard(Board):
         """Tell whether all words of a round that this rank has posted are there, whole or not."""
         cell = number % CELLS
         words = self._memory[self._rows[cell]]
-        return words[:: WORD.size] == self._mine[cell][1][:1] * len(self.members)
+        return words[::_WIDTH] == self._mine[cell][1][:1] * len(self.members)
 
     def wake(self) -> None:
         """Wake every member that sleeps."""
@@ -204,7 +205,7 @@ class SlotBoard(Board):
                 if self._apart.written or number == 1:
                     self._tidy(number)
                 return (note,) * count
-            if seen[:: WORD.size] == all_here:
+            if seen[::_WIDTH] == all_here:
                 notes = self.notes(number)
                 if notes is None or memory[intents] != self._unbroken:
                     break
@@ -286,18 +287,23 @@ class SlotBoard(Board):
         cell = number % CELLS
         words = self._memory[self._rows[cell]]
         mine, own = self._mine[cell]
-        if words[:: WORD.size] != own[:1] * len(self.members):
+        count = len(self.members)
+        if words[::_WIDTH] != own[:1] * count:
             return None
+        bare = not (mine[2] or mine[3])
+        if bare and words == own * count:
+            return (mine,) * count
+        # One word of notes without payload means one note: it is made once.
+        known = {own: mine} if bare else {}
         notes: list[Note] = []
-        bare = not (mine.payload or mine.failure)
-        if bare and words == own * len(self.members):
-            return (mine,) * len(self.members)
-        for index in range(len(self.members)):
-            word = words[index * WORD.size : (index + 1) * WORD.size]
-            same = index == self._index or (bare and word == own)
-            note = mine if same else self._take(number, index, word, mine.label)
+        for index, word in enumerate(self._cells.split(words)):
+            note = known.get(word)
             if note is None:
-                return None
+                note = mine if index == self._index else self._take(number, index, word, mine.label)
+                if note is None:
+                    return None
+                if not (note[2] or note[3]):
+                    known[word] = note
             notes.append(note)
         return tuple(notes)
 
@@ -313,12 +319,12 @@ class SlotBoard(Board):
         body = self._cells.read_body(number % CELLS, index, word)
         if body is None:
             return None
-        head, text, content = body
-        _, payload, failure, check = HEAD.unpack(head)
+        text, payload, failure, check, content = body
+        size = payload + failure
         if flags & APART:
             content = self._apart.read(self.members[index], number)
-        content = content[: payload + failure]
-        if len(content) != payload + failure or zlib.crc32(content) != check:
+        content = content[:size]
+        if len(content) != size or zlib.crc32(content) != check:
             return None
         if text != expected:
             label = Label.decode(text)
@@ -362,7 +368,7 @@ class SlotBoard(Board):
         word = self._cells.last_word(index)
         number, _, _ = WORD.unpack(word)
         body = self._cells.read_body(number % CELLS, index, word) if number else None
-        return Status(number, Label.decode(body[1]) if body else None, *state)
+        return Status(number, Label.decode(body[0]) if body else None, *state)
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it completes after all."""

@@ -208,6 +208,19 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
         ) from error
 
 
+def _integer(body: bytes) -> int:
+    return int.from_bytes(body, "little", signed=True)
+
+
+def _text(body: bytes) -> str:
+    return body.decode("utf-8", "surrogatepass")
+
+
+#: What most objects are made of: read without a further call.
+_LEAVES: dict[bytes, Callable[[bytes], Any]] = {b"i": _integer, b"s": _text, b"b": bytes}
+_CONSTANTS: dict[bytes, bool | None] = {b"N": None, b"T": True, b"F": False}
+
+
 class _Decoder:
     def __init__(
         self,
@@ -226,10 +239,15 @@ class _Decoder:
         data = self._data
         tag = data[at : at + 1]
         at += 1
-        if tag == b"N":
-            return None, at
-        if tag in (b"T", b"F"):
-            return tag == b"T", at
+        leaf = _LEAVES.get(tag)
+        if leaf is not None:
+            start = at + 8
+            end = start + _LENGTH.unpack_from(data, at)[0]
+            if end > len(data):
+                raise _cut_short(end - len(data))
+            return leaf(data[start:end]), end
+        if tag in _CONSTANTS:
+            return _CONSTANTS[tag], at
         if tag == b"f":
             return _FLOAT.unpack_from(data, at)[0], at + 8
         if tag == b"c":
@@ -267,17 +285,11 @@ class _Decoder:
         return (array[()] if tag == b"g" else array), at
 
     def _make(self, tag: bytes, body: bytes) -> Any:
-        if tag == b"i":
-            return int.from_bytes(body, "little", signed=True)
-        if tag == b"s":
-            return body.decode("utf-8", "surrogatepass")
-        if tag == b"b":
-            return body
         if tag in (b"p", b"q"):
             from pathlib import Path, PurePosixPath
 
             make_path = Path if tag == b"p" else PurePosixPath
-            return make_path(body.decode("utf-8", "surrogatepass"))
+            return make_path(_text(body))
         if tag == b"P":
             return _unpickle(body, self._allow_pickle, self._local_rank)
         if tag == BESIDE and self._beside is not None:
@@ -287,8 +299,12 @@ class _Decoder:
 
 def _slice(data: bytes, at: int, size: int) -> tuple[bytes, int]:
     if at + size > len(data):
-        raise EncodingError(f"the encoded object was cut short: {at + size - len(data)} bytes gone")
+        raise _cut_short(at + size - len(data))
     return data[at : at + size], at + size
+
+
+def _cut_short(gone: int) -> EncodingError:
+    return EncodingError(f"the encoded object was cut short: {gone} bytes gone")
 
 
 def _unpickle(body: bytes, allow_pickle: bool, local_rank: int) -> Any:
