@@ -45,6 +45,7 @@ class TorchBackend(Backend):
     name = "torch"
     spans_hosts = True
     detects_death = True
+    has_process_group = True
     needs: ClassVar[str | None] = None  #: the engine that was asked for by name
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
@@ -157,7 +158,7 @@ class TorchBackend(Backend):
         board = self._board(members)
         hosts, host_of = self._census.hosts, self._census.host_of
         # NCCL wants a device for each rank, and its first group takes all ranks of the world.
-        if all(hosts[host_of[rank]].devices for rank in members):
+        if self.needs != "gloo" and all(hosts[host_of[rank]].devices for rank in members):
             board.devices = NcclEngine(members, self.topology.world_size, self._open_default)
         return board
 
@@ -184,24 +185,28 @@ class TorchBackend(Backend):
         self._boards.append(board)
         return board
 
+    def open_process_group(self) -> None:
+        """Make torch's default group if there is none: it serves DDP, and the program itself."""
+        if not dist.is_initialized():
+            self._open_default()
+
     def _open_default(self) -> None:
         """Make torch's default group, its device named so that NCCL need not guess."""
-        top = self.topology
-        index = torch.cuda.current_device()
-        if index == 0 and top.local_rank < torch.cuda.device_count():
-            index = top.local_rank  # nobody has chosen: one for each
+        top, several = self.topology, len(self._census.hosts) > 1
         store: Any
-        if self._source is not None:
+        if several:
+            assert self._source is not None
             store = dist.PrefixStore(f"{self._census.token}/default", self._source.connect())
         else:
             store = dist.FileStore(str(self._local.path_for("default-group")), top.world_size)
+        options: dict[str, Any] = {"backend": "gloo"}
+        if self.needs != "gloo" and all(host.devices for host in self._census.hosts):
+            index = torch.cuda.current_device()
+            if index == 0 and top.local_rank < torch.cuda.device_count():
+                index = top.local_rank  # nobody has chosen: one for each
+            options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl",
-            store=store,
-            rank=top.rank,
-            world_size=top.world_size,
-            timeout=LONG,
-            device_id=torch.device("cuda", index),
+            **options, store=store, rank=top.rank, world_size=top.world_size, timeout=LONG
         )
         self._opened = True
 

@@ -299,6 +299,9 @@ class Backend(ABC):
         False  #: does :meth:`Board.status` tell a dead rank from a slow?
     )
 
+    #: can the ranks have a default group of ``torch.distributed``?
+    has_process_group: ClassVar[bool] = False
+
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.topology = topology
         self.settings = settings
@@ -315,6 +318,12 @@ class Backend(ABC):
     def meeting_place(self) -> str:
         """Where ranks find each other, for messages; empty if there is nothing to say."""
         return ""
+
+    def open_process_group(self) -> None:  # noqa: B027 - optional
+        """Have ``torch.distributed``'s default group run among all ranks; they call it at one time.
+
+        Optional, as :attr:`has_process_group` says. What it opens, :meth:`close` closes.
+        """
 
     def publish(self, word: bytes) -> None:  # noqa: B027 - optional
         """Let others read `word`, of at most 4 KB, as this rank's latest.

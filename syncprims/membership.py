@@ -12,6 +12,7 @@ from .errors import ConfigurationError, Failure, PeerFailed, SyncTimeout
 from .group import Group
 from .interface import Note
 from .rounds import Rounds
+from .steps import Steps
 from .version import version
 from .whereabouts import Whereabouts
 
@@ -158,6 +159,25 @@ class World:
                     call=str(note.label),
                     arrived=list(range(self.world_size)),
                 )
+
+    def open_process_group(self) -> bool:
+        """Tell whether ``torch.distributed``'s default group runs; it does where the backend can.
+
+        Collective: all ranks call it. What the program has initialized itself stays, and is its
+        own; what is opened here ends with the world.
+        """
+        if self.world_size == 1 or not self._backend.has_process_group:
+            return False
+        rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
+        note = rounds.note("open_process_group")
+
+        def open_() -> None:
+            steps = Steps(rounds, self.timeout)
+            steps.agree(note)
+            steps.stand_by(self._backend.open_process_group, lambda: None)
+
+        rounds.as_one(note.label, open_)
+        return True
 
     def adopt(self, timeout: float | None) -> World:
         """Take over a timeout that the program names after a test has started its world."""

@@ -1,0 +1,58 @@
+"""The default group of torch.distributed, as a world opens and ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from harness import Kind, Ranks
+
+import syncprims as sp
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_world_says_whether_there_is_one(world: Ranks, kind: Kind) -> None:
+    def program() -> tuple[bool, str]:
+        opened = sp.current().open_process_group()
+        return opened, sp.broadcast("goes on")
+
+    there = kind.backend == "torch" and kind.ranks > 1
+    assert world.run(program) == [(there, "goes on")] * kind.ranks
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_it_is_opened_once_and_ends_with_its_world(hosts: int, meeting_place: Path) -> None:
+    def program() -> list[Any]:
+        import torch
+        import torch.distributed as dist
+
+        seen: list[Any] = []
+        for _ in range(2):
+            with sp.init() as world:
+                seen.append((world.open_process_group(), world.open_process_group()))
+                total = torch.full((2,), float(sp.get_rank()))
+                dist.all_reduce(total)
+                seen.append(total.tolist())
+            seen.append(dist.is_initialized())
+        return seen
+
+    world = Ranks(Kind("torch", 4, hosts=hosts), meeting_place)
+    assert world.run_alone(program) == [[(True, True), [6.0, 6.0], False] * 2] * 4
+    world.check_nothing_left()
+
+
+def test_a_rank_that_dies_before_is_named(meeting_place: Path) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(sp.PeerLost) as caught:
+            sp.current().open_process_group()
+        return caught.value.rank, "open_process_group" in str(caught.value)
+
+    world = Ranks(Kind("torch", 2), meeting_place)
+    assert world.outcomes(program)[0] == (1, True)
