@@ -56,7 +56,7 @@ def _events(analysis: Analysis, shortest: float) -> Iterator[dict[str, Any]]:
         name = f"rank {rank.rank} ({rank.host})"
         yield {**about, "name": "process_name", "args": {"name": name}}
         yield {**about, "name": "process_sort_index", "args": {"sort_index": rank.rank}}
-        for group in np.unique(rank.rounds["group"]).tolist():
+        for group in sorted({int(number) for number in rank.rounds["group"]}):
             members = run.names.groups[group]
             whole = len(members) == run.world_size
             text = "all ranks" if whole else f"ranks {', '.join(map(str, members))}"

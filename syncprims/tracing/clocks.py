@@ -49,7 +49,9 @@ def align(run: Run) -> Alignment:
         clocks.setdefault(rank.clock, []).append(rank)
     reference, *others = clocks
     done, left = [reference], list(others)
-    error, hosts, guessed = 0.0, [], list[str]()
+    error = 0.0
+    hosts: list[str] = []
+    guessed: list[str] = []
     while left:
         # Those that met the reference, or what has been brought to it already.
         known = [rank for clock in done for rank in clocks[clock]]
@@ -62,7 +64,7 @@ def align(run: Run) -> Alignment:
             guessed.append(clocks[clock][0].host)
             first, mine = known[0], clocks[clock][0]
             ahead = (mine.monotonic - mine.wall) - (first.monotonic - first.wall)
-            _shift(clocks[clock], lambda times, ahead=ahead: np.full(len(times), ahead))
+            _shift(clocks[clock], [0.0], [float(ahead)])
         left.remove(clock)
         done.append(clock)
     return Alignment(hosts, error / 1e9, guessed)
@@ -109,23 +111,22 @@ def _bring(ranks: list[RankTrace], bounds: _Bounds) -> float:
     centres: list[float] = []
     middles: list[float] = []
     error = 0.0
-    for at, lower, upper in zip(
-        *(np.array_split(side, count) for side in bounds), strict=True
-    ):
+    for at, lower, upper in zip(*(np.array_split(side, count) for side in bounds), strict=True):
         low, high = int(lower.max()), int(upper.min())
         centres.append(float(at.mean()))
         middles.append(low + (high - low) / 2)
         error = max(error, abs(high - low) / 2)
-    _shift(ranks, lambda times: np.interp(times, centres, middles))
+    _shift(ranks, centres, middles)
     return error
 
 
-def _shift(ranks: list[RankTrace], ahead: Any) -> None:
+def _shift(ranks: list[RankTrace], at: list[float], ahead: list[float]) -> None:
+    """Take from all times what the clock is ahead then, on the line between what is known."""
     for rank in ranks:
         for name in ("posted", "since", "done"):
             times = rank.rounds[name]
             known = times > 0
-            times[known] -= ahead(times[known]).astype(np.int64)
+            times[known] -= np.interp(times[known], at, ahead).astype(np.int64)
         if rank.left is not None:
-            when = np.array([rank.left[0]])
-            rank.left = rank.left[0] - int(ahead(when)[0]), rank.left[1]
+            when, outcome = rank.left
+            rank.left = when - int(np.interp(when, at, ahead)), outcome

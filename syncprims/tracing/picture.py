@@ -43,9 +43,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     FigureCanvasAgg(figure)
     longest = max(len(line.name) for line in shown.lines)
     left = 0.03 + 0.0065 * longest
-    axes: Any = figure.add_axes(
-        (left, 0.75 / height, 0.80 - left, row * count / height)
-    )
+    axes: Any = figure.add_axes((left, 0.75 / height, 0.80 - left, row * count / height))
     axes.imshow(_image(shown), aspect="auto", interpolation="nearest",
                 extent=(0, shown.length, count - 0.5, -0.5))  # fmt: skip
     for at in range(1, count):
@@ -53,7 +51,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     size = 10 if row > 0.2 else 7
     axes.set_yticks(range(count), [line.name for line in shown.lines], fontsize=size)
     for at, line in enumerate(shown.lines):
-        blamed = line.rank == analysis.straggler
+        blamed = line.rank in analysis.stragglers
         style = {"color": LATE, "fontweight": "bold"} if blamed else {"color": "#555"}
         axes.text(1.008, at, line.said, transform=axes.get_yaxis_transform(), va="center",
                   fontsize=size, **style)  # fmt: skip
@@ -96,7 +94,8 @@ def _label(axes: Any, shown: Timeline, count: int, row: float) -> None:
             if all(middle + half < a or middle - half > b for a, b in spans):
                 spans.append((middle - half, middle + half))
                 up = -0.5 - (0.10 + 0.17 * lane) / row
-                axes.text(middle, up, text, ha="center", va="bottom", fontsize=8, color="#333")
+                axes.text(middle, up, text, ha="center", va="bottom", fontsize=8, color="#333",
+                          backgroundcolor="white", bbox={"pad": 0.5, "color": "white"})  # fmt: skip
                 axes.plot([when, when], [up, -0.5], color="#bbb", linewidth=0.7, clip_on=False,
                           zorder=0)  # fmt: skip
                 break

@@ -6,7 +6,7 @@ import json
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -191,7 +191,10 @@ def _facts(data: bytes) -> tuple[int, dict[str, Any]] | None:
         facts = json.loads(text)
     except ValueError:
         return None
-    return (number, facts) if isinstance(facts, dict) else None
+    if not isinstance(facts, dict):
+        return None
+    known = cast("dict[str, Any]", facts)
+    return number, known
 
 
 def _read_file(path: Path, run: Run) -> RankTrace | None:
@@ -283,7 +286,8 @@ class _Segment:
         for code in np.unique(found["outcome"]):
             text = self._texts.get(int(code), "")
             rounds["outcome"][found["outcome"] == code] = self._names.number("outcome", text)
-        return rounds[sound]
+        sound_ones: NDArray[Any] = rounds[sound]
+        return sound_ones
 
     def _labels(self, codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the numbers of calls and groups; -1 for what has no sound text."""
@@ -315,7 +319,7 @@ def _settled(rounds: NDArray[Any]) -> NDArray[Any]:
     rank = np.zeros(16, "i4")
     rank[[POSTED, WAITING, ROUND, RESULT]] = 0, 1, 2, 3
     order = np.lexsort((rank[rounds["kind"]], rounds["number"], rounds["group"]))
-    alone = rounds[rounds["number"] == 0]
+    alone: NDArray[Any] = rounds[rounds["number"] == 0]
     rounds = rounds[order]
     rounds = rounds[rounds["number"] > 0]
     if not len(rounds):

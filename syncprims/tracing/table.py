@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .reading import ranks_text
+from .waits import seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,17 +16,9 @@ if TYPE_CHECKING:
 _MOST = 20  # rows of the first table
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a time with its unit, in three figures."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return "0 s" if seconds <= 0 else f"{seconds * 1e9:.0f} ns"
-
-
-def write(analysis: Analysis, out: TextIO, *, colour: bool, every_row: bool) -> None:
-    """Write the tables of `analysis` and what they come to; in colours only where asked to."""
-    writer = _Writer(out, colour=colour)
+def write(analysis: Analysis, out: TextIO, *, every_row: bool) -> None:
+    """Write the tables of `analysis` and what they come to."""
+    writer = _Writer(out)
     rows = analysis.rows if every_row else analysis.rows[:_MOST]
     if rows:
         head = ("late", "made wait", "at", "where", "times", "waited in all", "longest")
@@ -55,7 +48,7 @@ def write(analysis: Analysis, out: TextIO, *, colour: bool, every_row: bool) -> 
             for one in analysis.summaries
         ],
         numbers=(0, 2, 3, 4, 5),
-        marked=analysis.straggler,
+        marked=analysis.stragglers,
     )
     writer.line(analysis.verdict, strong=True)
 
@@ -81,13 +74,13 @@ def _cells(row: Row, analysis: Analysis) -> Sequence[str]:
 class _Writer:
     """Tables by rich where there is a terminal and rich, else in plain columns, never cut off."""
 
-    def __init__(self, out: TextIO, *, colour: bool) -> None:
+    def __init__(self, out: TextIO) -> None:
         self._out = out
         self._console: Any = None
         if out.isatty() and find_spec("rich") is not None:
             from rich.console import Console
 
-            self._console = Console(file=out, no_color=not colour, highlight=False)
+            self._console = Console(file=out, highlight=False)  # it knows NO_COLOR
 
     def line(self, text: str, *, strong: bool = False) -> None:
         """Write one line, and an empty one behind it."""
@@ -106,7 +99,7 @@ class _Writer:
         rows: Sequence[Sequence[str]],
         *,
         numbers: Sequence[int],
-        marked: int | None = None,
+        marked: Sequence[int] = (),
     ) -> None:
         """Write a table; the columns in `numbers` are set to the right."""
         if self._console is not None:
@@ -128,7 +121,7 @@ class _Writer:
         head: Sequence[str],
         rows: Sequence[Sequence[str]],
         numbers: Sequence[int],
-        marked: int | None,
+        marked: Sequence[int],
     ) -> None:
         from rich.table import Table
         from rich.text import Text
@@ -137,6 +130,6 @@ class _Writer:
         for i, name in enumerate(head):
             table.add_column(name, justify="right" if i in numbers else "left", overflow="fold")
         for row in rows:
-            style = "bold red" if marked is not None and row[0] == str(marked) else ""
+            style = "bold red" if row[0].isdecimal() and int(row[0]) in marked else ""
             table.add_row(*(Text(cell, style=style) for cell in row))
         self._console.print(table)

@@ -9,7 +9,7 @@ import numpy as np
 
 from syncprims.tracefile import ROUND
 
-from .table import seconds_text
+from .waits import seconds_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,6 +63,7 @@ def timeline(analysis: Analysis) -> Timeline:
                 when = (float(arrived[at]) + float(meetings.last[at])) / 2 - start
                 marks.append((when / 1e9, float(held[at]) / 1e9, str(call)))
     marks.sort(key=lambda mark: -mark[1])
+    marks = [mark for mark in marks if mark[1] > marks[0][1] / 20]
     hosts = {one.host for one in analysis.summaries}
     lines: list[Line] = []
     for rank, one in zip(analysis.run.ranks, analysis.summaries, strict=True):
@@ -100,7 +101,8 @@ def coverage(begin: NDArray[Any], end: NDArray[Any], edges: NDArray[Any]) -> NDA
         ordered = np.sort(times)
         sums = np.concatenate([[0.0], np.cumsum(ordered)])
         before = np.searchsorted(ordered, edges)
-        return before * edges - sums[before]
+        summed: NDArray[Any] = before * edges - sums[before]
+        return summed
 
     covered = np.diff(passed(begin) - passed(end))
     share: NDArray[Any] = np.clip(covered / np.diff(edges), 0.0, 1.0)

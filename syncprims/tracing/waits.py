@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .clocks import Alignment
     from .reading import Call, RankTrace, Run
 
-START_KIND = "init"  # of the round in which a world starts: ranks begin when their machines let them
+START_KIND = "init"  # of the round in which a world starts: who is late there started late
 _HARDLY = 0.01  # of the time: less waiting than that is not worth a word
 
 
@@ -77,7 +77,7 @@ class Analysis:
     start: float  #: ns: of the first arrival
     stop: float  #: and of the last thing seen
     verdict: str
-    straggler: int | None
+    stragglers: list[int]
 
 
 def analyse(run: Run) -> Analysis:
@@ -92,10 +92,10 @@ def analyse(run: Run) -> Analysis:
     ends = [_end(rank) for rank in run.ranks]
     rows = sorted(_rows(run, groups), key=lambda row: -row.waited)
     summaries = [_summary(run, rank, groups) for rank in run.ranks]
-    verdict, straggler = _verdict(run, groups, rows, summaries)
+    verdict, stragglers = _verdict(run, rows, summaries)
     start = min(begins, default=0.0)
     stop = max(ends, default=start)
-    return Analysis(run, alignment, groups, rows, summaries, start, stop, verdict, straggler)
+    return Analysis(run, alignment, groups, rows, summaries, start, stop, verdict, stragglers)
 
 
 def _end(rank: RankTrace) -> float:
@@ -105,16 +105,19 @@ def _end(rank: RankTrace) -> float:
 
 def _meetings(run: Run, group: int, members: tuple[int, ...]) -> Meetings:
     column = {member: index for index, member in enumerate(members)}
-    found = [(column[r.rank], r, r.rounds[r.rounds["group"] == group]) for r in run.ranks
-             if r.rank in column]  # fmt: skip
-    number = np.unique(np.concatenate([rounds["number"] for *_, rounds in found]))
+    found = [
+        (column[rank.rank], rank.rounds[rank.rounds["group"] == group])
+        for rank in run.ranks
+        if rank.rank in column
+    ]
+    number = np.unique(np.concatenate([rounds["number"] for _, rounds in found]))
     shape = len(number), len(members)
     times = {name: np.full(shape, np.nan) for name in ("posted", "since", "done")}
     call = np.full(shape, -1)
     failed = np.zeros(len(number), bool)
     first = np.zeros(len(number), bool)
     gone = np.zeros(shape, bool)  # the member's record goes on for no longer
-    for index, rank, rounds in found:
+    for index, rounds in found:
         at = np.searchsorted(number, rounds["number"])
         over = rounds["kind"] == ROUND
         for name in ("posted", "since"):
@@ -139,13 +142,13 @@ def _held(
     """Return who came last, how long each waited for that one, and when it came."""
     posted, since, done = times["posted"], times["since"], times["done"]
     arrival = np.where(np.isnan(posted), -np.inf, posted)
-    late = arrival.argmax(axis=1)
-    last = arrival.max(axis=1)
+    late: NDArray[Any] = arrival.argmax(axis=1)
+    last: NDArray[Any] = arrival.max(axis=1)
     # Where a round failed and one never came to it, all waited for that one until the end.
     absent = failed[:, None] & gone
     never = absent.any(axis=1)
     late = np.where(never, absent.argmax(axis=1), late)
-    ended = np.where(np.isnan(done), -np.inf, done).max(axis=1)
+    ended: NDArray[Any] = np.where(np.isnan(done), -np.inf, done).max(axis=1)
     last = np.where(never, ended, last)
     held = np.fmax(np.fmin(done, last[:, None]) - since, 0.0)
     held = np.where(np.isnan(done), 0.0, held)
@@ -168,7 +171,7 @@ def _rows(run: Run, groups: list[Meetings]) -> list[Row]:
             sums[list(meetings.members)] = held.sum(axis=0)
             times = len(np.unique(calls_begun[at]))
             entry = found.setdefault(
-                (meetings.members[late], int(call)), [0, np.zeros(run.world_size), 0.0]
+                (meetings.members[int(late)], int(call)), [0, np.zeros(run.world_size), 0.0]
             )
             entry[0] += times
             entry[1] += sums
@@ -218,31 +221,65 @@ def _how_it_ended(run: Run, rank: RankTrace) -> str:
     return "killed, or still running"
 
 
-def _verdict(
-    run: Run, groups: list[Meetings], rows: list[Row], summaries: list[Summary]
-) -> tuple[str, int | None]:
-    """Return the whole matter in a sentence, and who the straggler is, if anybody."""
+def _verdict(run: Run, rows: list[Row], summaries: list[Summary]) -> tuple[str, list[int]]:
+    """Return the whole matter in a sentence, and who the stragglers are, if anybody."""
     if run.world_size == 1:
-        return "A world of one: nobody waits for anybody.", None
+        return "A world of one: nobody waits for anybody.", []
+    never = sorted({row.late for row in rows} - {one.rank for one in summaries})
+    if never:
+        return f"{_named(never)} never came, and left no trace: the others waited.", never
     total = sum(one.waited_for for one in summaries)
     spent = sum(one.span for one in summaries)
-    blamed = {row.late for row in rows} - {one.rank for one in summaries}
-    if blamed:  # dead before it could say anything
-        return f"Ranks {sorted(blamed)} never came, and left no trace.", None
     if not spent or total < _HARDLY * spent:
         share = total / spent if spent else 0.0
-        return f"No rank makes others wait: it takes {share:.1%} of the ranks' time.", None
-    worst = max(summaries, key=lambda one: one.waited_for)
-    share = worst.waited_for / total
-    most = [row for row in rows if row.late == worst.rank and row.call.kind != START_KIND]
-    where = f"{most[0].call} ({most[0].call.site})" if most else "the start"
-    if share < 0.5 + 0.4 / run.world_size:
+        return f"No rank makes others wait: that takes {share:.1%} of the ranks' time.", []
+    worst = sorted(summaries, key=lambda one: -one.waited_for)
+    found: list[int] = []
+    share = 0.0
+    for one in worst[: max(1, min(3, (run.world_size - 1) // 2))]:
+        found.append(one.rank)
+        share += one.waited_for / total
+        if share >= (0.5 + 0.4 / run.world_size if len(found) == 1 else 0.8):
+            break
+    else:
         return (
-            f"No rank is the straggler: ranks waited {total:.3g} s for each other in all, "
-            f"{total / spent:.0%} of their time, and {share:.0%} of it for rank {worst.rank}, "
-            f"mostly at {where}."
-        ), None
+            f"No rank is the straggler: ranks waited {seconds_text(total)} for each other in all, "
+            f"{total / spent:.0%} of their time, {worst[0].waited_for / total:.0%} of it for rank "
+            f"{worst[0].rank}, mostly at {_mostly(rows, worst[0].rank)}."
+        ), []
+    waited = seconds_text(share * total)
+    is_one = "is the straggler" if len(found) == 1 else "are the stragglers"
     return (
-        f"Rank {worst.rank} is the straggler: the others waited {worst.waited_for:.3g} s for it in "
-        f"all, {share:.0%} of all waiting for a rank, mostly at {where}."
-    ), worst.rank
+        f"{_named(found)} {is_one}: the others waited {waited} for {_it(found)} in all, "
+        f"{share:.0%} of all waiting for a rank, mostly at {_mostly(rows, *found)}."
+    ), found
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]}"
+    return f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _it(ranks: list[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
+
+
+def _mostly(rows: list[Row], *ranks: int) -> str:
+    """Return the calls to which each of these ranks came late for longest."""
+    places: list[str] = []
+    for rank in ranks:
+        mine = [row for row in rows if row.late == rank and row.call.kind != START_KIND]
+        if mine and (place := f"{mine[0].call} ({mine[0].call.site})") not in places:
+            places.append(place)
+    return " and ".join(places)
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time with its unit, in three figures."""
+    if seconds >= 999.5:
+        return f"{seconds:.0f} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return "0 s" if seconds <= 0 else f"{seconds * 1e9:.0f} ns"
