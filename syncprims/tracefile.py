@@ -105,7 +105,7 @@ class Recorder:
         self._fd = -1
         self._path = ""
         self._count = 0  # segments begun in the file
-        self._turning = threading.Lock()
+        self._turning = threading.RLock()
         self._stopped = False
         self._started = time.time_ns(), time.monotonic_ns()
 
@@ -134,7 +134,7 @@ class Recorder:
         self._write(write)
 
     def _write(self, write: Any) -> None:
-        for _ in range(2):
+        for _ in range(4):
             segment = self.segment
             try:
                 write(segment)
@@ -144,8 +144,8 @@ class Recorder:
 
     def _turn(self, full: Segment) -> None:
         """Go on in the next segment, unless another thread has seen to it."""
-        # Never waited for: this may be a signal handler, in the middle of doing just that.
-        if self._turning.acquire(blocking=False):
+        # A handler may be here in the middle of just that, and an interrupt may have left it taken.
+        if self._turning.acquire(timeout=1.0):
             try:
                 if self.segment is full:
                     self.segment = _in_memory() if self._fd < 0 else self._next()

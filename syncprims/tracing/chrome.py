@@ -31,7 +31,7 @@ def write(analysis: Analysis, path: Path) -> int:
     """
     waits = np.concatenate([_waits(rank.rounds) for rank in analysis.run.ranks])
     left_out = max(0, len(waits) - MOST_SLICES)
-    shortest = float(np.partition(waits, left_out)[left_out]) if left_out else -1.0
+    shortest = float(np.partition(waits, left_out - 1)[left_out - 1]) if left_out else -1.0
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         with new.open("w", encoding="utf-8") as file:

@@ -55,7 +55,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         "calls": [[str(call), call.site] for call in analysis.run.names.calls],
         "lines": lines,
     }
-    # Within a script no text may look like its end.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    # Within a script no text may look like a tag.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     frame = files("syncprims.tracing").joinpath("page.html").read_text(encoding="utf-8")
     path.write_text(frame.replace("@DATA@", text), encoding="utf-8")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .reading import Call, RankTrace, Run
 
 START_KIND = "init"  # of the round in which a world starts: who is late there started late
+_LATEST = np.iinfo(np.int64).max
 _HARDLY = 0.01  # of the time: less waiting than that is not worth a word
 
 
@@ -190,7 +191,8 @@ def _summary(run: Run, rank: RankTrace, groups: list[Meetings]) -> Summary:
     starts = _start_calls(run)
     joined = rounds[np.isin(rounds["call"], starts) & (rounds["done"] > 0)]
     later = rounds[~np.isin(rounds["call"], starts)]
-    begin = float(joined["done"].max()) if len(joined) else float(rounds["posted"].min(initial=0))
+    began = joined["done"].max() if len(joined) else rounds["posted"].min(initial=_LATEST)
+    begin = float(began)
     span = max(_end(rank) - begin, 0.0)
     over = later[later["kind"] == ROUND]
     waiting = float((over["done"] - over["since"]).sum())
