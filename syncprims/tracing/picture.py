@@ -43,7 +43,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     FigureCanvasAgg(figure)
     longest = max(len(line.name) for line in shown.lines)
     left = 0.03 + 0.0065 * longest
-    axes: Any = figure.add_axes((left, 0.75 / height, 0.80 - left, row * count / height))
+    axes: Any = figure.add_axes((left, 0.75 / height, 0.785 - left, row * count / height))
     axes.imshow(_image(shown), aspect="auto", interpolation="nearest",
                 extent=(0, shown.length, count - 0.5, -0.5))  # fmt: skip
     for at in range(1, count):
