@@ -14,7 +14,7 @@ from .callsite import describe, users_frame
 from .errors import ConcurrentCall, ForkedProcess, WorldClosed
 from .interface import Label
 from .rounds import Rounds
-from .tracefile import END, ENTRY, FLAGS, FURTHER, POSTED, RESULT, ROUND, WAITING, members_text
+from .tracefile import END, ENTRY, FURTHER, POSTED, RESULT, ROUND, WAITING, members_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ class TracedRounds(Rounds):
         self._recorder = recorder
         self._group = members_text(self.members)
         self._places: dict[tuple[int, int], tuple[Label, CodeType]] = {}  # of barriers of one
-        #: Rounds that are posted and not collected: label, when, flags, and how this rank failed.
-        self._open: dict[int, tuple[Label, int, int, str]] = {}
+        self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
+        self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
         self._label: Label | None = None  # of the note posted last
         self._now: Callable[[], int] = monotonic_ns
         board = self._board
@@ -94,9 +94,10 @@ class TracedRounds(Rounds):
             self.make_room(timeout)
         label, number = note[0], board.posted + 1
         self._label = label
-        flags = FURTHER if number > self._before + 1 else 0
-        failed = self._failure(note) if note[3] else ""
-        self._open[number] = label, self._now(), flags, failed
+        if note[3] or number > self._before + 1:
+            failed = self._failure(note) if note[3] else ""
+            self._odd[number] = FURTHER if number > self._before + 1 else 0, failed
+        self._open[number] = label, self._now()
         try:  # from here on, as ever
             board.post(note)
         except OSError as error:
@@ -107,9 +108,8 @@ class TracedRounds(Rounds):
         """Collect the oldest round, and write it down."""
         board = self._board
         number = board.collected + 1
-        # A round that is deferred, or ahead of others, was not waited for since it was posted.
-        meeting = self._meetings.get(number) if self._meetings else None
-        since = self._now() if meeting is not None or number < board.posted else 0
+        if self._meetings or number < board.posted:
+            return self._collect_older(number, timeout)
         limit = self._first_look
         if timeout is not None and timeout < limit:
             limit = min(timeout, self.settings.warn_after)
@@ -117,17 +117,30 @@ class TracedRounds(Rounds):
         done = self._now()
         found = self._open.pop(number, None)
         if found is not None:  # else it is that of a `meet`
-            label, posted, flags, outcome = found
-            if meeting is not None and meeting.error is not None:
-                outcome = outcome or _name(meeting.error)
+            label, posted = found
             segment = self._recorder.segment
             tag = segment.tags.get(id(label))
-            if tag is not None and not outcome and (at := next(segment.slots)) <= END:
-                tag |= flags << FLAGS
-                _pack_into(segment.memory, at, posted, since or posted, done, number, tag)
+            if tag is not None and not self._odd and (at := next(segment.slots)) <= END:
+                _pack_into(segment.memory, at, posted, posted, done, number, tag)
             else:
-                self._write(label, posted, since or posted, done, number, flags, outcome)
+                self._write(label, posted, posted, done, number, *self._oddity(number))
         return notes
+
+    def _collect_older(self, number: int, timeout: float | None) -> Sequence[Note]:
+        """Collect a round that this rank has not waited for since it was posted."""
+        since = self._now()
+        meeting = self._meetings.get(number)
+        notes = Rounds.collect(self, timeout)
+        found = self._open.pop(number, None)
+        if found is not None:
+            flags, outcome = self._oddity(number)
+            if meeting is not None and meeting.error is not None:
+                outcome = outcome or _name(meeting.error)
+            self._write(found[0], found[1], since, self._now(), number, flags, outcome)
+        return notes
+
+    def _oddity(self, number: int) -> tuple[int, str]:
+        return self._odd.pop(number, (0, ""))
 
     def waits(self, waited: float) -> None:
         """Write down what this rank waits for: should it be killed meanwhile, that is known."""
@@ -143,10 +156,14 @@ class TracedRounds(Rounds):
         if isinstance(error, _REFUSED):
             return
         first = before + 1
+        for kept in (self._open, self._odd):
+            for number in [number for number in kept if number > self._board.posted]:
+                del kept[number]  # it was about to be posted
         now = self._now()
-        left = [number for number in self._open if first <= number <= self._board.posted]
+        left = [number for number in self._open if number >= first]
         for number in left:
-            label, posted, flags, failed = self._open.pop(number)
+            label, posted = self._open.pop(number)
+            flags, failed = self._oddity(number)
             self._write(label, posted, posted, now, number, flags, failed or _name(error))
         number = self._board.collected
         if not left and number >= first and self._label is not None:
@@ -159,9 +176,8 @@ class TracedRounds(Rounds):
 
     def end(self) -> int:
         """Write down what was posted and will never be collected; return the time."""
-        for number, (label, posted, flags, outcome) in sorted(self._open.items()):
-            if number <= self._board.posted:
-                self._write(label, posted, posted, 0, number, flags, outcome, POSTED)
+        for number, (label, posted) in sorted(self._open.items()):
+            self._write(label, posted, posted, 0, number, *self._oddity(number), POSTED)
         self._open.clear()
         return self._now()
 
