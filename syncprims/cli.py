@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .errors import SyncError
 from .launcher import Launch, launch
+from .tracing.command import add_parser as add_trace_parser
 from .version import version
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="the script to run; all that follows belongs to it")
     run.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.set_defaults(run=_run)
+    add_trace_parser(commands)
     return parser
 
 

@@ -335,8 +335,19 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         heartbeat=_seconds(environ, "SYNCPRIMS_HEARTBEAT") or default.heartbeat,
         gloo_interfaces=environ.get("GLOO_SOCKET_IFNAME") or None,
         error_file=environ.get("SYNCPRIMS_ERROR_FILE") or None,
+        trace=environ.get("SYNCPRIMS_TRACE") or None,
+        trace_limit=_mebibytes(environ, "SYNCPRIMS_TRACE_LIMIT") or default.trace_limit,
         mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
     )
+
+
+def _mebibytes(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name)
+    if value is None or value == "":
+        return None
+    if not (value.isascii() and value.isdecimal() and 1 <= int(value) <= 1 << 20):
+        raise ConfigurationError(f"{name}={value!r}: it takes a number of MiB from 1 up")
+    return int(value) << 20
 
 
 def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:

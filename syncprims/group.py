@@ -53,6 +53,10 @@ class Group:
         self._tokens: list[Token[Group | None]] = []
         # Whoever is alone waits for nobody, as long as the world is open.
         self.alone = rounds is not None and len(self.ranks) == 1  #: and open
+        traced = rounds is not None and rounds.traced
+        self.silent = self.alone and not traced  #: so that its barriers are nothing at all
+        #: What is told of them else.
+        self.passing = rounds.pass_alone if rounds is not None and self.alone and traced else None
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -85,7 +89,8 @@ class Group:
 
     def bar(self, why: Callable[[], SyncError]) -> None:
         """Let every later call raise ``why()``: the world is closed, or this is a forked child."""
-        self.alone = False
+        self.alone = self.silent = False
+        self.passing = None
         if self._member is not None:
             self._member.bar(why)
 
@@ -100,7 +105,10 @@ class Group:
         """
         if device:
             _wait_for_device()
-        if self.alone and name is None and timeout is None:
+        if self.silent and name is None and timeout is None:
+            return
+        if self.passing is not None and name is None and timeout is None:
+            self.passing()
             return
         rounds = self._member or self._rounds
         timeout = self._timeout if timeout is None else seconds(timeout)

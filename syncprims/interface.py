@@ -44,6 +44,8 @@ class Settings(NamedTuple):
     heartbeat: float = 10.0  #: a host that gives no sign of life for so long is taken for lost
     gloo_interfaces: str | None = None  #: network interfaces for bulk data, with commas between
     error_file: str | None = None  #: where the launcher looks for the reason why this rank failed
+    trace: str | None = None  #: directory in which every round is written down
+    trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds go first
     mixed_precision: str | None = None  #: what `training` computes in, where a script names nothing
 
 

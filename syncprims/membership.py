@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .errors import SyncError
-    from .interface import Backend, Settings, Topology
+    from .interface import Backend, Board, Settings, Topology
+    from .traced import TracedRounds
+    from .tracefile import Recorder
 
 #: Where the backend cannot tell a dead rank from a slow one, a wait ends after this many seconds.
 BLIND_TIMEOUT = 1800.0
@@ -48,6 +50,12 @@ class World:
         self._backend = backend
         self._whereabouts = Whereabouts(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._traced: list[TracedRounds] = []
+        self._recorder: Recorder | None = None
+        if settings.trace is not None:
+            from .tracefile import Recorder  # not before it is asked for
+
+            self._recorder = Recorder(settings.trace, settings.trace_limit, topology)
         self._nodes: list[int] = []
         self.timeout = settings.timeout
         if self.timeout is None and not backend.detects_death:
@@ -134,7 +142,9 @@ class World:
             "SYNCPRIMS_PICKLE": self.settings.pickle,
         }
         rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-        note = Note(rounds.note("init").label, payload=json.dumps([mine, top.node_rank]).encode())
+        trace = self._recorder.run if self._recorder is not None else None
+        words = json.dumps([mine, top.node_rank, trace]).encode()
+        note = Note(rounds.note("init").label, payload=words)
         try:
             notes = rounds.meet(note, self.settings.join_timeout)
         except SyncTimeout as error:
@@ -147,9 +157,9 @@ class World:
             error.args = (f"{error}\n{more}",)
             raise
         said = [json.loads(other.payload) for other in notes]
-        self._nodes = [node for _, node in said]
+        self._nodes = [node for _, node, _ in said]
         for fact, value in mine.items():
-            values = [facts[fact] for facts, _ in said]
+            values = [facts[fact] for facts, *_ in said]
             if any(other != value for other in values):
                 shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
                 raise ConfigurationError(
@@ -159,6 +169,9 @@ class World:
                     call=str(note.label),
                     arrived=list(range(self.world_size)),
                 )
+        if self._recorder is not None:
+            # One name for all: that of the first who has one.
+            self._recorder.open(next(run for *_, run in said if run is not None))
 
     def open_process_group(self) -> bool:
         """Tell whether ``torch.distributed``'s default group runs; it does where the backend can.
@@ -199,6 +212,9 @@ class World:
             failed = PeerFailed.from_failure(Failure.of(self.rank, error))
             failure = errors.dump(failed)
         self._report(failure)
+        if self._recorder is not None:
+            now = max(rounds.end() for rounds in self._traced)
+            self._recorder.leave(error, now)
         self._backend.close(failure)
 
     def _report(self, failure: bytes | None) -> None:
@@ -217,6 +233,8 @@ class World:
 
     def abandon(self) -> None:
         """Drop the backend without a word, in a forked child."""
+        if self._recorder is not None:
+            self._recorder.abandon()
         self._backend.abandon()
 
     def _make_group(self, ranks: Sequence[int]) -> Group:
@@ -227,11 +245,19 @@ class World:
                 board = self._backend.board(members)
                 # The first round of all ranks is the start, which no user has asked for.
                 own = int(len(members) == self.world_size)
-                rounds = Rounds(
-                    board, self.rank, self.settings, self._whereabouts, self.local_rank, own
-                )
+                rounds = self._make_rounds(board, own)
             self._groups[members] = Group(members, self.rank, rounds, self.timeout)
         return self._groups[members]
+
+    def _make_rounds(self, board: Board, own: int) -> Rounds:
+        facts = board, self.rank, self.settings, self._whereabouts, self.local_rank, own
+        if self._recorder is None:
+            return Rounds(*facts)
+        from .traced import TracedRounds
+
+        rounds = TracedRounds(self._recorder, *facts)
+        self._traced.append(rounds)
+        return rounds
 
 
 def _members(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:

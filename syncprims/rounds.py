@@ -44,6 +44,8 @@ class Meeting:
 class Rounds:
     """One rank's rounds at one board."""
 
+    traced = False  #: what it does is written down
+
     def __init__(
         self,
         board: Board,
@@ -70,6 +72,7 @@ class Rounds:
         # lock taken just before a `try` can stay taken for ever.
         self._inside: dict[object, int] = {}
         self._barred: Callable[[], SyncError] | None = None  # closed, forked or torn: why
+        self._before = 0  # rounds posted to before the call under way
         self.told: BaseException | None = None  #: of the call under way: what the others know of
         whereabouts.add(self)
         self._waiting = Waiting(self, board, self._diagnosis, whereabouts)
@@ -124,6 +127,9 @@ class Rounds:
                 self.raise_shared(notes)
         return notes
 
+    def pass_alone(self) -> None:
+        """Hear of a barrier of one, which needs no round. Called by what the user calls."""
+
     def as_one(self, label: Label | None, steps: Callable[[], T]) -> T:
         """Return ``steps()``, with no other call of this rank between them.
 
@@ -136,12 +142,12 @@ class Rounds:
             thread = self._inside[turn] = get_ident()
             if len(self._inside) > 1 or self._barred is not None:
                 self._refuse(label)
-            self.thread, self.told = thread, None
+            self.thread, self.told, self._before = thread, None, before
             return steps()
-        except errors.SyncError:
-            raise
         except BaseException as error:
-            if error is not self.told and board.posted > before:
+            self.ends_with(error, before)
+            whole = isinstance(error, errors.SyncError) or error is self.told
+            if not whole and board.posted > before:
                 self._break_off(error)
             raise
         finally:
@@ -216,12 +222,12 @@ class Rounds:
         try:
             board.post(note)
         except OSError as error:
-            self.told = error
             self._post_instead(note, error)
             raise
 
     def _post_instead(self, note: Note, error: OSError) -> None:
         """Post, where a disk has no room for `note`, why this rank cannot."""
+        self.told = error
         # Short, so that it needs no room but what was set aside for every note.
         failure = Failure.of(self.rank, error)
         failure = failure._replace(message=failure.message[:150], traceback="")
@@ -272,6 +278,7 @@ class Rounds:
         board = self._board
         if notes is None:
             begin = board.waiting_since if board.virtual_time else board.now() - waited
+            self.waits(waited)
             notes = self._waiting.on(board.collect, timeout, begin)
         number = board.collected
         first = notes[0]
@@ -286,6 +293,12 @@ class Rounds:
                 meeting.notes = notes
                 meeting.error = self._shared_failure(notes)
         return notes
+
+    def ends_with(self, error: BaseException, before: int) -> None:
+        """Hear that a call raises, which `before` rounds had been posted to when it began."""
+
+    def waits(self, waited: float) -> None:
+        """Hear that a round has not come for so long that there is time for other things."""
 
     def _break_off(self, error: BaseException) -> None:
         """Break the group after an exception in the middle of a wait.

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 CORE = sorted(ROOT.glob("syncprims/*.py"))
 BACKENDS = sorted(ROOT.glob("backends/*.py"))
 TESTING = sorted(ROOT.glob("syncprims/testing/*.py"))
+TRACING = sorted(ROOT.glob("syncprims/tracing/*.py"))
 TRAINING = sorted(ROOT.glob("syncprims/training/**/*.py"))
 
 #: Whom a module may import, lowest first: everything above it is out of reach.
@@ -23,7 +24,8 @@ LAYERS: list[set[str]] = [
     {"environment", "registry", "codec", "reduction", "shares"},
     {"whereabouts", "diagnosis", "notes"},
     {"waiting"},
-    {"rounds"},
+    {"rounds", "tracefile"},
+    {"traced"},
     {"steps"},
     {"bulk"},
     {"hauling"},
@@ -35,7 +37,7 @@ LAYERS: list[set[str]] = [
     {"world"},
     {"sync", "execution", "trigger", "ranklog"},
     {"output"},
-    {"launcher"},
+    {"launcher", "tracing"},  # a package, see below
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -71,7 +73,7 @@ def at_import_time(path: Path) -> set[str]:
 
 
 def test_every_module_of_the_core_has_a_layer() -> None:
-    assert {path.stem for path in CORE} == set().union(*LAYERS)
+    assert {path.stem for path in CORE} | {"tracing"} == set().union(*LAYERS)
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
@@ -103,6 +105,16 @@ def test_testing_stands_on_the_core_and_knows_no_backend(path: Path) -> None:
     heavy = {"torch", "numpy", "filelock"}
     assert not at_import_time(path) & heavy
     assert "pytest" not in at_import_time(path) or path.stem in ("plugin", "marked")
+
+
+@pytest.mark.parametrize("path", TRACING, ids=lambda path: path.stem)
+def test_tracing_reads_what_the_recorder_has_written_and_knows_no_world(path: Path) -> None:
+    for name in imports(path):
+        if name.startswith("syncprims."):
+            assert name.split(".")[1] in ("errors", "tracefile"), f"{path.stem} imports {name}"
+    drawing = {"rich", "matplotlib", "torch", "filelock"}
+    assert not at_import_time(path) & drawing
+    assert path.stem not in ("command", "__init__") or "numpy" not in at_import_time(path)
 
 
 def test_nobody_imports_testing() -> None:
@@ -167,7 +179,7 @@ def test_the_package_list_is_the_tree() -> None:
 
 
 def test_no_module_has_grown_into_two() -> None:
-    every = CORE + BACKENDS + TESTING
+    every = CORE + BACKENDS + TESTING + TRACING
     sizes = {path.name: len(path.read_text().splitlines()) for path in every}
     assert not {name: size for name, size in sizes.items() if size > 400}
 

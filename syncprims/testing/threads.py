@@ -81,6 +81,8 @@ class ThreadWorld:
         faults: Sequence[Fault],
         sink: Sink | None,
         nodes: int = 1,
+        *,
+        traced: bool = True,
     ) -> None:
         self._fn = fn
         self._ranks = ranks
@@ -88,6 +90,8 @@ class ThreadWorld:
         self._seed = seed
         self._sink = sink
         self._environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
+        if not traced:
+            self._environ.pop("SYNCPRIMS_TRACE", None)
         self._backend: Any = backend_class("threads")
         self.scheduler = Scheduler(ranks, seed.schedule(ranks), self._break_deadlock)
         self.rooms: list[Any] = []  # one, unless the program ends its world and starts another

@@ -84,6 +84,7 @@ def run_once(
     timeout: float | timedelta | None,
     start: Start | None = None,
     nodes: int = 1,
+    traced: bool = True,
 ) -> Run:
     """Return how one world went, whatever it came to."""
     _check(fn, ranks, kind, backend, faults)
@@ -91,7 +92,7 @@ def run_once(
     limit = seconds(timeout)
     sink = ambient.get().sink()
     if kind == "threads":
-        return ThreadWorld(fn, ranks, seed, faults, sink, nodes).run(limit)
+        return ThreadWorld(fn, ranks, seed, faults, sink, nodes, traced=traced).run(limit)
     from .processes import ProcessWorld  # not before it is asked for
 
     return ProcessWorld(fn, ranks, backend or "file", faults, sink, start).run(limit)
