@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"interface", "endings"},
     {"arrays", "pickles"},
     {"environment", "registry", "codec", "reduction", "shares"},
-    {"whereabouts", "diagnosis", "notes"},
+    {"whereabouts", "diagnosis", "notes", "choice"},
     {"waiting"},
     {"rounds"},
     {"steps"},
