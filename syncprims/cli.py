@@ -26,7 +26,8 @@ environment: SYNCPRIMS_BACKEND, SYNCPRIMS_TIMEOUT, ... as `syncprims env` shows 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    2 is a wrong command line or environment, 130 an interrupt, 141 a pipe that nobody reads.
+    2 is a wrong command line or environment, 130 an interrupt, 141 a pipe that nobody reads, 1 an
+    output that cannot be written; `run` returns what its ranks do.
     """
     try:
         options = parser().parse_args(argv)
@@ -39,10 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("syncprims: interrupted", file=sys.stderr)  # noqa: T201
         return 130
-    except BrokenPipeError:
+    except OSError as error:  # nobody reads any more, or the disk is full
         # Python flushes once more at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201
+        return 1
     return code
 
 

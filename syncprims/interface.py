@@ -303,7 +303,7 @@ class Backend(ABC):
         self.topology = topology
         self.settings = settings
 
-    @classmethod
+    @classmethod  # noqa: B027 - optional
     def check(cls, topology: Topology, settings: Settings) -> None:
         """Refuse what these alone show to be wrong, as the constructor would, and take no seat.
 

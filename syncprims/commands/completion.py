@@ -23,6 +23,7 @@ class Flag(NamedTuple):
     help: str
     takes_value: bool
     choices: tuple[str, ...]
+    takes_file: bool
 
 
 class Command(NamedTuple):
@@ -65,7 +66,8 @@ def described(
             choices = tuple(map(str, action.choices or ()))
             if action.option_strings:
                 takes = action.nargs != 0
-                flags.append(Flag(tuple(action.option_strings), about, takes, choices))
+                a_file = action.metavar in ("FILE", "DIRECTORY")
+                flags.append(Flag(tuple(action.option_strings), about, takes, choices, a_file))
             elif choices:
                 words = choices
         found.append(Command(name, helps.get(name, ""), tuple(flags), words))
@@ -132,7 +134,7 @@ def _zsh(commands: list[Command]) -> str:
         lines += [f"    {command.name})", "      _arguments -S \\"]
         for flag in command.flags:
             text = flag.help.translate(str.maketrans("[]:", "() "))
-            value = f":value:({' '.join(flag.choices)})" if flag.choices else ":value:_files"
+            value = ":value:_files" if flag.takes_file else f":value:({' '.join(flag.choices)})"
             for name in flag.names:
                 spec = f"({' '.join(flag.names)}){name}[{text}]"
                 lines.append(f"        {_quoted(spec + (value if flag.takes_value else ''))} \\")
@@ -157,7 +159,7 @@ def _fish(commands: list[Command]) -> str:
                 f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
                 for name in flag.names
             )
-            value = f" -x -a {_quoted(' '.join(flag.choices))}" if flag.choices else " -r"
+            value = " -r" if flag.takes_file else f" -x -a {_quoted(' '.join(flag.choices))}"
             lines.append(
                 f"{here} {names} -d {_quoted(flag.help)}" + (value if flag.takes_value else "")
             )

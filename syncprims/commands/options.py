@@ -198,7 +198,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("main_process_ip", word, FAMILIAR, "the host in --rendezvous", "HOST"),
     Option("main_process_port", whole(0, "a port"), FAMILIAR, "the port in --rendezvous", "PORT"),
     Option("rdzv_backend", one_of("static", "c10d"), FAMILIAR,
-           "static takes --node-rank, c10d does without", "NAME"),
+           "static takes --node-rank, c10d does without", "NAME", choices=("static", "c10d")),
     Option("debug", switch, FAMILIAR, "changes nothing",
            note="shapes and calls are compared on every run"),
     Option("quiet", switch, FAMILIAR, "changes nothing", short="-q",

@@ -70,6 +70,7 @@ def add_options(parser: CommandParser) -> None:
             about["action"] = "store_true"
         else:
             about |= {"metavar": option.metavar, "type": checked(option.read)}
+            about["choices"] = option.choices or None
         groups[option.section].add_argument(*names, **about)
     parser.add_argument(
         "line",

@@ -179,11 +179,12 @@ def _room(ranks: list[dict[str, Any]]) -> list[Verdict]:
     if not little:
         return []
     one = min(little, key=lambda facts: facts["room"])
+    has = "have" if len(little) > 1 else "has"
     where = one["meeting_place"] if one["file_system"] else one["shared_memory"]["path"]
     return [
         Verdict(
             "problem",
-            f"{_of(little)} have {one['room'] >> 20} MB left where they meet ({where}): objects "
+            f"{_of(little)} {has} {one['room'] >> 20} MB left where they meet ({where}): objects "
             f"and arrays of that size cannot pass",
             "give the container more (docker run --shm-size=1g), or set SYNCPRIMS_DIR to a "
             "directory with more",
