@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -59,6 +59,23 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
     done = call("run", "--config_file", "run.toml", *more, env=clean, cwd=tmp_path)
     assert sorted(done.stdout.splitlines()) == [f"[rank {r}] ['-n', '7'] 1  bf16" for r in range(2)]
     assert "syncprims run: --debug changes nothing: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["gone.py"], "there is no file gone.py in "),
+        (["python", "tell.py"], "name the script without Python"),
+        (["pytest"], "is it a module, -m pytest?"),
+    ],
+)
+def test_a_script_that_is_not_there_is_told_once(
+    tmp_path: Path, clean: dict[str, str], line: list[str], words: str
+) -> None:
+    done = call("run", "-n", "3", *line, env=clean, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("there is no file") == 1
+    assert words in done.stderr
 
 
 def test_config_asks_on_a_terminal_only(tmp_path: Path, clean: dict[str, str]) -> None:
@@ -246,20 +263,20 @@ def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[st
     assert (done.returncode, done.stderr) == (1, "syncprims: [Errno 28] No space left on device\n")
 
 
-def test_an_interrupt_is_one_line(tmp_path: Path, clean: dict[str, str]) -> None:
-    ours, theirs = pty.openpty()
-    try:
-        asking = subprocess.Popen(
-            [sys.executable, "-m", "syncprims", "config"], env=clean, cwd=tmp_path, stdin=theirs,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0,
-        )  # fmt: skip
-        assert asking.stdout is not None
-        assert asking.stdout.read(3) == "How"  # it waits for an answer
-        asking.send_signal(signal.SIGINT)
-        _, err = asking.communicate(timeout=60)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert asking.returncode == 130
-    assert err == "syncprims: interrupted\n"
+def test_an_interrupt_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(question: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert main(["config"]) == 130
+    assert capsys.readouterr().err == "syncprims: interrupted\n"
     assert not any(tmp_path.iterdir())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

@@ -82,6 +82,8 @@ SICK: list[tuple[str, dict[str, Any], str, str, str]] = [
      "ranks 0-3 start 4 threads in all, and host host0 has 16 processors", "--threads 4"),
     ("too many ranks", job([rank(r, allowed=[0, 1], processors=2, threads=1) for r in range(4)]),
      "note", "ranks 0-3 share 2 processors", "fewer ranks"),
+    ("a busy machine", job([rank(r, load=40.0) for r in range(4)]), "note",
+     "host host0 is busy with something else: a load of 40.0 on 16 processors", "look again"),
     ("a quota", job([rank(r, processors=2, threads=1) for r in range(4)]),
      "note", "ranks 0-3 share 2 processors", "fewer ranks"),
     ("little room", job([rank(0), rank(1, room=20 << 20)]), "problem",

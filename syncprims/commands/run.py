@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncprims.errors import ConfigurationError
 from syncprims.machine import processors, visible_gpus
 
 from . import configfile, familiar
@@ -94,11 +96,25 @@ def run(options: argparse.Namespace) -> int:
     flags = said(options)
     file = configfile.read(options.config) if options.config else {}
     environ: Mapping[str, str] = options.environ
-    for note in familiar.notes({**file, **flags}):
+    for note in familiar.notes(flags):  # of accelerate's file, many are there by default
         print(f"syncprims run: {note}", file=sys.stderr)  # noqa: T201
     gpus = visible_gpus(environ)
     plan = planned(merged(flags, file), environ, processors(), None if gpus is None else len(gpus))
+    _look_for(plan.command)
     return start(plan, environ)
+
+
+def _look_for(command: list[str]) -> None:
+    """Tell once, and not on every rank, that the script is not there."""
+    script = command[2]
+    if script in ("-m", "-") or Path(script).exists():
+        return
+    hint = f"; is it a module, -m {script}?"
+    if script.startswith("python"):
+        hint = ": name the script without Python, which starts it in any case"
+    elif Path(script).suffix == ".py":
+        hint = f" in {Path.cwd()}"
+    raise ConfigurationError(f"there is no file {script}{hint}")
 
 
 def start(plan: Plan, environ: Mapping[str, str]) -> int:
