@@ -19,6 +19,8 @@ from syncprims import ConfigurationError
 from syncprims.cli import COMMANDS, main, parser
 from syncprims.commands import completion, configfile
 from syncprims.commands.config import ask
+from syncprims.commands.familiar import REFUSED
+from syncprims.commands.options import OPTIONS
 from syncprims.environment import place_variables
 
 TELL = """
@@ -242,6 +244,18 @@ def test_every_command_has_help(command: Any, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert said.startswith(f"usage: syncprims {name}")
     assert "exit code" in said or name == "completion"
+
+
+def test_the_page_has_every_command_and_flag() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text()
+    for command in COMMANDS:
+        assert f"## {command.__name__.rpartition('.')[2]}\n" in page
+    for option in OPTIONS:
+        named = (option.flag, f"`{option.key}`", f"--{option.key}")
+        assert any(name in page for name in named), option.key
+    for family, _ in REFUSED:
+        spelled = (f"--{family[0]}", f"--{family[0].rstrip('_')}", f"--{family[0]}*", family[0])
+        assert any(name in page for name in spelled), family
 
 
 def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[str, str]) -> None:
