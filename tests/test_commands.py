@@ -57,10 +57,11 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {r}] ['--lr', '0.1'] 3  bf16" for r in range(2)
     ]
-    more = ("--threads", "1", "--debug", "tell.py", "-n", "7")
+    more = ("--threads", "1", "--debug", "--main_process_port", "0", "tell.py", "-n", "7")
     done = call("run", "--config_file", "run.toml", *more, env=clean, cwd=tmp_path)
     assert sorted(done.stdout.splitlines()) == [f"[rank {r}] ['-n', '7'] 1  bf16" for r in range(2)]
     assert "syncprims run: --debug changes nothing: " in done.stderr
+    assert "syncprims run: --main-process-port changes nothing on one machine" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def planned(said: Options, environ: Mapping[str, str], processors: int, seen: in
     ):
         value = getattr(said, key)
         if value is not None:
-            text = f"{value:g}" if isinstance(value, float) else value
+            text = str(value).removesuffix(".0") if key == "timeout" else value
             _agree(key, text, name, environ)
             variables[name] = text
     variables |= _threads(said, environ, ranks, processors)

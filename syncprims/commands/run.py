@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
+_NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backend")
+
 DESCRIPTION = """\
 Start a Python script on several ranks of this machine, prefix their output, and when one fails end
 the others and say which failed first. With --nodes it is handed over to torchrun."""
@@ -100,6 +102,13 @@ def run(options: argparse.Namespace) -> int:
         print(f"syncprims run: {note}", file=sys.stderr)  # noqa: T201
     gpus = visible_gpus(environ)
     plan = planned(merged(flags, file), environ, processors(), None if gpus is None else len(gpus))
+    lost = [key for key in _NODES_ONLY if key in flags]
+    if lost and not plan.handed_over:
+        named = ", ".join(BY_KEY[key].flag for key in lost)
+        print(  # noqa: T201
+            f"syncprims run: {named} changes nothing on one machine: a free port is taken",
+            file=sys.stderr,
+        )
     _look_for(plan.command)
     return start(plan, environ)
 
