@@ -49,11 +49,7 @@ class FileBackend(Backend):
     detects_death = True
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
-        if sys.platform == "win32":
-            raise BackendUnavailable(
-                "the file backend needs POSIX file locks, which Windows does not have; "
-                "use SYNCPRIMS_BACKEND=single, or torch under torchrun"
-            )
+        self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
         self._boards: list[SlotBoard] = []
@@ -67,6 +63,16 @@ class FileBackend(Backend):
             except BaseException:
                 self._base.close()
                 raise
+
+    @classmethod
+    def check(cls, topology: Topology, settings: Settings) -> None:
+        """Refuse a system without file locks, and a run without a name."""
+        if sys.platform == "win32":
+            raise BackendUnavailable(
+                "the file backend needs POSIX file locks, which Windows does not have; "
+                "use SYNCPRIMS_BACKEND=single, or torch under torchrun"
+            )
+        _run_path(topology, settings)
 
     @property
     def meeting_place(self) -> str:

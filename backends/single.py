@@ -20,12 +20,17 @@ class SingleBackend(Backend):
     detects_death = True
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
+        self.check(topology, settings)
+        super().__init__(topology, settings)
+
+    @classmethod
+    def check(cls, topology: Topology, settings: Settings) -> None:
+        """Refuse a world of several."""
         if topology.world_size != 1:
             raise ConfigurationError(
                 f"backend 'single' is a world of one, and {topology.launcher} says "
                 f"world_size={topology.world_size}; choose another backend"
             )
-        super().__init__(topology, settings)
 
     def board(self, members: Sequence[int]) -> SingleBoard:
         """Return a board for this process alone."""

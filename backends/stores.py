@@ -79,13 +79,36 @@ class StoreSource:
         self._kept = None
 
 
+def check_findable(topology: Topology, settings: Settings) -> None:
+    """Return only if something says where the ranks of this run meet.
+
+    :raises ConfigurationError: naming what to set.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    here = topology.launcher == "syncprims" and topology.num_nodes == 1
+    if grouped or (settings.store is not None and not here):
+        return
+    if topology.num_nodes > 1:
+        raise ConfigurationError(
+            f"{topology.launcher} started {topology.num_nodes} nodes, and nothing says where their "
+            f"ranks meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port "
+            f"there, the same on all ranks, or start them with torchrun"
+        )
+    if topology.run_id is None:
+        raise ConfigurationError(
+            f"{topology.launcher} says neither where the ranks of this run meet nor what it is "
+            f"called: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, "
+            f"or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
+        )
+
+
 def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
     """Return the store of this run; None if it is a run of one host without any.
 
     That of torchrun's agent if there is one, else that of the initialized default group, else one
     that rank 0 serves at MASTER_ADDR and MASTER_PORT.
 
-    :raises ConfigurationError: if there are several hosts, and no store.
+    Asked after :func:`check_findable`.
     """
     prefix = f"syncprims/{topology.run_id or 'run'}"
     grouped = dist.is_available() and dist.is_initialized()
@@ -100,13 +123,7 @@ def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
         return source
     if grouped:
         return _of_default_group(prefix, topology, settings.join_timeout)
-    if topology.num_nodes == 1:
-        return None
-    raise ConfigurationError(
-        f"{topology.launcher} started {topology.num_nodes} nodes, and nothing says where their "
-        f"ranks meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, "
-        f"the same on all ranks, or start them with torchrun"
-    )
+    return None
 
 
 def _of_default_group(prefix: str, topology: Topology, join_timeout: float) -> StoreSource | None:

@@ -26,7 +26,7 @@ from .file_lock import FileBackend
 from .heartbeat import BEATS, Heartbeat
 from .relay import Relay
 from .store_link import StoreGone, StoreLink
-from .stores import TRY_AGAIN, StoreSource, find_store
+from .stores import TRY_AGAIN, StoreSource, check_findable, find_store
 from .two_level import Ties, TwoLevelBoard
 
 if TYPE_CHECKING:
@@ -49,18 +49,8 @@ class TorchBackend(Backend):
     needs: ClassVar[str | None] = None  #: the engine that was asked for by name
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
+        self.check(topology, settings)
         super().__init__(topology, settings)
-        if not dist.is_available():
-            raise BackendUnavailable(
-                "this build of torch has no torch.distributed; install another, or use "
-                "SYNCPRIMS_BACKEND=file on one host"
-            )
-        if self.needs == "nccl" and not torch.cuda.is_available():
-            raise BackendUnavailable(
-                f"backend 'nccl' needs a CUDA device, and rank {topology.rank} has none; use "
-                f"SYNCPRIMS_BACKEND=torch, which takes NCCL only where there is one"
-            )
-        _check_default_group(topology)
         self._boards: list[TwoLevelBoard] = []
         self._ties: Ties | None = None  # to other hosts, if there are any
         self._heartbeat: Heartbeat | None = None
@@ -72,12 +62,6 @@ class TorchBackend(Backend):
         self._source = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
         if self._source is None:
-            if topology.world_size > 1 and topology.run_id is None:
-                raise ConfigurationError(
-                    f"{topology.launcher} says neither where the ranks of this run meet nor what "
-                    f"it is called: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
-                    f"free port there, or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
-                )
             everybody = list(range(topology.world_size))
             here = Host("here", everybody, devices() >= topology.world_size)
             self._census = Census(topology.run_id or "", [here])
@@ -88,6 +72,23 @@ class TorchBackend(Backend):
         except BaseException:
             self._let_go()
             raise
+
+    @classmethod
+    def check(cls, topology: Topology, settings: Settings) -> None:
+        """Refuse a torch that cannot, and a run of which nobody knows where it meets."""
+        if not dist.is_available():
+            raise BackendUnavailable(
+                "this build of torch has no torch.distributed; install another, or use "
+                "SYNCPRIMS_BACKEND=file on one host"
+            )
+        if cls.needs == "nccl" and not torch.cuda.is_available():
+            raise BackendUnavailable(
+                f"backend 'nccl' needs a CUDA device, and rank {topology.rank} has none; use "
+                f"SYNCPRIMS_BACKEND=torch, which takes NCCL only where there is one"
+            )
+        _check_default_group(topology)
+        if topology.world_size > 1:
+            check_findable(topology, settings)
 
     def _join(self, source: StoreSource) -> None:
         """Learn who shares this host, and sit down with them."""

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 # pathlib is slow to import
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
+_STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 #: Frames of these stand between the user's line and ours.
-_BETWEEN = (_HERE, contextlib.__file__, os.path.dirname(os.__file__) + os.sep + "asyncio")  # noqa: PTH120
+_BETWEEN = (_HERE, contextlib.__file__, _STANDARD + "asyncio", _STANDARD + "logging")
 _LONGEST = 200
 
 

@@ -1,75 +1,65 @@
-"""The ``syncprims`` command."""
+"""The ``syncprims`` command: which commands there are, and how they end."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from typing import TYPE_CHECKING
 
+from .commands import completion, config, doctor, env, run
+from .commands.parser import CommandParser
 from .errors import SyncError
-from .launcher import Launch, launch
-from .tracing.command import add_parser as add_trace_parser
+from .tracing import command as trace
 from .version import version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+#: In the order in which ``--help`` shows them. A new command is a module with `add_parser`.
+COMMANDS = (run, config, env, doctor, trace, completion)
+
+EPILOG = """\
+`syncprims COMMAND --help` says more about each. Also: python -m syncprims.
+
+environment: SYNCPRIMS_BACKEND, SYNCPRIMS_TIMEOUT, ... as `syncprims env` shows them; NO_COLOR."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = _parser().parse_args(argv)
+    """Run the command line and return its exit code.
+
+    2 is a wrong command line or environment, 130 an interrupt, 141 a pipe that nobody reads, 1 an
+    output that cannot be written; `run` returns what its ranks do.
+    """
     try:
-        return int(options.run(options))
+        options = parser().parse_args(argv)
+        options.environ = os.environ
+        code = int(options.run(options))
+        sys.stdout.flush()
     except SyncError as error:
         print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except KeyboardInterrupt:
+        print("syncprims: interrupted", file=sys.stderr)  # noqa: T201
+        return 130
+    except OSError as error:  # nobody reads any more, or the disk is full
+        # Python flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="syncprims", description="Synchronization primitives for distributed training scripts."
+def parser() -> CommandParser:
+    """Return the parser of all commands."""
+    whole = CommandParser(
+        prog="syncprims",
+        description="Synchronization primitives for distributed training scripts.",
+        epilog=EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"syncprims {version()}")
-    commands = parser.add_subparsers(metavar="command", required=True)
-
-    run = commands.add_parser(
-        "run",
-        help="start a script on several local ranks",
-        description="Start a Python script on several ranks of this machine, prefix their output, "
-        "and when one fails end the others and say which failed first.",
-    )
-    run.add_argument("-n", "--ranks", type=_count, required=True, help="how many ranks to start")
-    run.add_argument(
-        "--backend", help="where the ranks meet (default: $SYNCPRIMS_BACKEND, else file)"
-    )
-    run.add_argument(
-        "-m", dest="module", action="store_true", help="the script is a module, as in python -m"
-    )
-    run.add_argument("script", help="the script to run; all that follows belongs to it")
-    run.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    run.set_defaults(run=_run)
-    add_trace_parser(commands)
-    return parser
-
-
-def _run(options: argparse.Namespace) -> int:
-    module = ["-m"] if options.module else []
-    return launch(
-        Launch(
-            command=[sys.executable, "-u", *module, options.script, *options.args],
-            ranks=options.ranks,
-            backend=options.backend,
-        ),
-        os.environ,
-    )
-
-
-def _count(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks from 1 up")
-    return count
+    whole.add_argument("--version", action="version", version=f"syncprims {version()}")
+    commands = whole.add_subparsers(metavar="COMMAND", title="commands", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return whole

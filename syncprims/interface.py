@@ -308,6 +308,13 @@ class Backend(ABC):
         self.topology = topology
         self.settings = settings
 
+    @classmethod  # noqa: B027 - optional
+    def check(cls, topology: Topology, settings: Settings) -> None:
+        """Refuse what these alone show to be wrong, as the constructor would, and take no seat.
+
+        Optional: `syncprims env` asks, which starts nothing.
+        """
+
     @abstractmethod
     def board(self, members: Sequence[int]) -> Board:
         """Return the board of the group of `members`; called once per group on each of them."""

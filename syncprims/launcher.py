@@ -27,8 +27,6 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TextIO
 
 from . import errors
 from .environment import place_variables, rank_variables
-from .errors import ConfigurationError
-from .registry import backend_class
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -46,33 +44,19 @@ class Launch(NamedTuple):
 
     command: Sequence[str]
     ranks: int
-    backend: str | None = None
+    variables: Mapping[str, str]  #: that every rank gets, beside those of the launcher's own
 
 
 def launch(what: Launch, environ: Mapping[str, str]) -> int:
-    """Run the command on every rank and return the exit code: 0, or that of the root cause.
-
-    :raises ConfigurationError: if the backend contradicts ``SYNCPRIMS_BACKEND``.
-    """
-    named = environ.get("SYNCPRIMS_BACKEND") or None
-    if what.backend is not None and named not in (None, what.backend):
-        raise ConfigurationError(
-            f"--backend {what.backend} contradicts SYNCPRIMS_BACKEND={named}; drop one of them"
-        )
-    if what.backend or named:
-        backend_class(what.backend or named or "")  # unknown ones are told once, not by every rank
+    """Run the command on every rank and return the exit code: 0, or that of the root cause."""
     with _signals() as received, _scratch() as scratch:
         outer = place_variables()  # what an outer launcher said holds for us, not for our ranks
         common = {k: v for k, v in environ.items() if k not in outer}
-        common["SYNCPRIMS_BACKEND"] = what.backend or named or "file"
+        common |= what.variables
         common["SYNCPRIMS_RUN_ID"] = uuid.uuid4().hex
         common.setdefault("SYNCPRIMS_DIR", str(scratch / "board"))
         common["MASTER_ADDR"] = "127.0.0.1"
         common["MASTER_PORT"] = str(_free_port())
-        if what.ranks > 1:
-            # As torchrun does: every rank's math library would start a thread per processor.
-            threads = max(1, (os.cpu_count() or 1) // what.ranks)
-            common.setdefault("OMP_NUM_THREADS", str(threads))
         return _Run(what, common, scratch, received).wait()
 
 

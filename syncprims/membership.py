@@ -93,6 +93,11 @@ class World:
         return self.topology.num_nodes
 
     @property
+    def meeting_place(self) -> str:
+        """Where the ranks find each other; empty if there is nothing to say."""
+        return self._backend.meeting_place
+
+    @property
     def node_group(self) -> Group:
         """The ranks of this node. Its rounds never wait for another node."""
         if self.num_nodes == 1:

@@ -17,13 +17,13 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from .arguments import seconds
+from .choice import choose, class_of
 from .endings import Endings, reason
-from .environment import claims_of_size, detect, place_variables, read_settings
+from .environment import detect, place_variables, read_settings
 from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed
 from .group import entered
 from .interface import Topology
 from .membership import World
-from .registry import backend_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -258,27 +258,12 @@ def _start(
         )
     if timeout is not None:
         settings = settings._replace(timeout=timeout)
-    name, chosen_by = _choose(environ, backend)
-    if name == "single":
-        _refuse_lonely(environ, chosen_by)
-    place = _place(environ)
-    if name == "auto":
-        name = "torch" if place.world_size > 1 else "single"
-        chosen_by += f", which takes {name!r} for world_size={place.world_size}"
-    try:
-        cls = backend_class(name)
-    except SyncError as error:
-        error.args = (f"{error} (chosen by {chosen_by})",)
-        raise
-    if place.num_nodes > 1 and not cls.spans_hosts:
-        raise ConfigurationError(
-            f"backend {name!r} (chosen by {chosen_by}) joins the ranks of one host, and "
-            f"{place.launcher} started {place.num_nodes} nodes; choose one that spans hosts"
-        )
-    made = state.make(cls, place, settings)
+    grouped = _is_initialized(sys.modules.get("torch.distributed"))
+    choice = choose(environ, backend, grouped=grouped, find_place=lambda: _place(environ))
+    made = state.make(class_of(choice), choice.place, settings)
     place = made.topology  # it may know more of hosts than the launcher says
     try:
-        world = World(made, name, settings, place, end=_end_block)
+        world = World(made, choice.backend, settings, place, end=_end_block)
         if state is _state:
             _endings.watch()
         state.world, state.ended, state.topology = world, None, place
@@ -288,35 +273,6 @@ def _start(
         state.ended = state.topology = None  # it never ran: another attempt may
         raise
     return world
-
-
-def _choose(environ: Mapping[str, str], backend: str | None) -> tuple[str, str]:
-    """Return the name of the backend, and what decided it."""
-    named = environ.get("SYNCPRIMS_BACKEND") or None
-    if backend not in (None, "auto") and named not in (None, "auto", backend):
-        raise ConfigurationError(
-            f"init({backend!r}) contradicts SYNCPRIMS_BACKEND={named}; drop one of them"
-        )
-    if backend not in (None, "auto"):
-        assert backend is not None
-        return backend, f"init({backend!r})"
-    if named not in (None, "auto"):
-        assert named is not None
-        return named, f"SYNCPRIMS_BACKEND={named}"
-    if _is_initialized(sys.modules.get("torch.distributed")):
-        return "torch", "the torch.distributed group that is initialized already"
-    return "auto", f"SYNCPRIMS_BACKEND={named}" if named else "the default, auto"
-
-
-def _refuse_lonely(environ: Mapping[str, str], chosen_by: str) -> None:
-    """Refuse a world of one where the environment claims more: nothing falls back in silence."""
-    claims = claims_of_size(environ)
-    if claims:
-        shown = " and ".join(f"{name}={size}" for name, size in claims.items())
-        raise ConfigurationError(
-            f"backend 'single' (chosen by {chosen_by}) is a world of one, and the environment says "
-            f"{shown}; choose another backend, or unset {' and '.join(claims)}"
-        )
 
 
 def _end(state: _State, error: BaseException | None) -> None:

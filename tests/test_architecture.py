@@ -14,15 +14,16 @@ CORE = sorted(ROOT.glob("syncprims/*.py"))
 BACKENDS = sorted(ROOT.glob("backends/*.py"))
 TESTING = sorted(ROOT.glob("syncprims/testing/*.py"))
 TRACING = sorted(ROOT.glob("syncprims/tracing/*.py"))
+COMMANDS = sorted(p for room in ("commands", "doctor") for p in ROOT.glob(f"syncprims/{room}/*.py"))
 TRAINING = sorted(ROOT.glob("syncprims/training/**/*.py"))
 
 #: Whom a module may import, lowest first: everything above it is out of reach.
 LAYERS: list[set[str]] = [
-    {"errors", "arguments", "kinds", "callsite", "devices", "version"},
+    {"errors", "arguments", "kinds", "callsite", "devices", "machine", "version"},
     {"interface", "endings"},
     {"arrays", "pickles"},
     {"environment", "registry", "codec", "reduction", "shares"},
-    {"whereabouts", "diagnosis", "notes"},
+    {"whereabouts", "diagnosis", "notes", "choice"},
     {"waiting"},
     {"rounds", "tracefile"},
     {"traced"},
@@ -80,6 +81,8 @@ def test_every_module_of_the_core_has_a_layer() -> None:
 def test_the_core_imports_downwards_only(path: Path) -> None:
     level = next(i for i, layer in enumerate(LAYERS) if path.stem in layer)
     beneath: set[str] = set().union(*LAYERS[:level])
+    if path.stem == "cli":
+        beneath.add("commands")
     for name in imports(path):
         if name.startswith("."):
             assert name[1:].split(".")[0] in beneath, f"{path.stem} imports {name}"
@@ -117,8 +120,24 @@ def test_tracing_reads_what_the_recorder_has_written_and_knows_no_world(path: Pa
     assert path.stem not in ("command", "__init__") or "numpy" not in at_import_time(path)
 
 
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_commands_stand_on_the_core_and_know_no_backend(path: Path) -> None:
+    for name in imports(path):
+        assert "backends" not in name, f"{path.stem} imports {name}: ask the registry"
+        assert path.parent.name == "commands" or "commands" not in name, f"{path} imports {name}"
+    assert not at_import_time(path) & {"torch", "numpy", "filelock", "yaml"}
+
+
+def test_only_the_command_line_imports_commands() -> None:
+    for path in (*CORE, *BACKENDS, *TESTING, *TRAINING):
+        found = {
+            name for name in imports(path) if name.split(".")[1:2] in (["commands"], ["doctor"])
+        }
+        assert not found or path.stem == "cli", f"{path} imports {found}"
+
+
 def test_nobody_imports_testing() -> None:
-    for path in CORE + BACKENDS:
+    for path in CORE + BACKENDS + COMMANDS:
         assert not any("testing" in name for name in imports(path)), path
 
 
@@ -126,7 +145,8 @@ def test_the_environment_is_read_in_one_place() -> None:
     readers = {path.stem for path in CORE + BACKENDS if "os.environ" in _code(path)}
     # The command line hands its own environment on to the ranks it starts.
     assert readers == {"world", "cli"}
-    assert not any("getenv" in _code(path) for path in CORE + BACKENDS)
+    assert not any("os.environ" in _code(path) for path in COMMANDS)
+    assert not any("getenv" in _code(path) for path in CORE + BACKENDS + COMMANDS)
 
 
 def test_mutable_state_lives_in_world_only() -> None:
@@ -179,7 +199,7 @@ def test_the_package_list_is_the_tree() -> None:
 
 
 def test_no_module_has_grown_into_two() -> None:
-    every = CORE + BACKENDS + TESTING + TRACING
+    every = CORE + BACKENDS + TESTING + TRACING + COMMANDS
     sizes = {path.name: len(path.read_text().splitlines()) for path in every}
     assert not {name: size for name, size in sizes.items() if size > 400}
 

@@ -120,7 +120,7 @@ def test_modules_backends_and_help(tmp_path: Path, clean: dict[str, str]) -> Non
     assert "--backend file contradicts SYNCPRIMS_BACKEND=single" in contradiction.err
     assert go("-n", "0", "job.py").code == 2
     assert "number of ranks" in go("-n", "none", "job.py").err
-    assert "all that follows belongs to it" in go("--help").out
+    assert "Everything after the script belongs to the script" in go("--help").out
 
 
 def test_the_root_cause_is_shown_first_and_its_code_returned(

@@ -1,0 +1,80 @@
+"""What one rank knows of itself and its machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncprims.machine import file_system, free_bytes, processors, shared_memory, visible_gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncprims import World
+
+#: Distributions of which all ranks should have the same release.
+COMPARED = ("syncprims", "torch", "numpy")
+
+
+def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what this rank knows of itself, in plain values that travel and print."""
+    place = Path(world.meeting_place) if world.meeting_place.startswith("/") else None
+    memory = shared_memory()
+    return {
+        "rank": world.rank,
+        "node": world.node_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "machine": _machine(),
+        "memory": _identity(memory),
+        "launcher": world.topology.launcher,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in COMPARED},
+        "processors": processors(),
+        "allowed": sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
+        "load": os.getloadavg()[0],
+        "threads": _threads(environ),
+        "gpus": visible_gpus(environ),
+        "meeting_place": world.meeting_place,
+        "file_system": file_system(place) if place else None,
+        "room": free_bytes(_existing(place) if place else memory),
+        "shared_memory": {"path": str(memory), "free": free_bytes(memory)},
+    }
+
+
+def _machine() -> str:
+    """Return what tells this kernel from others: containers of one machine share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _identity(path: Path) -> str:
+    """Return what tells the file system of `path` from others on this machine."""
+    found = path.stat()
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _threads(environ: Mapping[str, str]) -> int | None:
+    """Return how many threads the math libraries are told to start; None if nothing is said."""
+    said = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(said) if said.isdecimal() and int(said) > 0 else None

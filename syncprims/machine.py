@@ -1,0 +1,75 @@
+"""What this machine has for its ranks: processors, devices, shared memory, file systems."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def processors() -> int:
+    """Return how many processors this process may keep busy, by its affinity and its quota."""
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        allowed = os.cpu_count() or 1
+    quota = _quota()
+    return max(1, min(allowed, quota) if quota else allowed)
+
+
+def _quota() -> int | None:
+    """Return how many processors' time a container is given, rounded up, if it is limited."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return -(-int(limit) // int(period))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the ids of the CUDA devices that a rank would see; None if it cannot be told."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
+    try:
+        found = os.listdir("/proc/driver/nvidia/gpus")  # noqa: PTH208 - names are all it takes
+    except OSError:
+        return None
+    return [str(number) for number in range(len(found))]
+
+
+def shared_memory() -> Path:
+    """Return where shared memory is: in memory where there is such a place, else a disk."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return how much may still be written to the file system of `path`."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def file_system(path: Path) -> str | None:
+    """Return the type of the file system that `path` is on, or would be; None if unknown."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    where = os.path.realpath(path)
+    best = point = ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mounted = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split(" ")[4])
+        above = where == mounted or where.startswith(mounted.rstrip("/") + "/")
+        if above and len(mounted) >= len(point):
+            best, point = after.split(" ")[0], mounted
+    return best or None
