@@ -23,9 +23,9 @@ TITLES = {
     "latency": "Latency against ranks, beside the peers",
     "bandwidth": "Bandwidth against size, beside the peers",
 }
-WIDTH, HEIGHT = 860, 380
+WIDTH, HEIGHT = 876, 380
 PANEL, TOP, BOTTOM = 270, 62, 330  #: width of a panel's scale, its upper and its lower edge
-LEFTS = (64, 486)  #: of both panels
+LEFTS = (64, 502)  #: of both panels
 NAME_HEIGHT = 15  #: names at the lines' ends stay this far apart
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #333a44 }

@@ -50,20 +50,7 @@ def spirals() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(point[:480], label[:480]), TensorDataset(point[480:], label[480:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--project", type=Path, default=Path(__file__).parent / ".cache" / "moved")
-    parser.add_argument("--stop-after", type=int, help="save the state after this epoch and leave")
-    parser.add_argument("--resume", action="store_true", help="go on where it was left")
-    parser.add_argument("--cpu", action="store_true")
-    options = parser.parse_args()
-
-    accelerator = Accelerator(
-        gradient_accumulation_steps=4,
-        mixed_precision="bf16",
-        cpu=options.cpu,
-        step_scheduler_with_optimizer=False,  # it is stepped below, once per update
-    )
+def train(accelerator: Accelerator, options: argparse.Namespace) -> None:
     torch.manual_seed(7)
     model = nn.Sequential(
         nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
@@ -105,22 +92,42 @@ def main() -> None:
             accelerator.save_state(options.project)
             return
 
-    model.eval()
-    right = []
-    with torch.no_grad():
-        for point, label in checks:  # the last batch is not full: nothing is counted twice
-            right.append(accelerator.gather_for_metrics(model(point).argmax(dim=1) == label))
-    hits = torch.cat(right)
+    hits = evaluate(accelerator, model, checks)
     if accelerator.is_main_process:
         norm = sum(float(p.detach().double().square().sum()) for p in model.parameters()) ** 0.5
-        result = {
-            "losses": progress.losses,
-            "norm": norm,
-            "right": int(hits.sum()),
-            "of": len(hits),
-        }
-        print(json.dumps(result))  # noqa: T201
+        found = {"norm": norm, "right": int(hits.sum()), "of": len(hits)}
+        print(json.dumps({"losses": progress.losses, **found}))  # noqa: T201
     accelerator.wait_for_everyone()
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]
+) -> torch.Tensor:
+    """Return what was right and what wrong; of a last batch that is not full nothing twice."""
+    model.eval()
+    return torch.cat(
+        [
+            accelerator.gather_for_metrics(model(point).argmax(dim=1) == label)
+            for point, label in loader
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--project", type=Path, default=Path(__file__).parent / ".cache" / "moved")
+    parser.add_argument("--stop-after", type=int, help="save the state after this epoch and leave")
+    parser.add_argument("--resume", action="store_true", help="go on where it was left")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    accelerator = Accelerator(
+        gradient_accumulation_steps=4,
+        mixed_precision="bf16",
+        cpu=options.cpu,
+        step_scheduler_with_optimizer=False,  # it is stepped above, once per update
+    )
+    train(accelerator, options)
 
 
 if __name__ == "__main__":
