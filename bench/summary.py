@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 #: A peer is ahead from here on; less is noise.
 MARGIN = 1.05
 TITLES = {
-    "control": "`file`",
-    "torchrun": "under torchrun",
-    "hosts": "on two pretended hosts",
-    "data": "`file`",
+    "control": "ours on `file`",
+    "torchrun": "ours under torchrun",
+    "hosts": "ours on two pretended hosts",
+    "data": "ours on `file`",
 }
 
 
@@ -92,24 +92,33 @@ def _several(seen: Seen, ranks: list[int], library: str, promise: Row) -> str:
 
 
 def lost(sections: Sections) -> list[str]:
-    """Return a line for every call at which a peer is faster, with how much."""
+    """Return a line for every call at which a peer is ahead, with how much."""
     found: list[str] = []
     for section, title in TITLES.items():
-        if section not in sections:
-            continue
-        seen = Seen.restored(sections[section]["data"])
+        seen = Seen.restored(sections.get(section, {}).get("data", {}))
         for library, operation in dict.fromkeys(name[1:] for name in seen.names()):
-            if library == OURS:
-                continue
-            ahead = []
-            for ranks in seen.ranks():
-                ours, theirs = (seen.median(ranks, name, operation) for name in (OURS, library))
-                if ours and theirs and ours > MARGIN * theirs:
-                    ahead.append(f"{short(ours / theirs)} x at {ranks} ranks")
-            if ahead:
-                found.append(f"- {library}, {_call(operation, library)}, against ours {title}: "
-                             f"{', '.join(ahead)}")  # fmt: skip
+            ahead = _ahead(seen, seen.ranks(), library, operation, OURS)
+            if library != OURS and ahead:
+                found.append(f"- {library}, {_call(operation, library)}, against {title}: {ahead}")
+    for promise in ROWS:
+        if promise.section not in TITLES:
+            seen = Seen.restored(sections.get(promise.section, {}).get("data", {}))
+            for peer in (*promise.shown, *(aim.peer for aim in promise.aims if aim.peer)):
+                ahead = _ahead(seen, list(promise.ranks), peer, promise.operation, promise.ours)
+                if ahead:
+                    found.append(f"- {peer}, against {promise.what}: {ahead}")
     return found
+
+
+def _ahead(seen: Seen, ranks: list[int], library: str, operation: str, ours: str) -> str:
+    """Return how far a peer is ahead, and where; nothing if it is nowhere."""
+    found: list[str] = []
+    for count in ranks:
+        mine, theirs = (seen.median(count, name, operation) for name in (ours, library))
+        if mine and theirs and mine > MARGIN * theirs:
+            at = f" at {count} ranks" if count > 1 else ""
+            found.append(f"{short(mine / theirs)} x{at}")
+    return ", ".join(found)
 
 
 def _call(operation: str, library: str) -> str:
