@@ -41,7 +41,7 @@ FULL = Scale(
     kills=100,
     worlds=(50, 3),
     turns=40,
-    checkpoint=(5, 4096),
+    checkpoint=(3, 4096),
     forecast=10_000,
     constants=3,
 )
