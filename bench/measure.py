@@ -1,6 +1,6 @@
 """Measure everything beside its peers: one command, every figure, every picture.
 
-    python bench/measure.py                        # all of it; about 25 minutes on two cores
+    python bench/measure.py                        # all of it; about half an hour on two cores
     python bench/measure.py --only control,data    # these sections anew, the others as they were
     python bench/measure.py --resume               # what this commit has not measured here yet
     python bench/measure.py --quick                # try everything, into build/bench: 3 minutes
