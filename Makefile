@@ -5,12 +5,14 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 4
+# Those that `make release-check` tries, the first with the oldest dependencies.
+PYTHONS ?= $(PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format soak bench clean
+.PHONY: help demo test lint format soak bench dist release-check clean
 
 help: ## what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 # Each stamp says that an environment holds what its target needs.
 $(VENV)/core: pyproject.toml constraints.txt
@@ -37,6 +39,10 @@ $(VENV)/bench: $(VENV)/test
 	$(PIP) --group bench
 	@touch $@
 
+$(VENV)/dist: $(VENV)/core
+	$(PIP) --group dist
+	@touch $@
+
 demo: $(VENV)/demo ## train on real data: four ranks, file backend, no GPU, no torch
 	$(BIN)/syncprims run -n 4 examples/digits.py
 
@@ -56,12 +62,17 @@ format: $(VENV)/lint ## mend what can be mended by itself
 soak: $(VENV)/test ## the long loops
 	$(BIN)/python -m pytest -m soak
 
-bench: $(VENV)/bench ## measure beside the peers, and write bench/RESULTS.md and TORCH.md
+bench: $(VENV)/bench ## measure beside the peers: bench/RESULTS.md and pictures; goes on if broken off
 	$(BIN)/python -m compileall -q syncprims backends
-	$(BIN)/python bench/measure.py --write
-	$(BIN)/python bench/checkpoints.py --write
-	$(BIN)/python bench/constants.py --write
-	$(BIN)/python bench/measure_torch.py --write
+	$(BIN)/python bench/measure.py --resume
+
+dist: $(VENV)/dist ## build sdist and wheel, and check them
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+
+release-check: dist ## test the wheel elsewhere: with the oldest and the newest dependencies (an hour)
+	PYTHONS="$(PYTHONS)" .ci/release-check
 
 clean: ## remove what was made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache

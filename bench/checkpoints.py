@@ -1,7 +1,6 @@
 """Saving and loading 1 GiB beside the peers: time, and memory besides the model.
 
-    python bench/checkpoints.py            # prints a table
-    python bench/checkpoints.py --write    # and writes bench/CHECKPOINTS.md
+    python bench/measure.py --only checkpoints
 
 Every measurement is a process of its own; the plain write, its measure, is taken again in each of
 them. Median of some rounds; the order moves on from round to round.
@@ -9,7 +8,6 @@ them. Median of some rounds; the order moves on from round to round.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -21,28 +19,33 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from table import Seen, head, row, span
 
-LAYERS, WIDTH = 16, 4096  # 16 x 4096 x 4096 floats: 1 GiB
-GIB = LAYERS * WIDTH * WIDTH * 4
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from scale import Scale
+
+LAYERS = 16  #: of width x width floats: 4096 makes 1 GiB
+PLAIN = "plain write"
+LOADERS = ["load_checkpoint_in_model", "safetensors", "Accelerate"]
 
 
 # -- what is measured, in a child ---------------------------------------------------------------
 
 
-def model() -> Any:
+def model(width: int) -> Any:
     import torch
 
-    made = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+    made = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS))
     return made.requires_grad_(requires_grad=False)
 
 
-def training() -> dict[str, Any]:
+def training(width: int) -> dict[str, Any]:
     """Return a third of that and the state of AdamW for it: 1 GiB again."""
     import torch
 
-    made = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
+    made = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(5))
     optimizer = torch.optim.AdamW(made.parameters())
     for parameter in made.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -80,29 +83,29 @@ def plain_write(folder: Path, tensors: list[Any]) -> None:
     os.close(fd)
 
 
-def savers(folder: Path) -> dict[str, Callable[[], Callable[[], object]]]:
+def savers(folder: Path, width: int) -> dict[str, Callable[[], Callable[[], object]]]:
     """Return what makes ready, and returns what is timed."""
 
     def ours() -> Callable[[], object]:
         from syncprims.training import save_model
 
-        made = model()
+        made = model(width)
         return lambda: save_model(made, folder)
 
     def ours_state() -> Callable[[], object]:
         from syncprims.training import save_state
 
-        parts = training()
+        parts = training(width)
         return lambda: save_state(folder / "state", parts)
 
     def ours_behind() -> Callable[[], object]:
         from syncprims.training import save_state
 
-        parts = training()
+        parts = training(width)
         return lambda: save_state(folder / "state", parts, block=False)
 
     def copy() -> Callable[[], object]:
-        parts = training()
+        parts = training(width)
         state = parts["optimizer"].state_dict()["state"].values()
         tensors = [t for one in state for t in one.values()] + list(parts["model"].parameters())
         return lambda: [tensor.detach().clone() for tensor in tensors]
@@ -110,25 +113,25 @@ def savers(folder: Path) -> dict[str, Callable[[], Callable[[], object]]]:
     def safetensors() -> Callable[[], object]:
         from safetensors.torch import save_model
 
-        made = model()
+        made = model(width)
         return synced(lambda: save_model(made, str(folder / "model.safetensors")), folder)
 
     def torch_save() -> Callable[[], object]:
         import torch
 
-        made = model()
+        made = model(width)
         return synced(lambda: torch.save(made.state_dict(), folder / "model.bin"), folder)
 
     def accelerate() -> Callable[[], object]:
         from accelerate import Accelerator
 
-        made, accelerator = model(), Accelerator(cpu=True)
+        made, accelerator = model(width), Accelerator(cpu=True)
         return synced(lambda: accelerator.save_model(made, str(folder)), folder)
 
     def dcp() -> Callable[[], object]:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        made = model()
+        made = model(width)
         return lambda: save(made.state_dict(), checkpoint_id=str(folder / "dcp"), no_dist=True)
 
     return {
@@ -138,11 +141,11 @@ def savers(folder: Path) -> dict[str, Callable[[], Callable[[], object]]]:
     }  # fmt: skip
 
 
-def loaders(folder: Path) -> dict[str, Callable[[], Callable[[], object]]]:
+def loaders(folder: Path, width: int) -> dict[str, Callable[[], Callable[[], object]]]:
     """Return the same for loading; the file is in the page cache."""
     from syncprims.training import save_model
 
-    made = model()
+    made = model(width)
     save_model(made, folder)
 
     def ours() -> Callable[[], object]:
@@ -169,9 +172,9 @@ def memory() -> tuple[int, int]:
     return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
 
 
-def child(kind: str, name: str, folder: Path) -> None:
+def child(kind: str, name: str, folder: Path, width: int) -> None:
     """Measure one thing and print it."""
-    table = savers(folder) if kind == "save" else loaders(folder)
+    table = savers(folder, width) if kind == "save" else loaders(folder, width)
     work = table[name]()
     if kind == "load":
         work()  # once, so that all memory of the model has been touched
@@ -188,7 +191,7 @@ def child(kind: str, name: str, folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     plain = 0.0
     if kind == "save":
-        tensors = [parameter.detach() for parameter in model().parameters()]
+        tensors = [parameter.detach() for parameter in model(width).parameters()]
         begin = time.perf_counter()
         plain_write(folder, tensors)
         plain = time.perf_counter() - begin
@@ -198,65 +201,70 @@ def child(kind: str, name: str, folder: Path) -> None:
 # -- the table ----------------------------------------------------------------------------------
 
 
-def measure(kind: str, names: list[str], rounds: int, place: str | None) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            with tempfile.TemporaryDirectory(dir=place) as folder:
-                command = [sys.executable, __file__, "--child", kind, name, folder]
-                clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env=clean, check=False
-                )
-                if done.returncode:
-                    print(f"{kind} {name}: {done.stderr.strip()[-300:]}", file=sys.stderr)
-                    continue
-                found[name].append(json.loads(done.stdout.splitlines()[-1]))
-    return {
-        name: {key: statistics.median(one[key] for one in some) for key in some[0]}
-        for name, some in found.items()
-        if some
-    }
+def measure(scale: Scale) -> dict[str, Any]:
+    """Return the seconds and the memory of saving and loading."""
+    rounds, width = scale.checkpoint
+    seen = Seen()
+    for kind, names in (("save", list(savers(Path(), 0))), ("load", LOADERS)):
+        for number in range(rounds):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                print(f"checkpoints: {kind}, {name}", file=sys.stderr, flush=True)
+                _measure_one(seen, kind, name, width)
+    return {**seen.stored(), "rounds": rounds, "bytes": 4 * LAYERS * width**2}
 
 
-def table(saved: dict[str, Any], loaded: dict[str, Any], rounds: int) -> str:
-    plain = statistics.median(one["plain"] for one in saved.values())
-    lines = [
-        f"1 GiB of float32, median of {rounds} rounds, {os.cpu_count()} cores, each in a process",
-        f"of its own. A plain write and sync of as many bytes took {plain:.2f} s; those that do",
-        "not sync by themselves were synced within their time. A state is 1/3 model, 2/3 AdamW.",
+def _measure_one(seen: Seen, kind: str, name: str, width: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--child", kind, name, folder, str(width)]
+        clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
+        done = subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        lacking = "not installed: " if "ModuleNotFoundError" in last else ""
+        seen.lack(1, name, (kind, "extra memory"), f"{lacking}{last}")
+        return
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    more = {"extra memory": [figures["peak"] / 1e6]} if kind == "save" else {}
+    # A state holds a third of the model's bytes and twice as many of AdamW's, and is no save_model.
+    seen.add(1, name, {kind: [figures["seconds"]], **more})
+    if kind == "save":
+        seen.add(1, PLAIN, {"save": [figures["plain"]]})
+
+
+def lines(data: Mapping[str, Any]) -> list[str]:
+    """Return the figures as a section of the results."""
+    seen = Seen.restored(data)
+    size = data["bytes"] / 2**30
+    plain = seen.median(1, PLAIN, "save") or 1.0
+    found = [
         "",
-        "| saving | seconds | of a plain write | extra memory, MB |",
-        "|---|---|---|---|",
+        "## Checkpoints",
+        "",
+        f"{size:.3g} GiB of float32, medians of {data['rounds']} rounds, each in a process of its",
+        "own. Those that do not sync by themselves were synced within their time. A state is 1/3",
+        "model, 2/3 AdamW.",
+        *head("saving", "seconds", "range", "of a plain write", "extra memory, MB"),
     ]
-    for name, one in saved.items():
-        share = f"{one['seconds'] / plain:.2f}"
-        lines.append(f"| {name} | {one['seconds']:.2f} | {share} | {one['peak'] / 1e6:.0f} |")
-    lines += ["", "| loading into a model | seconds | of safetensors |", "|---|---|---|"]
-    base = loaded["safetensors"]["seconds"]
-    for name, one in loaded.items():
-        lines.append(f"| {name} | {one['seconds']:.3f} | {one['seconds'] / base:.2f} |")
-    return "\n".join(lines) + "\n"
+    base = seen.median(1, "safetensors", "load") or 1.0
+    loaded = ["", *head("loading into a model", "seconds", "range", "of safetensors")]
+    for _, name, kind in seen.names():
+        times = seen.figures(1, name, kind)
+        median = statistics.median(times)
+        if kind == "save":
+            memory = seen.median(1, name, "extra memory")
+            extra = "" if memory is None else f"{memory:.0f}"
+            found.append(row(name, f"{median:.2f}", span(times), f"{median / plain:.2f}", extra))
+        elif kind == "load":
+            loaded.append(row(name, f"{median:.3f}", span(times), f"{median / base:.2f}"))
+    return [*found, *loaded]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--child", nargs=3, metavar=("KIND", "NAME", "FOLDER"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--place", help="a directory on the disk to measure")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    if options.child:
-        child(options.child[0], options.child[1], Path(options.child[2]))
-        return
-    saved = measure("save", list(savers(Path())), options.rounds, options.place)
-    names = ["load_checkpoint_in_model", "safetensors", "Accelerate"]
-    text = table(saved, measure("load", names, options.rounds, options.place), options.rounds)
-    print(text)
-    if options.write:
-        head = "# Checkpoints: time and memory\n\n"
-        head += "Written by `python bench/checkpoints.py --write`.\n\n"
-        Path(__file__).with_name("CHECKPOINTS.md").write_text(head + text)
+    if sys.argv[1:2] == ["--child"]:
+        kind, name, folder, width = sys.argv[2:]
+        child(kind, name, Path(folder), int(width))
+    else:
+        sys.exit("to measure: python bench/measure.py --only checkpoints")
 
 
 if __name__ == "__main__":

@@ -19,18 +19,27 @@ import random
 import select
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 import uuid
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from catalogue import OURS
+from table import Seen, head, row, short, span
 
 import syncprims as sp
 from syncprims.registry import backend_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from scale import Scale
 
 RANKS = 3
 VICTIM = 1
@@ -174,28 +183,61 @@ def _read_lines(pipe: int, count: int) -> list[int]:
     return [int(line) for line in data.split()]
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    """Return the median, the 99th percentile and the longest of `times`."""
-    ranked = sorted(times)
-    return {
-        "kills": len(ranked),
-        "median": round(statistics.median(ranked), 2),
-        "p99": round(ranked[math.ceil(0.99 * len(ranked)) - 1], 2),
-        "max": round(ranked[-1], 2),
-    }
+def section(scale: Scale) -> dict[str, Any]:
+    """Return the figures of all cases, and Gloo's of the first."""
+    seen = Seen()
+    print("kills: ours", file=sys.stderr, flush=True)
+    for case, times in measure(scale.kills).items():
+        seen.add(RANKS, OURS, {case: times, f"{case}, p99": [percentile(times, 0.99)]})
+    print("kills: Gloo", file=sys.stderr, flush=True)
+    peer = Path(__file__).with_name("peer_gloo_death.py")
+    # A world of Gloo takes a while to begin, and less will do.
+    command = [sys.executable, str(peer), str(max(3, scale.kills // 3))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        reason = f"failed: {last}" if find_spec("torch") else "not installed: torch"
+        seen.lack(RANKS, "Gloo", ("quiet", "quiet, p99"), reason)
+    else:
+        times = json.loads(done.stdout)["quiet"]
+        seen.add(RANKS, "Gloo", {"quiet": times, "quiet, p99": [percentile(times, 0.99)]})
+    return {**seen.stored(), "kills": scale.kills}
+
+
+def percentile(times: Sequence[float], share: float) -> float:
+    """Return the time that this share of all is not above."""
+    return sorted(times)[math.ceil(share * len(times)) - 1]
+
+
+def lines(data: Mapping[str, Any]) -> list[str]:
+    """Return the figures as a section of the results."""
+    seen, kills = Seen.restored(data), data["kills"]
+    found = [
+        "",
+        "## From a kill to the news, milliseconds",
+        "",
+        f"The slowest of the waiting ranks; {kills} kills in each case, of Gloo's ranks",
+        f"{max(3, kills // 3)}. Ours are told which rank it was, and by which signal; Gloo's that",
+        "a connection was closed.",
+        *head("by", "case", "median", "p99", "range"),
+    ]
+    for _, library, case in seen.names():
+        if not case.endswith(", p99"):
+            median, p99 = (seen.median(RANKS, library, f"{case}{end}") for end in ("", ", p99"))
+            times = seen.figures(RANKS, library, case)
+            found.append(row(library, case, short(median or 0), short(p99 or 0), span(times)))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how soon a death is told.")
     parser.add_argument("--kills", type=int, default=50, help="in each case")
     seen = measure(parser.parse_args().kills)
-    figures = {case: summary(times) for case, times in seen.items()}
-    figures["all"] = summary([one for times in seen.values() for one in times])
-    print(json.dumps(figures))
-    print("\n| milliseconds from a kill to the news | kills | median | p99 | max |")
-    print("|---|---|---|---|---|")
-    for case, figure in figures.items():
-        print(f"| {case} | " + " | ".join(str(number) for number in figure.values()) + " |")
+    seen["all"] = [one for times in seen.values() for one in times]
+    print("\n".join(head("milliseconds from a kill to the news", "kills", "median", "p99", "max")))
+    for case, times in seen.items():
+        shown = (statistics.median(times), percentile(times, 0.99), max(times))
+        print(row(case, len(times), *map(short, shown)))
 
 
 if __name__ == "__main__":

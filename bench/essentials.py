@@ -2,48 +2,80 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 import subprocess
 import sys
 import time
-import timeit
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from table import head, row
+from catalogue import OURS
+from table import Seen, head, row, short, span
 
-import syncprims as sp
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from scale import Scale
+
+BARE = "a bare interpreter"
+IMPORTS = {BARE: "pass", OURS: "import syncprims", "torch": "import torch",
+           "Accelerate": "import accelerate"}  # fmt: skip
+#: Each in an interpreter of its own: what is measured here leaves nothing to what comes next.
+LONE_BARRIER = """
+import os, timeit
+for name in [name for name in os.environ if "SYNCPRIMS" in name]:
+    del os.environ[name]
+{prepare}
+timeit.timeit(barrier, number=20_000)
+print(timeit.timeit(barrier, number=200_000) / 200_000 * 1e6)
+"""
+BARRIERS = {
+    OURS: "from syncprims import barrier",
+    "Accelerate": "import accelerate; barrier = accelerate.Accelerator(cpu=True).wait_for_everyone",
+}
 
 
-def import_cost(runs: int) -> tuple[float, float]:
-    """Return the milliseconds of a bare interpreter, and those that `import syncprims` adds."""
-    times: dict[str, list[float]] = {"pass": [], "import syncprims": []}
-    for _ in range(runs):  # in turn, so that a slower minute slows both
-        for code, seen in times.items():
-            begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", code], check=True)
-            seen.append((time.perf_counter() - begin) * 1e3)
-    bare, full = (statistics.median(seen) for seen in times.values())
-    return bare, full - bare
+def measure(scale: Scale) -> dict[str, Any]:
+    """Return the milliseconds that imports add, and the microseconds of a barrier alone."""
+    seen = Seen()
+    for library, code in IMPORTS.items():
+        if library != BARE and find_spec(code.split()[-1]) is None:
+            seen.lack(1, library, ("import",), f"not installed: {code.split()[-1]}")
+    for number in range(scale.imports):  # in turn, so that a slower minute slows all
+        bare = _started(IMPORTS[BARE])
+        seen.add(1, BARE, {"start": [bare]})
+        for library, code in IMPORTS.items():
+            slow = library in ("torch", "Accelerate")
+            if library == BARE or (slow and number % 3) or find_spec(code.split()[-1]) is None:
+                continue
+            seen.add(1, library, {"import": [_started(code) - bare]})
+    for _ in range(scale.runs):
+        for library, prepare in BARRIERS.items():
+            code = LONE_BARRIER.format(prepare=prepare)
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            if done.returncode:
+                last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+                seen.lack(1, library, ("barrier",), f"not installed, or failed: {last}")
+                continue
+            seen.add(1, library, {"barrier": [float(done.stdout)]})
+    return seen.stored()
 
 
-def lone_barrier(runs: int) -> float:
-    """Return the microseconds of a barrier in a world of one."""
-    os.environ.pop("SYNCPRIMS_BACKEND", None)
-    sp.barrier()
-    number = 200_000
-    times = timeit.repeat(sp.barrier, number=number, repeat=runs)
-    sp.shutdown()  # what is measured next forks worlds of its own
-    return statistics.median(times) / number * 1e6
+def _started(code: str) -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return (time.perf_counter() - begin) * 1e3
 
 
-def section(runs: int) -> list[str]:
-    """Return both as a table."""
-    bare, added = import_cost(4 * runs + 1)
-    return [
-        "",
-        "## Alone",
-        *head("what", "median"),
-        row("a bare interpreter", f"{bare:.1f} ms"),
-        row("`import syncprims` on top of it", f"{added:.1f} ms"),
-        row("`barrier()` in a world of one", f"{lone_barrier(runs):.2f} us"),
-    ]
+def lines(data: Mapping[str, Any]) -> list[str]:
+    """Return all of it as a table."""
+    seen = Seen.restored(data)
+    what = {"start": "{}, ms", "import": "import of {}, on top of it, ms",
+            "barrier": "barrier of {} in a world of one, us"}  # fmt: skip
+    found = ["", "## Alone", *head("what", "median", "range")]
+    for operation, text in what.items():
+        for ranks, library, measured in seen.names():
+            if measured == operation:
+                times = seen.figures(ranks, library, operation)
+                median = short(seen.median(ranks, library, operation) or 0.0)
+                found.append(row(text.format(library), median, span(times)))
+    return found

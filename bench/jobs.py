@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncprims.environment import place_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from table import Seen
 
 HERE = Path(__file__).parent
 PATIENCE = 900.0  # seconds; a job that takes longer has failed
@@ -120,6 +122,22 @@ def start(
         raise NoFigures(f"failed with exit code {process.returncode}")
     figures: dict[str, list[float]] = json.loads(found[-1][found[-1].index("{") :])
     return figures
+
+
+def measure(
+    seen: Seen,
+    kind: str,
+    ranks: int,
+    plan: dict[str, object],
+    names: Iterable[str],
+    library: str | None = None,
+) -> None:
+    """Run one job and note its figures, or that `names` are lacking, under the library's name."""
+    print(f"{plan['what']}, {ranks} ranks: {kind}", file=sys.stderr, flush=True)
+    try:
+        seen.add(ranks, library or kind, start(kind, ranks, plan))
+    except NoFigures as error:
+        seen.lack(ranks, library or kind, names, str(error))
 
 
 def _environment(meeting: Path | None) -> dict[str, str]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import syncprims as sp
 
-PACKAGES = ("numpy", "mpich", "mpi4py", "torch", "accelerate")
+PACKAGES = (
+    "numpy", "mpich", "mpi4py", "torch", "accelerate", "lightning-fabric", "safetensors",
+)  # fmt: skip
 
 
-def described() -> list[str]:
-    """Return how to read the results, and what they were measured on."""
-    versions = [f"syncprims {sp.version()}", f"Python {platform.python_version()}"]
+def state() -> dict[str, str]:
+    """Return what figures depend on: the commit, the versions and the machine."""
+    versions = [f"Python {platform.python_version()}"]
     for name in PACKAGES:
         try:
             versions.append(f"{name} {metadata.version(name)}")
@@ -23,16 +26,25 @@ def described() -> list[str]:
             versions.append(f"{name} not installed")
     versions.append(" ".join(part for part in platform.libc_ver() if part))
     system = f"{platform.system()} {platform.release()}"
-    place = f"{os.cpu_count()} x {_processor()}{_memory()}, {system}"
-    return [
-        f"Made by `make bench` on {place}, with {', '.join(v for v in versions if v)}.",
-        "",
-        "Trust the ratios: the peers ran in turn with ours, in the same minutes.",
-        "",
-        "MPICH runs with its defaults, by `mpiexec -n RANKS` through mpi4py: no binding to",
-        "processors; its ranks spin while they wait. Gloo and Accelerate run under torchrun. One",
-        "math thread per rank for everybody.",
-    ]
+    return {
+        "commit": _commit(),
+        "versions": ", ".join(version for version in versions if version),
+        "machine": f"{os.cpu_count()} x {_processor()}{_memory()}, {system}",
+    }
+
+
+def _commit() -> str:
+    """Return which syncprims this is: the checkout's commit, or the installed version."""
+    with suppress(OSError, subprocess.CalledProcessError):
+        changed = _git("status", "--porcelain", "--", "syncprims", "backends")
+        return _git("describe", "--always", "--tags") + (", changed" if changed else "")
+    return sp.version()
+
+
+def _git(*words: str) -> str:
+    root = Path(__file__).parents[1]
+    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def _processor() -> str:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jobs
 from catalogue import DATA, OURS
-from table import head, row
+from table import Seen, head, row, span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from table import Seen
+    from scale import Scale
+
+MEMORY = ("peak", "private", "shared", "directory")
 
 
 class Watched:
@@ -48,53 +51,79 @@ class Watched:
             self.peak = max(self.peak, size / 2**20)
 
 
-def memory(seen: Seen, ranks: int, size: int) -> list[str]:
-    """Return what large arrays take beside the buffers that the caller gives."""
-    lines = ["", f"## Memory of {size} MB at {ranks} ranks"]
-    if not Path("/proc/self/status").exists():
-        return [*lines, "", "Not measured: it takes Linux's /proc."]
-    lines += [
+def measure(scale: Scale) -> dict[str, Any]:
+    """Return what large arrays take beside the caller's buffers, and what waiting takes."""
+    seen = Seen()
+    ranks, size = scale.memory
+    if Path("/proc/self/status").exists():
+        for operation, calls in DATA.items():
+            for library in calls:
+                _memory(seen, library, ranks, {"size": size, "operation": operation})
+    waiters, seconds = scale.wait
+    plan: dict[str, object] = {"what": "wait", "seconds": seconds}
+    for library in DATA["broadcast"]:
+        jobs.measure(seen, library, waiters, plan, ("wait",))
+    return {**seen.stored(), "memory": scale.memory, "wait": scale.wait}
+
+
+def _memory(seen: Seen, library: str, ranks: int, plan: dict[str, object]) -> None:
+    operation = plan["operation"]
+    print(f"memory of {operation}, {ranks} ranks: {library}", file=sys.stderr, flush=True)
+    names = {name: f"{operation}: {name}" for name in MEMORY}
+    with Watched() as watched:
+        try:
+            figures = jobs.start(library, ranks, {"what": "memory", **plan}, watched.path)
+        except jobs.NoFigures as error:
+            seen.lack(ranks, library, names.values(), str(error))
+            return
+    if library == OURS:
+        figures["directory"] = [watched.peak]
+    seen.add(ranks, library, {names[name]: each for name, each in figures.items()})
+
+
+def lines(data: Mapping[str, Any]) -> list[str]:
+    """Return both as sections of the results."""
+    return [*_memory_lines(data), *_wait_lines(data)]
+
+
+def _memory_lines(data: Mapping[str, Any]) -> list[str]:
+    seen, (ranks, size) = Seen.restored(data), data["memory"]
+    found = [
         "",
-        "MB on top of the caller's buffers, over three calls. Peak: of all pages that a rank maps;",
-        "shared ones count at every rank that maps them. After: what stays. Directory: the most",
-        "that the files of the ranks' meeting place took, once for all ranks.",
-        *head("by", "call", "peak, by rank", "private after", "shared after", "directory"),
+        f"## Memory of {size} MB at {ranks} ranks",
+        "",
+        "MB on top of the caller's buffers, over three calls, least and most of all ranks. Peak:",
+        "of all pages that a rank maps; shared ones count at every rank that maps them. After:",
+        "what stays. Directory: the most that the files of the ranks' meeting place took, once for",
+        "all ranks. It takes Linux's /proc to measure this.",
+        *head("by", "call", "peak", "private after", "shared after", "directory"),
     ]
     for operation, calls in DATA.items():
         for library, call in calls.items():
-            print(f"memory, {operation}: {library}", file=sys.stderr, flush=True)
-            plan: dict[str, object] = {"what": "memory", "size": size, "operation": operation}
-            with Watched() as watched:
-                try:
-                    figures = jobs.start(library, ranks, plan, watched.path)
-                except jobs.NoFigures as error:
-                    seen.lack(ranks, library, (f"memory of {operation}",), str(error))
-                    lines.append(row(library, call, error, "", "", ""))
-                    continue
-            cells = [_joined(figures[name]) for name in ("peak", "private", "shared")]
-            place = f"{watched.peak:.0f}" if library == OURS else ""
-            lines.append(row(library, call, *cells, place))
-    return lines
+            cells = [seen.figures(ranks, library, f"{operation}: {name}") for name in MEMORY]
+            if not any(cells):
+                found.append(row(library, call, seen.why_not(ranks, library, f"{operation}: peak")))
+                continue
+            found.append(row(library, call, *(_range(cell) for cell in cells)))
+    return found
 
 
-def long_wait(seen: Seen, ranks: int, seconds: float) -> list[str]:
-    """Return what ranks take from the processors while they wait for one that is late."""
-    lines = [
+def _wait_lines(data: Mapping[str, Any]) -> list[str]:
+    seen, (ranks, seconds) = Seen.restored(data), data["wait"]
+    found = [
         "",
         f"## Waiting {seconds:.0f} s in a barrier at {ranks} ranks",
-        *head("by", "share of a processor that each waiting rank takes, percent"),
+        *head("by", "share of a processor that a waiting rank takes, percent: median", "range"),
     ]
-    plan: dict[str, object] = {"what": "wait", "seconds": seconds}
     for library in DATA["broadcast"]:
-        print(f"wait, {ranks} ranks: {library}", file=sys.stderr, flush=True)
-        try:
-            cell = _joined(jobs.start(library, ranks, plan)["wait"], 2)
-        except jobs.NoFigures as error:
-            seen.lack(ranks, library, ("wait",), str(error))
-            cell = str(error)
-        lines.append(row(library, cell))
-    return lines
+        shares = seen.figures(ranks, library, "wait")
+        if shares:
+            found.append(row(library, f"{statistics.median(shares):.2f}", span(shares)))
+        else:
+            found.append(row(library, seen.why_not(ranks, library, "wait"), ""))
+    return found
 
 
-def _joined(figures: Sequence[float], digits: int = 0) -> str:
-    return ", ".join(f"{round(figure, digits) + 0.0:.{digits}f}" for figure in figures)
+def _range(figures: Sequence[float]) -> str:
+    least, most = (round(end(figures)) + 0 for end in (min, max)) if figures else ("", "")
+    return f"{least}" if least == most else f"{least} - {most}"

@@ -1,18 +1,20 @@
-"""Figures become Markdown: what was measured, and how it compares."""
+"""Figures, and how they become Markdown: what was measured, and how it compares."""
 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from catalogue import OURS, Aim
+from catalogue import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from catalogue import Aim
+
 
 class Seen:
-    """All figures so far, and why some are not there."""
+    """All figures of a section so far, and why some are not there. Less is better in each."""
 
     def __init__(self) -> None:
         self._figures: dict[tuple[int, str, str], list[float]] = {}
@@ -31,29 +33,71 @@ class Seen:
         if "not installed" not in reason:
             self.failed.append(f"{library} at {ranks} ranks: {reason}")
 
+    def stored(self) -> dict[str, Any]:
+        """Return what a file keeps: of every figure the least, the median and the most."""
+
+        def nested(flat: Mapping[tuple[int, str, str], object]) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for (ranks, library, operation), what in flat.items():
+                found.setdefault(str(ranks), {}).setdefault(library, {})[operation] = what
+            return found
+
+        return {
+            "figures": nested({key: _three(times) for key, times in self._figures.items()}),
+            "lacking": nested(self._lacking),
+            "failed": self.failed,
+        }
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> Seen:
+        """Return what `stored` was made from. Three numbers have their median in the middle."""
+        seen = cls()
+        seen._figures.update(_flat(stored.get("figures", {})))
+        seen._lacking.update(_flat(stored.get("lacking", {})))
+        seen.failed += stored.get("failed", [])
+        return seen
+
     def figures(self, ranks: int, library: str, operation: str) -> list[float]:
         """Return all figures of one operation, none if it could not be measured."""
         return self._figures.get((ranks, library, operation), [])
+
+    def median(self, ranks: int, library: str, operation: str) -> float | None:
+        """Return the median of the figures, None if there are none."""
+        times = self.figures(ranks, library, operation)
+        return statistics.median(times) if times else None
 
     def why_not(self, ranks: int, library: str, operation: str) -> str:
         """Return why there is no figure."""
         return self._lacking.get((ranks, library, operation), "not measured")
 
-    def verdict(self, ranks: int, aim: Aim, operation: str) -> str:
-        """Return the cell that compares ours with the peer's, or says why it cannot."""
-        ours = self.figures(ranks, OURS, operation)
-        if not ours:
-            return self.why_not(ranks, OURS, operation)
-        if aim.peer is None:
-            return aim.verdict(statistics.median(ours), 1.0)
-        peers = self.figures(ranks, aim.peer, operation)
-        if not peers:
-            return self.why_not(ranks, aim.peer, operation)
-        return aim.verdict(statistics.median(ours), statistics.median(peers))
+    def names(self) -> list[tuple[int, str, str]]:
+        """Return ranks, library and operation of every figure, in the order of measuring."""
+        return list(self._figures)
+
+    def ranks(self) -> list[int]:
+        """Return every number of ranks, smallest first."""
+        return sorted({ranks for ranks, _, _ in (*self._figures, *self._lacking)})
+
+    def verdict(self, ranks: int, aim: Aim, operation: str, ours: str) -> tuple[str, bool | None]:
+        """Return what the aim speaks of, and whether it is reached; or why nobody can tell."""
+        mine = self.median(ranks, ours, operation)
+        if mine is None:
+            return self.why_not(ranks, ours, operation), None
+        peers = None
+        if aim.peer is not None:
+            peers = self.median(ranks, aim.peer, operation)
+            if peers is None:
+                return f"{aim.peer}: {self.why_not(ranks, aim.peer, operation)}", None
+        return short(aim.measured(mine, peers)), aim.reached(mine, peers)
+
+    def ratio(self, ranks: int, library: str, operation: str) -> str:
+        """Return how many times ours a library's median is; `-` if there is nothing to compare."""
+        ours, theirs = (self.median(ranks, name, operation) for name in (OURS, library))
+        return short(theirs / ours) if ours and theirs else "-"
 
     def rows(self, ranks: int, operation: str, calls: Mapping[str, str]) -> list[str]:
         """Return a line per library: median, range, and how many times ours that is."""
-        ours = self.figures(ranks, OURS, operation)
+        ours = self.median(ranks, OURS, operation)
         lines: list[str] = []
         for library, call in calls.items():
             times = self.figures(ranks, library, operation)
@@ -61,32 +105,43 @@ class Seen:
                 cells = [self.why_not(ranks, library, operation), "", ""]
             else:
                 median = statistics.median(times)
-                cells = [short(median), f"{short(min(times))} - {short(max(times))}", ""]
+                cells = [short(median), span(times), ""]
                 if ours:
-                    cells[2] = short(median / statistics.median(ours))
+                    cells[2] = short(median / ours)
             lines.append(row(library, call, *cells))
         return lines
 
 
+def _three(times: Sequence[float]) -> list[float]:
+    """Return the least, the median and the most, in as many digits as anybody reads."""
+    three = (min(times), statistics.median(times), max(times))
+    return [float(f"{figure:.4g}") for figure in three]
+
+
+def _flat(nested: Mapping[str, Any]) -> dict[tuple[int, str, str], Any]:
+    return {
+        (int(ranks), library, operation): what
+        for ranks, libraries in nested.items()
+        for library, operations in libraries.items()
+        for operation, what in operations.items()
+    }
+
+
 def short(figure: float) -> str:
     """Return a figure with as many decimals as tell something."""
-    return f"{figure:.{2 if figure < 10 else 1 if figure < 100 else 0}f}"
+    return f"{figure:.{2 if abs(figure) < 10 else 1 if abs(figure) < 100 else 0}f}"
+
+
+def span(times: Sequence[float]) -> str:
+    """Return the range of figures."""
+    return f"{short(min(times))} - {short(max(times))}"
 
 
 def row(*cells: object) -> str:
     """Return one line of a table."""
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
+    return f"| {' | '.join(str(cell).strip() for cell in cells)} |"
 
 
 def head(*cells: str) -> list[str]:
     """Return the first two lines of a table."""
     return ["", row(*cells), "|" + "---|" * len(cells)]
-
-
-def spreads(title: str, unit: str, figures: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return a section of medians and ranges that are compared with nobody's."""
-    lines = ["", f"## {title}", *head("case", f"median, {unit}", "range")]
-    for name, times in figures.items():
-        span = f"{short(min(times))} - {short(max(times))}"
-        lines.append(row(name, short(statistics.median(times)), span))
-    return lines

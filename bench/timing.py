@@ -104,7 +104,7 @@ def _in_a_step(library: Library, call: Callable[[], object], seconds: float) -> 
     return library.slowest(float(np.median(times))) * 1e6
 
 
-def data(library: Library, sizes: Sequence[int], seconds: float) -> Figures:
+def data(library: Library, sizes: Sequence[float], seconds: float) -> Figures:
     """Return the milliseconds of single calls, of the rank that took longest, by size in MB."""
     figures: Figures = {}
     for size in sizes:
@@ -114,7 +114,7 @@ def data(library: Library, sizes: Sequence[int], seconds: float) -> Figures:
             moves.timed(name)  # warm-up
             while len(times) < 3 or (len(times) < 30 and sum(times) < seconds * 1e3):
                 times.append(library.slowest(moves.timed(name)) * 1e3)
-            figures[f"{name} {size}"] = times
+            figures[f"{name} {size:g}"] = times
     return figures
 
 
@@ -160,8 +160,8 @@ def wait(library: Library, seconds: float) -> Figures:
 class _Moves:
     """Arrays of one size, and the calls that move them; every result is checked."""
 
-    def __init__(self, library: Library, size: int) -> None:
-        shape = (size * MB // 4 // _COLUMNS, _COLUMNS)
+    def __init__(self, library: Library, size: float) -> None:
+        shape = (int(size * MB) // 4 // _COLUMNS, _COLUMNS)
         self._library = library
         self._value: Array = np.ones(shape, np.float32)  # written to: every page is there
         self._out: Array = self._value if library.in_place else np.ones(shape, np.float32)

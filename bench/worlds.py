@@ -1,6 +1,6 @@
 """Measure what a unit test of four ranks costs, and how soon a skipped barrier is told.
 
-    python bench/worlds.py [--quick]
+    python bench/measure.py --only worlds
 
 The same body everywhere: 4 ranks, 20 barriers. Ours are worlds of threads and of processes, called
 directly and as marked tests, with all that pytest does around them. The peers start their ranks as
@@ -9,7 +9,6 @@ their manuals say; what their children import counts, since every such test pays
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
@@ -19,17 +18,21 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from table import head, row
+from table import Seen, head, row, short, span
 
 import syncprims as sp
 from syncprims.testing import DeadlockError, explore, run_world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from scale import Scale
 
 RANKS, ROUNDS = 4, 20
+KINDS: tuple[Literal["threads", "processes"], ...] = ("threads", "processes")
+PASSING, SKIPPED = "a passing test", "a skipped barrier"
 
 TESTS = """
 import json, os, time
@@ -181,52 +184,59 @@ def peer(name: str, times: int) -> list[float]:
     return found
 
 
-def schedules_per_second(count: int) -> float:
+def explored(count: int) -> float:
+    """Return the milliseconds of one schedule, over `count` of them."""
     begin = time.perf_counter()
     explore(passing, RANKS, schedules=count)
-    return count / (time.perf_counter() - begin)
+    return (time.perf_counter() - begin) / count * 1e3
 
 
-def shown(times: list[float]) -> str:
-    if not times:
-        return "not installed"
-    return f"{statistics.median(times):.1f} ms ({min(times):.1f} to {max(times):.1f})"
+def measure(scale: Scale) -> dict[str, Any]:
+    """Return the milliseconds of tests that pass, and of the news that a rank skips a barrier."""
+    worlds, peers = scale.worlds
+    seen = Seen()
+    print("unit tests: ours", file=sys.stderr, flush=True)
+    for kind, times in as_marked_tests(worlds).items():
+        seen.add(RANKS, f"a marked test in {kind}", {PASSING: times})
+    for kind in KINDS:
+        name = f"run_world(kind='{kind}')"
+        call = functools.partial(run_world, passing, RANKS, kind=kind)
+        seen.add(RANKS, name, {PASSING: timed(call, worlds)})
+        seen.add(RANKS, name, {SKIPPED: timed(told(kind), worlds)})
+    seen.add(RANKS, "explore()", {"a schedule": [explored(20 * worlds)]})
+    for name in PEERS:
+        print(f"unit tests: {name}", file=sys.stderr, flush=True)
+        times = peer(name, peers)
+        if times:
+            seen.add(RANKS, name, {PASSING: times})
+        else:
+            seen.lack(RANKS, name, (PASSING,), "not installed")
+    return {**seen.stored(), "worlds": scale.worlds}
 
 
-def section(worlds: int, peers: int) -> list[str]:
+def lines(data: Mapping[str, Any]) -> list[str]:
     """Return all of it as a section of the results."""
-    marked = as_marked_tests(worlds)
-    direct = {
-        kind: timed(functools.partial(run_world, passing, RANKS, kind=kind), worlds)
-        for kind in ("threads", "processes")
-    }
+    seen, (worlds, peers) = Seen.restored(data), data["worlds"]
+
+    def table(operation: str) -> list[str]:
+        names = [name for _, name, what in seen.names() if what == operation]
+        found = head("by", f"{operation}, ms", "range")
+        for name in names:
+            times = seen.figures(RANKS, name, operation)
+            found.append(row(f"`{name}`", short(statistics.median(times)), span(times)))
+        return found
+
+    schedule = seen.median(RANKS, "explore()", "a schedule")
     return [
         "",
         "## A unit test of four ranks",
         "",
         f"{RANKS} ranks, {ROUNDS} barriers; medians and ranges of {worlds} worlds, peers {peers}.",
-        *head("by", "a passing test", "aim"),
-        row("`run_world(kind='threads')`", shown(direct["threads"]), "<= 5 ms"),
-        row("a marked test in threads, pytest included", shown(marked["threads"]), "<= 5 ms"),
-        row("`run_world(kind='processes')`", shown(direct["processes"]), "<= 150 ms"),
-        row("a marked test in processes, pytest included", shown(marked["processes"]), "<= 150 ms"),
-        *(row(name, shown(peer(name, peers)), "") for name in PEERS),
+        "A marked test counts with all that pytest does around it.",
+        *table(PASSING),
         "",
         "The peers' defaults wait 30 minutes for a skipped barrier (that was not waited for here).",
-        *head("a skipped barrier is told", "after", "aim"),
-        row("in threads", shown(timed(told("threads"), worlds)), "< 10 ms"),
-        row("in processes", shown(timed(told("processes"), worlds)), "< 250 ms"),
+        *table(SKIPPED),
         "",
-        f"Schedules explored per second: {schedules_per_second(20 * worlds):.0f} (aim: 300).",
+        f"Schedules explored per second: {1e3 / schedule:.0f}." if schedule else "",
     ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure unit tests of four ranks.")
-    parser.add_argument("--quick", action="store_true", help="try everything, in a minute")
-    quick = parser.parse_args().quick
-    print("\n".join(section(5, 1) if quick else section(50, 3)))
-
-
-if __name__ == "__main__":
-    main()

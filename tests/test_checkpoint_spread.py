@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of what is new in it
 
+needs_training = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch spreads no training on CPUs"
+)
+
 
 def run(ranks: int, folder: Path, program: Callable[[], Any]) -> list[Any]:
     """Run a program on ranks that have a Gloo group, too."""
@@ -75,6 +79,7 @@ def whole(parts: dict[str, Any]) -> dict[str, list[float]]:
     }
 
 
+@needs_training
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (2, 3), (3, 2), (2, 1)])
 def test_a_spread_training_goes_on_at_any_world_size(
     saved_by: int, loaded_by: int, tmp_path: Path
@@ -99,6 +104,7 @@ def test_a_spread_training_goes_on_at_any_world_size(
     assert all(found == saved[0] for found in [*saved, *loaded])
 
 
+@needs_training
 def test_a_fresh_optimizer_gets_its_spread_state(tmp_path: Path) -> None:
     def program() -> tuple[Any, Any]:
         one, other = spread(2), spread(2)
@@ -113,6 +119,7 @@ def test_a_fresh_optimizer_gets_its_spread_state(tmp_path: Path) -> None:
         assert one == other
 
 
+@needs_training
 @pytest.mark.parametrize("most", ["5GB", 100])
 def test_a_spread_model_is_saved_as_a_plain_one_and_back(most: Any, tmp_path: Path) -> None:
     def program() -> tuple[Any, Any, bool]:

@@ -104,10 +104,11 @@ class Preparation:
         )
 
     def scheduler(self, scheduler: Any) -> Any:
-        """Return `scheduler`, advancing once per step of its optimizer."""
-        if not self.schedule or isinstance(scheduler, PreparedScheduler):
+        """Return `scheduler`, advancing once per step of its optimizer if it is to follow that."""
+        if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        return PreparedScheduler(scheduler, self.accumulator, self.schedule_advance)
+        advance = self.schedule_advance if self.schedule else 1
+        return PreparedScheduler(scheduler, self.accumulator, advance, follow=self.schedule)
 
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `objects` prepared, in their order; what is none of these kinds stays.

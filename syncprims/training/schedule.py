@@ -16,14 +16,18 @@ class PreparedScheduler(LRScheduler):
     """Stands before a schedule: `step` does nothing where the optimizer did not step.
 
     That is between windows, and after a step that was skipped for an overflow. It advances by one
-    (`advance`), whatever the number of ranks. Everything else is that of :attr:`scheduler`.
+    (`advance`), whatever the number of ranks. With `follow` False it advances at every call, and is
+    here to be saved with the rest. Everything else is that of :attr:`scheduler`.
     """
 
-    def __init__(self, scheduler: Any, accumulator: Accumulator, advance: int = 1) -> None:
+    def __init__(
+        self, scheduler: Any, accumulator: Accumulator, advance: int = 1, *, follow: bool = True
+    ) -> None:
         # Not LRScheduler.__init__: the schedule has begun already.
         self.scheduler = scheduler
         self._accumulator = accumulator
         self._advance = advance
+        self._follow = follow
         accumulator.schedules.append(self)
         self._seen = (0, 0)  # steps taken and skipped at the last call
 
@@ -37,7 +41,7 @@ class PreparedScheduler(LRScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if its optimizer has stepped."""
-        optimizer = self._optimizer()
+        optimizer = self._optimizer() if self._follow else None
         if optimizer is not None:
             window = optimizer.window()
             if window is not None and not window.sync:

@@ -1,0 +1,113 @@
+"""RESULTS.md, TORCH.md and the pictures, made from stored figures alone."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import plots
+import summary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    Sections = Mapping[str, Mapping[str, Any]]
+
+
+class Section(NamedTuple):
+    """Some figures that are measured together, and the functions of a module that do it."""
+
+    module: str
+    measure: str = "measure"
+    lines: str = "lines"
+    page: str = "RESULTS.md"
+
+
+SECTIONS = {
+    "alone": Section("essentials"),
+    "control": Section("control", "control_plane", "local_lines"),
+    "data": Section("bulk"),
+    "resources": Section("resources"),
+    "kills": Section("death", "section"),
+    "worlds": Section("worlds"),
+    "training": Section("overhead"),
+    "checkpoints": Section("checkpoints"),
+    "torchrun": Section("control", "under_torchrun", "torchrun_lines", "TORCH.md"),
+    "hosts": Section("control", "two_hosts", "hosts_lines", "TORCH.md"),
+    "forecast": Section("simulate", page="TORCH.md"),
+}
+
+_HOW = [
+    "Trust the ratios: the peers ran in turn with ours, in the same minutes. MPICH runs with its",
+    "defaults, by `mpiexec -n RANKS` through mpi4py: no binding to processors; its ranks spin",
+    "while they wait. Gloo and Accelerate run under torchrun. One math thread per rank for all.",
+]
+
+
+def write(sections: Sections, folder: Path, pictures: Path) -> list[Path]:
+    """Write pages and pictures, and return where they are."""
+    pictures.mkdir(parents=True, exist_ok=True)
+    texts = {
+        folder / "RESULTS.md": results(sections, os.path.relpath(pictures, folder)),
+        folder / "TORCH.md": torch(sections),
+        pictures / "latency.svg": plots.latency(sections),
+        pictures / "bandwidth.svg": plots.bandwidth(sections),
+    }
+    for path, text in texts.items():
+        path.write_text(text)
+    return list(texts)
+
+
+def results(sections: Sections, pictures: str) -> str:
+    """Return the page with the first table, and all that was measured on one host without torch."""
+    lines = ["# Results", "", "Made by `make bench` (`bench/measure.py`) from `results.json`; one"]
+    lines += ["section alone is measured again by `python bench/measure.py --only SECTION`.", ""]
+    lines += [*_HOW, *summary.lines(sections), "", *_picture("latency", pictures), ""]
+    lines += [*_picture("bandwidth", pictures), *_state(sections, SECTIONS), *_failed(sections)]
+    lines += ["", "The torch backend, and the forecast for many hosts: [TORCH.md](TORCH.md)."]
+    return _joined(lines, sections, "RESULTS.md")
+
+
+def torch(sections: Sections) -> str:
+    """Return the page of the torch backend."""
+    own = [name for name, section in SECTIONS.items() if section.page == "TORCH.md"]
+    lines = ["# Results of the torch backend", "", "Made by `make bench` (`bench/measure.py`) from"]
+    lines += ["`results.json`. [RESULTS.md](RESULTS.md) has the promises and the other figures."]
+    return _joined([*lines, *_state(sections, own)], sections, "TORCH.md")
+
+
+def _joined(lines: list[str], sections: Sections, page: str) -> str:
+    for name, section in SECTIONS.items():
+        if section.page == page and name in sections:
+            lines += getattr(import_module(section.module), section.lines)(sections[name]["data"])
+    return "\n".join(lines) + "\n"
+
+
+def _picture(name: str, folder: str) -> list[str]:
+    return [f"![{plots.TITLES[name]}]({folder}/{name}.svg)"]
+
+
+def _state(sections: Sections, names: Iterable[str]) -> list[str]:
+    """Return where the figures come from: once, if all come from the same commit and machine."""
+    lines = ["", "## State", ""]
+    origins: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        if name in sections:
+            origin = tuple(sections[name][what] for what in ("commit", "machine", "versions"))
+            origins.setdefault(origin, []).append(name)
+    for (commit, place, versions), measured in origins.items():
+        minutes = sum(sections[name]["seconds"] for name in measured) / 60
+        told = ", ".join(f"`{name}`" for name in measured)
+        took = f"; {minutes:.0f} minutes" if minutes else ""
+        lines.append(f"- syncprims at {commit}, on {place}, with {versions}: {told}{took}.")
+    absent = ", ".join(f"`{name}`" for name in names if name not in sections)
+    if absent:
+        lines.append(f"- Not measured yet: {absent}.")
+    return lines
+
+
+def _failed(sections: Sections) -> list[str]:
+    failures = [f"- {one}" for kept in sections.values() for one in kept["data"].get("failed", [])]
+    return ["", "What failed:", "", *failures] if failures else []

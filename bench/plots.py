@@ -1,0 +1,192 @@
+"""Draw lines on two logarithmic scales, each with its name at its end: SVG by hand.
+
+No library has to be there, and nobody's font. The picture carries its own ground, and other
+colours where the reader's system is dark, so that it can be read on any page.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+from xml.sax.saxutils import escape
+
+from bulk import named, sizes_of
+from catalogue import OURS
+from table import Seen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Sections = Mapping[str, Mapping[str, Any]]
+
+TITLES = {
+    "latency": "Latency against ranks, beside the peers",
+    "bandwidth": "Bandwidth against size, beside the peers",
+}
+WIDTH, HEIGHT = 876, 380
+PANEL, TOP, BOTTOM = 270, 62, 330  #: width of a panel's scale, its upper and its lower edge
+LEFTS = (64, 502)  #: of both panels
+NAME_HEIGHT = 15  #: names at the lines' ends stay this far apart
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #333a44 }
+.title { font-weight: 600; font-size: 14px } .faint { fill: #68717d; font-size: 12px }
+.ours { fill: #00796b; font-weight: 700 }
+.ground { fill: #ffffff; stroke: #d5d9df } .grid { stroke: #e3e6ea }
+path { fill: none; stroke: #9aa3ae; stroke-width: 1.75 } circle { fill: #9aa3ae }
+path.line-ours { stroke: #00897b; stroke-width: 3 } circle.dot-ours { fill: #00897b }
+@media (prefers-color-scheme: dark) {
+text { fill: #d6dbe1 } .faint { fill: #98a2ae } .ours { fill: #4dd0c0 }
+.ground { fill: #14181d; stroke: #333a42 } .grid { stroke: #2a3037 }
+path { stroke: #7d8894 } circle { fill: #7d8894 }
+path.line-ours { stroke: #4dd0c0 } circle.dot-ours { fill: #4dd0c0 }
+}
+"""
+
+Points = list[tuple[float, float]]
+
+
+class Panel(NamedTuple):
+    """One pair of scales, and the lines on it."""
+
+    title: str
+    unit: str  #: of what goes upwards
+    lines: dict[str, Points]
+    across: Callable[[float], str]  #: what is written under a value
+    below: str
+
+
+def latency(sections: Sections) -> str:
+    """Return barrier and small broadcast, in microseconds by ranks."""
+    panels = []
+    for title, operation in (
+        ("barrier on one host", "barrier"),
+        ("broadcast of a small dict", "small dict"),
+    ):
+        lines = _by_ranks(sections, "control", operation)
+        panels.append(Panel(title, "microseconds, less is better", lines, "{:g}".format, "ranks"))
+    return _drawn(TITLES["latency"], panels)
+
+
+def bandwidth(sections: Sections) -> str:
+    """Return broadcast and all-reduce, in GB/s by size, at the most ranks with several sizes."""
+    panels = []
+    seen = Seen.restored(sections.get("data", {}).get("data", {}))
+    for title, operation in (("broadcast", "broadcast"), ("all-reduce", "all_reduce")):
+        several = [ranks for ranks in seen.ranks() if len(sizes_of(seen, operation, ranks)) > 1]
+        lines: dict[str, Points] = {}
+        for ranks in several[-1:]:
+            for size in sizes_of(seen, operation, ranks):
+                for library in dict.fromkeys(name for _, name, _ in seen.names()):
+                    time = seen.median(ranks, library, f"{operation} {size:g}")
+                    if time:
+                        speed = size * 2**20 / (time * 1e-3) / 1e9
+                        lines.setdefault(library, []).append((size, speed))
+        at = f", {several[-1]} ranks" if several else ""
+        unit = "GB/s of the array, more is better"
+        panels.append(Panel(f"{title} of an array{at}", unit, lines, named, "size"))
+    return _drawn(TITLES["bandwidth"], panels)
+
+
+def _by_ranks(sections: Sections, section: str, operation: str) -> dict[str, Points]:
+    seen = Seen.restored(sections.get(section, {}).get("data", {}))
+    lines: dict[str, Points] = {}
+    for ranks, library, measured in seen.names():
+        median = seen.median(ranks, library, operation)
+        if measured == operation and median:
+            lines.setdefault(library, []).append((float(ranks), median))
+    return lines
+
+
+def _drawn(title: str, panels: Sequence[Panel]) -> str:
+    parts = [
+        part for left, panel in zip(LEFTS, panels, strict=True) for part in _panel(left, panel)
+    ]
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style>",
+        f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
+        *parts,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _panel(left: int, panel: Panel) -> list[str]:
+    parts = [
+        _text(left, 28, panel.title, "title"),
+        _text(left, 46, panel.unit, "faint"),
+    ]
+    values = [point for points in panel.lines.values() for point in points]
+    if not values:
+        return [*parts, _text(left, TOP + 40, "not measured yet", "faint")]
+    across = _Scale(sorted({x for x, _ in values}), left, left + PANEL)
+    low, high = (end(y for _, y in values) for end in (min, max))
+    upwards = _Scale([low / 1.3, high * 1.3], BOTTOM, TOP)
+    for y in _ticks(low / 1.3, high * 1.3):
+        at = upwards.place(y)
+        line = f'<line class="grid" x1="{left}" x2="{left + PANEL}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        parts += [line, _text(left - 8, at + 4, f"{y:g}", "faint", "end")]
+    for x in across.values:
+        parts.append(_text(across.place(x), BOTTOM + 20, panel.across(x), "faint", "middle"))
+    parts.append(_text(left + PANEL / 2, BOTTOM + 40, panel.below, "faint", "middle"))
+    ends: dict[str, float] = {}
+    # Ours last, and so above the others.
+    for name in sorted(panel.lines, key=lambda name: name == OURS):
+        points = [(across.place(x), upwards.place(y)) for x, y in sorted(panel.lines[name])]
+        kind = "ours" if name == OURS else "peer"
+        path = " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        parts.append(f'<path class="line-{kind}" d="M{path}"/>')
+        parts += [
+            f'<circle class="dot-{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points
+        ]
+        ends[name] = points[-1][1]
+    for name, y in _apart(ends).items():
+        kind = "ours" if name == OURS else ""
+        parts.append(_text(left + PANEL + 9, y + 4, name, kind))
+    return parts
+
+
+class _Scale:
+    """Values along a line of the picture, by their logarithms."""
+
+    def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
+        self.values = values
+        self._low, self._high = math.log(values[0]), math.log(values[-1])
+        self._begin, self._end = begin, end
+
+    def place(self, value: float) -> float:
+        share = (math.log(value) - self._low) / ((self._high - self._low) or 1.0)
+        return self._begin + share * (self._end - self._begin)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return powers of ten within, or if there are few of them, twice and five times these too."""
+    for steps in ((1,), (1, 3), (1, 2, 5)):
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        found = [step * 10.0**power for power in powers for step in steps]
+        within = [tick for tick in found if low <= tick <= high]
+        if len(within) >= 3:
+            break
+    return within
+
+
+def _apart(ends: Mapping[str, float]) -> dict[str, float]:
+    """Return where names stand: near their lines' ends, in that order, none upon another."""
+    placed: list[tuple[str, float]] = []
+    for name, y in sorted(ends.items(), key=lambda item: item[1]):
+        placed.append((name, max(y, placed[-1][1] + NAME_HEIGHT) if placed else y))
+    over = placed[-1][1] - max(BOTTOM, max(ends.values()))
+    found: dict[str, float] = {}
+    below = math.inf
+    for name, y in reversed(placed):  # what is pushed out below moves up again
+        below = min(y, below - NAME_HEIGHT, placed[-1][1] - max(0.0, over))
+        found[name] = below
+    return found
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    style = f' class="{kind}"' if kind else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f"<text {place}{style}>{escape(text)}</text>"

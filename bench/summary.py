@@ -1,0 +1,129 @@
+"""The first table: what was promised, what was measured, and where others are ahead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from catalogue import CONTROL, DATA, OURS, ROWS
+from table import Seen, head, row, short, span
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from catalogue import Aim, Row
+
+    Sections = Mapping[str, Mapping[str, Any]]
+
+#: A peer is ahead from here on; less is noise.
+MARGIN = 1.05
+TITLES = {
+    "control": "ours on `file`",
+    "torchrun": "ours under torchrun",
+    "hosts": "ours on two pretended hosts",
+    "data": "ours on `file`",
+}
+
+
+def lines(sections: Sections) -> list[str]:
+    """Return the table of all promises, and the list of lost comparisons."""
+    return [
+        "",
+        "## What was promised",
+        "",
+        "Medians, by number of ranks where there are several. *Measured* is what the aim speaks",
+        "of: our figure over the peer's for `<= x`, the peer's over ours for `>= x as fast` and",
+        "`ahead`, else our figure. `python bench/measure.py --only SECTION` measures a line again.",
+        *table(sections),
+        "",
+        "## Where others are ahead",
+        "",
+        *(lost(sections) or ["Nowhere in what was measured."]),
+    ]
+
+
+def table(sections: Sections) -> list[str]:
+    """Return a line for every aim of every promise."""
+    found = head("what", "ranks", "ours", "range", "beside", "aim", "measured", "reached",
+                 "section")  # fmt: skip
+    for promise in ROWS:
+        stored = sections.get(promise.section, {}).get("data", {})
+        seen = Seen.restored(stored)
+        for number, aim in enumerate(promise.aims):
+            found.append(_line(promise, aim, seen, first=number == 0))
+    return found
+
+
+def _line(promise: Row, aim: Aim, seen: Seen, *, first: bool) -> str:
+    """Return the line of one aim; what its promise's first line says is not said again."""
+    ranks = [count for count in promise.ranks if count in seen.ranks()] or list(promise.ranks)
+    peers = [aim.peer] if aim.peer else []
+    peers += [peer for peer in promise.shown if first]
+    told = {peer: _several(seen, ranks, peer, promise) for peer in peers}
+    verdicts = [seen.verdict(n, aim, promise.operation, promise.ours) for n in ranks]
+    ranges = [seen.figures(n, promise.ours, promise.operation) for n in ranks]
+    return row(
+        promise.what if first else '"',
+        "/".join(map(str, ranks)) if ranks != [1] else "",
+        _several(seen, ranks, promise.ours, promise) if first else "",
+        " / ".join(span(times) for times in ranges if times) if first else "",
+        "; ".join(f"{peer} {figures}" for peer, figures in told.items()),
+        aim.told(promise.unit),
+        " / ".join(dict.fromkeys(shown for shown, _ in verdicts)),
+        _reached(ranks, [reached for _, reached in verdicts]),
+        f"`{promise.section}`",
+    )
+
+
+def _reached(ranks: list[int], verdicts: list[bool | None]) -> str:
+    missed = [
+        str(count) for count, reached in zip(ranks, verdicts, strict=True) if reached is False
+    ]
+    if missed:
+        return "**missed**" if len(ranks) == 1 else f"**missed** at {', '.join(missed)}"
+    return "" if None in verdicts else "yes"
+
+
+def _several(seen: Seen, ranks: list[int], library: str, promise: Row) -> str:
+    medians = [seen.median(count, library, promise.operation) for count in ranks]
+    if all(median is None for median in medians):
+        return seen.why_not(ranks[0], library, promise.operation)
+    shown = ["-" if median is None else short(median) for median in medians]
+    return f"{' / '.join(shown)} {promise.unit}"
+
+
+def lost(sections: Sections) -> list[str]:
+    """Return a line for every call at which a peer is ahead, with how much."""
+    found: list[str] = []
+    for section, title in TITLES.items():
+        seen = Seen.restored(sections.get(section, {}).get("data", {}))
+        for library, operation in dict.fromkeys(name[1:] for name in seen.names()):
+            ahead = _ahead(seen, seen.ranks(), library, operation, OURS)
+            if library != OURS and ahead:
+                found.append(f"- {library}, {_call(operation, library)}, against {title}: {ahead}")
+    for promise in ROWS:
+        if promise.section not in TITLES:
+            seen = Seen.restored(sections.get(promise.section, {}).get("data", {}))
+            for peer in (*promise.shown, *(aim.peer for aim in promise.aims if aim.peer)):
+                ahead = _ahead(seen, list(promise.ranks), peer, promise.operation, promise.ours)
+                if ahead:
+                    found.append(f"- {peer}, against {promise.what}: {ahead}")
+    return found
+
+
+def _ahead(seen: Seen, ranks: list[int], library: str, operation: str, ours: str) -> str:
+    """Return how far a peer is ahead, and where; nothing if it is nowhere."""
+    found: list[str] = []
+    for count in ranks:
+        mine, theirs = (seen.median(count, name, operation) for name in (ours, library))
+        if mine and theirs and mine > MARGIN * theirs:
+            at = f" at {count} ranks" if count > 1 else ""
+            found.append(f"{short(mine / theirs)} x{at}")
+    return ", ".join(found)
+
+
+def _call(operation: str, library: str) -> str:
+    """Return a call as its users write it."""
+    if operation in CONTROL:
+        return f"`{CONTROL[operation][library]}`"
+    name, _, size = operation.partition(" ")
+    return f"`{DATA[name][library]}` of {float(size):g} MB"

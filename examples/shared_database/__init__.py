@@ -1,0 +1,3 @@
+"""Tests that share a database which is made once."""
+
+from __future__ import annotations
