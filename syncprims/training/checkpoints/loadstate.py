@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from .objects import check_fits, check_objects, give_back, targets
 from .refusal import refusal
 from .saving import finish_earlier
 from .sharded import box, like
-from .tensorfile import TensorFile
+from .stored import TensorFile
 from .together import Team, together
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ def load_state(
     team = Team.met()
 
     def read() -> _Found:
-        reader = _Reader(path, team, objects, own, strict=strict)
-        return reader.read(rng=rng, any_world_size=any_world_size)
+        with contextlib.ExitStack() as files:
+            reader = _Reader(path, team, objects, own, files, strict=strict)
+            return reader.read(rng=rng, any_world_size=any_world_size)
 
     found = together(doing, read, lambda _: None).own
     together(doing, lambda: found.give_back({**objects, **own}))
@@ -115,10 +117,12 @@ class _Reader:
         team: Team,
         objects: Mapping[str, Stateful],
         own: Mapping[str, Stateful],
+        files: contextlib.ExitStack,
         *,
         strict: bool,
     ) -> None:
         self._path = path
+        self._files = files
         self._team = team
         self._objects = objects
         self._own = own
@@ -180,8 +184,9 @@ class _Reader:
         names |= set(mine.files) if mine is not None else set()
         for name in sorted(names):
             path = f"{self._path}/{name}"
-            self._opened[name] = TensorFile(path)
-            self._manifest.files[name].same_as(path, self._opened[name])
+            file = self._files.enter_context(contextlib.closing(TensorFile(path)))
+            self._opened[name] = file
+            self._manifest.files[name].same_as(path, file)
         total = sum(file.size for file in self._opened.values())
         with metered("checking the state", total) as meter:
             for file in self._opened.values():
@@ -194,8 +199,7 @@ class _Reader:
             key = node["key"]
             if node[tree.KIND] == "sharded":
                 return self._cut(node, f"{name}/{key}", item.parts[key], _target(spread, key))
-            # A copy: what a file holds must not change with what becomes of the file.
-            return self._opened[where[key]].tensor(key).clone()
+            return self._opened[where[key]].tensor(key)
 
         try:
             return tree.join(item.tree, take)
