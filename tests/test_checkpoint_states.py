@@ -6,6 +6,7 @@ import collections
 import math
 import pickle
 import random
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,3 +306,17 @@ def test_a_name_that_is_none_for_a_file_is_refused(name: str, tmp_path: Path) ->
         save_state(tmp_path / "s", {name: Kept()})
     with pytest.raises(TypeError, match="has no state_dict"):
         save_state(tmp_path / "s", {"it": object()})  # type: ignore[dict-item]
+
+
+@several(2)
+def test_who_waits_at_a_save_says_so_and_where(world: Ranks, tmp_path: Path) -> None:
+    def program() -> str:
+        if sp.get_rank():
+            return ""
+        with pytest.raises(sp.PeerLost) as caught:
+            save_state(tmp_path / "s", {"it": Kept(1)})
+        return str(caught.value)
+
+    said = world.run(program)[0]
+    assert re.search(r"wait in save_state \(\S*test_checkpoint_states\.py:\d+\)", said)
+    assert "all_gather" not in said

@@ -66,7 +66,7 @@ def load_state(
     path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
     doing = f"load_state from {path}"
     finish_earlier()
-    team = Team.met()
+    team = Team.met(doing)
 
     def read() -> _Found:
         with contextlib.ExitStack() as files:

@@ -80,7 +80,7 @@ def begin(
     path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
     doing = f"save_state to {path}"
     finish_earlier()
-    team = Team.met()
+    team = Team.met(doing)
     plan, told = together(
         doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told, advice=STANDS
     )

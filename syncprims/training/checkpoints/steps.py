@@ -123,8 +123,8 @@ class Checkpoints:
             message then names an older one, which is not loaded by itself.
         """
         finish_earlier()
-        team = Team.met()
-        doing = f"load from {self.directory}"
+        doing = f"Checkpoints.load from {self.directory}"
+        team = Team.met(doing)
         steps = together(doing, self.steps, lambda found: found if team.leads else None).by_rank[0]
         if step is None:
             step = max(steps, default=None)
