@@ -300,6 +300,16 @@ def test_names_must_be_those_that_were_saved(tmp_path: Path, meeting_place: Path
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [1]
 
 
+def test_the_state_of_something_else_is_no_models(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> None:
+        save_state(tmp_path / "s", {"it": Kept({1: 2, "a": torch.ones(1), None: 3})})
+        with pytest.raises(sp.CheckpointError, match="of another model") as caught:
+            load_state(tmp_path / "s", {"it": nn.Linear(2, 2)})
+        assert isinstance(caught.value.__cause__, sp.CheckpointError)
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [None]
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "rank-00001", "x" * 101])
 def test_a_name_that_is_none_for_a_file_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no name for an object"):

@@ -225,7 +225,7 @@ def make_directory(path: str) -> list[str]:
             raise OSError(errno.ENOTDIR, what, path) from None
         made.append(path)
         sync_directory(parent)
-    except OSError:
+    except BaseException:
         unmake_directories(made)
         raise
     return made

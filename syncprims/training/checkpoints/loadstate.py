@@ -168,11 +168,10 @@ class _Reader:
         return saved == here
 
     def _wanted(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-        lacking, extra = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
-        if self._strict and (lacking or extra):
+        if self._strict and here.keys() != saved.keys():
             raise refusal(
                 f"{self._path}/{manifest.NAME}", "objects",
-                f"{sorted(here)}, which are to be loaded", f"{sorted(saved)}",
+                f"{sorted(here)}, which are to be loaded", f"{sorted(saved, key=repr)}",
             )  # fmt: skip
         return [name for name in here if name in saved]
 

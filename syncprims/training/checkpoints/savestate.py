@@ -85,11 +85,20 @@ def begin(
         doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told, advice=STANDS
     )
     check_alike(doing, team.ranks, "states", [one["what"] for one in told])
-    prepared = together(
-        doing, lambda: list(Place.prepare(path)) if team.leads else [], advice=STANDS
-    ).by_rank
-    job = _job(doing, team, Place(*prepared[0]), step, plan, told)._replace(after=after)
-    return save_now(job) if block else save_behind(job)
+    made: list[Place] = []  # by the leading rank, which takes it away if anything happens
+
+    def prepare() -> list[Any]:
+        made.extend([Place.prepare(path)] if team.leads else [])
+        return list(made[0]) if made else []
+
+    try:
+        prepared = together(doing, prepare, advice=STANDS).by_rank
+        job = _job(doing, team, Place(*prepared[0]), step, plan, told)._replace(after=after)
+        return save_now(job) if block else save_behind(job)
+    except BaseException:
+        for place in made:
+            place.give_up()
+        raise
 
 
 class _Plan(NamedTuple):

@@ -83,6 +83,7 @@ class _Behind(Saving):
         self._written: Outcome[Any] | None = None
         self._committed: Outcome[Any] | None = None
         self._has_written = threading.Event()
+        self._has_ended = threading.Event()
         self._given_up = threading.Event()
         self._abandoned = False
         # No daemon: a program that ends lets its last checkpoint be finished.
@@ -110,21 +111,35 @@ class _Behind(Saving):
         self._has_written.wait()
         try:
             together(doing, lambda: _again(self._written), advice=STANDS)
-            self._thread.join()
+            self._end()
             together(
                 doing, lambda: _again(self._committed) if self._job.team.leads else None,
                 advice=STANDS,
             )  # fmt: skip
         except BaseException:
             self._given_up.set()
-            self._thread.join()
+            self._end()
             if self._abandoned:
                 self._job.abandon()  # once more: now all ranks have written what they had to
             raise
 
+    def _end(self) -> None:
+        """Return when the thread has done all it had to."""
+        # An exception in `join`, as of a signal's handler, lets Python up to 3.12 forget a thread
+        # that runs on: then nobody would wait for it when the program ends.
+        self._has_ended.wait()
+        self._thread.join()
+
     # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._save()
+        finally:
+            self._has_written.set()
+            self._has_ended.set()
+
+    def _save(self) -> None:
         job = self._job
         self._written = written = Outcome.of(self._write, lambda result: result)
         self._has_written.set()
