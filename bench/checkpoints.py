@@ -3,8 +3,9 @@
     python bench/checkpoints.py            # prints a table
     python bench/checkpoints.py --write    # and writes bench/CHECKPOINTS.md
 
-Every measurement is a process of its own; the plain write, its measure, is taken again in each of
-them. Median of some rounds; the order moves on from round to round.
+Every measurement is a process of its own, with its measure in it: a save between two plain writes,
+loads in turn with those of safetensors. So what else the machine does falls on both. What is told
+is the median of the ratios, and how far they lie apart; the order moves on from round to round.
 """
 
 from __future__ import annotations
@@ -31,18 +32,32 @@ GIB = LAYERS * WIDTH * WIDTH * 4
 # -- what is measured, in a child ---------------------------------------------------------------
 
 
-def model() -> Any:
+TURNS = 5  # loads of each kind in one process
+
+
+def layers(count: int) -> Any:
+    """Return a model with memory that has been touched, and no time spent on random numbers."""
     import torch
 
-    made = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-    return made.requires_grad_(requires_grad=False)
+    with torch.device("meta"):
+        made = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)
+        ).to_empty(device="cpu")
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            parameter.fill_(number + 1)
+    return made
+
+
+def model() -> Any:
+    return layers(LAYERS).requires_grad_(requires_grad=False)
 
 
 def training() -> dict[str, Any]:
     """Return a third of that and the state of AdamW for it: 1 GiB again."""
     import torch
 
-    made = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
+    made = layers(5)
     optimizer = torch.optim.AdamW(made.parameters())
     for parameter in made.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -169,30 +184,56 @@ def memory() -> tuple[int, int]:
     return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
 
 
-def child(kind: str, name: str, folder: Path) -> None:
-    """Measure one thing and print it."""
-    table = savers(folder) if kind == "save" else loaders(folder)
-    work = table[name]()
-    if kind == "load":
-        work()  # once, so that all memory of the model has been touched
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory()[0]
+def timed(work: Callable[[], object]) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = work()
-    seconds = time.perf_counter() - begin
+    return time.perf_counter() - begin, result
+
+
+def clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def measure_save(name: str, folder: Path) -> dict[str, float]:
+    """Return how long a save takes, and how long a plain write just before and after it."""
+    plain: list[float] = []
+    tensors = [parameter.detach() for parameter in model().parameters()]
+
+    def write() -> None:
+        plain.append(timed(lambda: plain_write(folder, tensors))[0])
+        clear(folder)
+
+    work = savers(folder)[name]()
+    write()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory()[0]
+    seconds, result = timed(work)
     peak = memory()[1] - before
     if hasattr(result, "wait"):
         result.wait()
-    del result
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    plain = 0.0
-    if kind == "save":
-        tensors = [parameter.detach() for parameter in model().parameters()]
-        begin = time.perf_counter()
-        plain_write(folder, tensors)
-        plain = time.perf_counter() - begin
-    print(json.dumps({"seconds": seconds, "peak": peak, "plain": plain}))
+    clear(folder)
+    write()
+    base = statistics.mean(plain)
+    return {"seconds": seconds, "base": base, "ratio": seconds / base, "peak": peak}
+
+
+def measure_load(name: str, folder: Path) -> dict[str, float]:
+    """Return how long a load takes, and how long one by safetensors, in turn."""
+    table = loaders(folder)
+    work, other = table[name](), table["safetensors"]()
+    own: list[float] = []
+    base: list[float] = []
+    for _ in range(TURNS + 1):
+        own.append(timed(work)[0])
+        base.append(timed(other)[0])
+    # Without the first: then all memory of the model has been touched, and the file is at hand.
+    seconds, measure = statistics.median(own[1:]), statistics.median(base[1:])
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory()[0]
+    work()
+    peak = memory()[1] - before
+    return {"seconds": seconds, "base": measure, "ratio": seconds / measure, "peak": peak}
 
 
 # -- the table ----------------------------------------------------------------------------------
@@ -203,6 +244,8 @@ def measure(kind: str, names: list[str], rounds: int, place: str | None) -> dict
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             with tempfile.TemporaryDirectory(dir=place) as folder:
+                # Nothing that is still to be written from before falls into this measurement.
+                os.sync()
                 command = [sys.executable, __file__, "--child", kind, name, folder]
                 clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
                 done = subprocess.run(
@@ -212,42 +255,54 @@ def measure(kind: str, names: list[str], rounds: int, place: str | None) -> dict
                     print(f"{kind} {name}: {done.stderr.strip()[-300:]}", file=sys.stderr)
                     continue
                 found[name].append(json.loads(done.stdout.splitlines()[-1]))
-    return {
-        name: {key: statistics.median(one[key] for one in some) for key in some[0]}
-        for name, some in found.items()
-        if some
-    }
+    return {name: some for name, some in found.items() if some}
+
+
+def rows(found: dict[str, list[dict[str, float]]], digits: int) -> list[str]:
+    """Return a line for each: medians, and the lowest and highest ratio."""
+    lines: list[str] = []
+    for name, some in found.items():
+        seconds, ratio, peak = (
+            statistics.median(one[key] for one in some) for key in ("seconds", "ratio", "peak")
+        )
+        low, high = min(one["ratio"] for one in some), max(one["ratio"] for one in some)
+        spread = f"{ratio:.2f} ({low:.2f}, {high:.2f})"
+        lines.append(f"| {name} | {seconds:.{digits}f} | {spread} | {peak / 1e6:.0f} |")
+    return lines
 
 
 def table(saved: dict[str, Any], loaded: dict[str, Any], rounds: int) -> str:
-    plain = statistics.median(one["plain"] for one in saved.values())
+    plain = statistics.median(one["base"] for some in saved.values() for one in some)
     lines = [
-        f"1 GiB of float32, median of {rounds} rounds, {os.cpu_count()} cores, each in a process",
-        f"of its own. A plain write and sync of as many bytes took {plain:.2f} s; those that do",
-        "not sync by themselves were synced within their time. A state is 1/3 model, 2/3 AdamW.",
+        f"1 GiB of float32, median of {rounds} processes each, {os.cpu_count()} cores. A plain",
+        f"write and sync of as many bytes took {plain:.2f} s: one before and one after each save,",
+        "in its process, are its measure. What does not sync by itself was synced within its time.",
+        "A state is 1/3 model, 2/3 AdamW. Memory is what came on top of the model.",
         "",
-        "| saving | seconds | of a plain write | extra memory, MB |",
+        "| saving | seconds | of a plain write (lowest, highest) | extra memory, MB |",
         "|---|---|---|---|",
+        *rows(saved, 2),
+        "",
+        f"Loads are from the page cache, in turn with those of safetensors, {TURNS} times.",
+        "",
+        "| loading into a model | seconds | of safetensors (lowest, highest) | extra memory, MB |",
+        "|---|---|---|---|",
+        *rows(loaded, 3),
     ]
-    for name, one in saved.items():
-        share = f"{one['seconds'] / plain:.2f}"
-        lines.append(f"| {name} | {one['seconds']:.2f} | {share} | {one['peak'] / 1e6:.0f} |")
-    lines += ["", "| loading into a model | seconds | of safetensors |", "|---|---|---|"]
-    base = loaded["safetensors"]["seconds"]
-    for name, one in loaded.items():
-        lines.append(f"| {name} | {one['seconds']:.3f} | {one['seconds'] / base:.2f} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs=3, metavar=("KIND", "NAME", "FOLDER"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--place", help="a directory on the disk to measure")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.child:
-        child(options.child[0], options.child[1], Path(options.child[2]))
+        kind, name, folder = options.child
+        measured = measure_save if kind == "save" else measure_load
+        print(json.dumps(measured(name, Path(folder))))
         return
     saved = measure("save", list(savers(Path())), options.rounds, options.place)
     names = ["load_checkpoint_in_model", "safetensors", "Accelerate"]

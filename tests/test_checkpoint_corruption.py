@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SOAK = 100_000
 SHORT = 5_000
-PART = 500
+PART = 250
 
 
 def tiny() -> nn.Module:
