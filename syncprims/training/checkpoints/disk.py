@@ -244,6 +244,9 @@ def sync_directory(path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems have no such thing
+                raise
         finally:
             os.close(fd)
 

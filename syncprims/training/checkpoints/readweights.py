@@ -14,9 +14,9 @@ from . import disk, torchfile
 from .meter import metered
 from .refusal import reading, refusal
 from .savemodel import FILES
-from .seal import SEAL, check, is_ours, parse
+from .seal import check, is_ours, parse
 from .stored import HeldTensor, StoredTensor, TensorFile
-from .tensorfile import COMPLEX, DATA, Written
+from .tensorfile import OWN, Written
 from .weightfiles import FIRST_FILES
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _INDEX = ".index.json"
 _LONGEST_INDEX = 512 << 20  # bytes
-_OURS = {SEAL, DATA, COMPLEX, "format"}
 
 
 @contextlib.contextmanager
@@ -75,7 +74,7 @@ class _Opener:
             file.prove(meter)
         tensors = file.tensors()
         for other, name in file.metadata.items():  # tied: as the safetensors library notes it, too
-            if other not in _OURS and other not in tensors and name in tensors:
+            if other not in OWN and other not in tensors and name in tensors:
                 tensors[other] = tensors[name]
         return tensors
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,6 +78,7 @@ def begin(
 ) -> Saving:
     """Save as :func:`save_state`; then the leading rank calls `after`, where that is said."""
     check_objects(objects, own)
+    step = None if step is None else operator.index(step)
     path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
     doing = f"save_state to {path}"
     finish_earlier()

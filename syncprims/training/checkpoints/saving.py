@@ -14,12 +14,12 @@ import torch
 from syncprims import current
 
 from .messages import collect, leave
-from .together import STANDS, Outcome, settle, together
+from .together import STANDS, Outcome, log, settle, together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .job import Job
+    from .job import File, Job
 
 _KEY = "training.saving"  # among the world's belongings
 
@@ -39,7 +39,11 @@ def save_now(job: Job) -> Saving:
 
 def save_behind(job: Job) -> Saving:
     """Copy what this rank writes, and return while that is being done."""
-    copied = [file._replace(tensors=_copies(file.tensors)) for file in job.own()]
+
+    def copy() -> list[File]:
+        return [file._replace(tensors=_copies(file.tensors)) for file in job.own()]
+
+    copied = together(job.doing, copy, lambda _: None, advice=STANDS).own
     saving = _Behind(job._replace(files=copied))
     current().extras[_KEY] = saving
     saving.start()
@@ -147,6 +151,9 @@ class _Behind(Saving):
             self._committed = Outcome.of(lambda: self._commit(written), lambda result: result)
         elif written.error is not None:
             job.remove_own()
+        error = (self._committed or written).error
+        if error is not None:  # the program may never ask for it
+            log().error("%s, behind the training, has failed: %s", job.doing, error)
 
     def _write(self) -> Any:
         job = self._job
@@ -178,14 +185,14 @@ def _again(outcome: Outcome[Any] | None) -> Any:
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return copies in memory of the host: pinned, where they come from a GPU."""
     copies: dict[str, torch.Tensor] = {}
-    waits = False
+    devices: set[torch.device] = set()
     for name, tensor in tensors.items():
         if tensor.device.type == "cuda":
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies[name].copy_(tensor, non_blocking=True)
-            waits = True
+            devices.add(tensor.device)
         else:
             copies[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    if waits:
-        torch.cuda.synchronize()
+    for device in devices:
+        torch.cuda.synchronize(device)
     return copies

@@ -21,7 +21,7 @@ import xxhash
 from . import disk
 from .pieces import Digest
 from .refusal import refusal
-from .seal import BLANK, reseal, sealed
+from .seal import BLANK, SEAL, reseal, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DATA = "syncprims.data"  #: in the header's metadata: the digest of the data
 COMPLEX = "syncprims.complex128"  #: and the names of tensors that are stored as pairs of float64
 META = "__metadata__"
+OWN = {SEAL, DATA, COMPLEX, "format"}  #: in the metadata, what is no tensor's other name
 LONGEST_HEADER = 100_000_000  #: bytes, as in the safetensors library
 
 #: How the format calls types.
@@ -92,6 +93,7 @@ def write(
     `tell` is called with numbers of bytes as they are written. Needs little memory besides: a
     tensor that is not contiguous, or not on the CPU, is copied piece by piece.
     """
+    metadata = {key: value for key, value in metadata.items() if key not in OWN}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     pairs = [name for name in order if tensors[name].dtype == torch.complex128]
     if pairs:
