@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 CODE = 143
 #: (setup, over an older save?, every how many-th call): in the tests of every day, and at length.
 SHORT = [
-    ("state-behind-1", False, 2), ("state-behind-1", True, 2), ("state-behind-2", True, 7),
-    ("state-1", True, 4), ("single-1", True, 3), ("shards-2", True, 9),
+    ("state-behind-1", False, 4), ("state-behind-1", True, 3), ("state-behind-2", True, 11),
+    ("state-1", True, 7), ("shards-2", True, 9),
 ]  # fmt: skip
 LONG = [
     (f"{name}-{ranks}", overwrite, 1)
