@@ -2,8 +2,9 @@
 
     python bench/measure.py --only checkpoints
 
-Every measurement is a process of its own; the plain write, its measure, is taken again in each of
-them. Median of some rounds; the order moves on from round to round.
+Every measurement is a process of its own, with its measure in it: a save between two plain writes,
+loads in turn with those of safetensors. So what else the machine does falls on both. What is told
+is the median of the ratios, and how far they lie apart; the order moves on from round to round.
 """
 
 from __future__ import annotations
@@ -27,25 +28,38 @@ if TYPE_CHECKING:
     from scale import Scale
 
 LAYERS = 16  #: of width x width floats: 4096 makes 1 GiB
+TURNS = 5  #: loads of each kind in one process
 PLAIN = "plain write"
+SAVED, LOADED = "of a plain write", "of safetensors"  #: the ratios
 LOADERS = ["load_checkpoint_in_model", "safetensors", "Accelerate"]
 
 
 # -- what is measured, in a child ---------------------------------------------------------------
 
 
-def model(width: int) -> Any:
+def layers(count: int, width: int) -> Any:
+    """Return a model with memory that has been touched, and no time spent on random numbers."""
     import torch
 
-    made = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS))
-    return made.requires_grad_(requires_grad=False)
+    with torch.device("meta"):
+        made = torch.nn.ModuleList(
+            torch.nn.Linear(width, width, bias=False) for _ in range(count)
+        ).to_empty(device="cpu")
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            parameter.fill_(number + 1)
+    return made
+
+
+def model(width: int) -> Any:
+    return layers(LAYERS, width).requires_grad_(requires_grad=False)
 
 
 def training(width: int) -> dict[str, Any]:
     """Return a third of that and the state of AdamW for it: 1 GiB again."""
     import torch
 
-    made = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(5))
+    made = layers(5, width)
     optimizer = torch.optim.AdamW(made.parameters())
     for parameter in made.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -172,37 +186,63 @@ def memory() -> tuple[int, int]:
     return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
 
 
-def child(kind: str, name: str, folder: Path, width: int) -> None:
-    """Measure one thing and print it."""
-    table = savers(folder, width) if kind == "save" else loaders(folder, width)
-    work = table[name]()
-    if kind == "load":
-        work()  # once, so that all memory of the model has been touched
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory()[0]
+def timed(work: Callable[[], object]) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = work()
-    seconds = time.perf_counter() - begin
+    return time.perf_counter() - begin, result
+
+
+def clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def measure_save(name: str, folder: Path, width: int) -> dict[str, float]:
+    """Return how long a save takes, and how long a plain write just before and after it."""
+    plain: list[float] = []
+    tensors = [parameter.detach() for parameter in model(width).parameters()]
+
+    def write() -> None:
+        plain.append(timed(lambda: plain_write(folder, tensors))[0])
+        clear(folder)
+
+    work = savers(folder, width)[name]()
+    write()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory()[0]
+    seconds, result = timed(work)
     peak = memory()[1] - before
     if hasattr(result, "wait"):
         result.wait()
-    del result
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    plain = 0.0
-    if kind == "save":
-        tensors = [parameter.detach() for parameter in model(width).parameters()]
-        begin = time.perf_counter()
-        plain_write(folder, tensors)
-        plain = time.perf_counter() - begin
-    print(json.dumps({"seconds": seconds, "peak": peak, "plain": plain}))
+    clear(folder)
+    write()
+    base = statistics.mean(plain)
+    return {"seconds": seconds, "base": base, "ratio": seconds / base, "peak": peak}
+
+
+def measure_load(name: str, folder: Path, width: int) -> dict[str, float]:
+    """Return how long a load takes, and how long one by safetensors, in turn."""
+    table = loaders(folder, width)
+    work, other = table[name](), table["safetensors"]()
+    own: list[float] = []
+    base: list[float] = []
+    for _ in range(TURNS + 1):
+        own.append(timed(work)[0])
+        base.append(timed(other)[0])
+    # Without the first: then all memory of the model has been touched, and the file is at hand.
+    seconds, measure = statistics.median(own[1:]), statistics.median(base[1:])
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory()[0]
+    work()
+    peak = memory()[1] - before
+    return {"seconds": seconds, "base": measure, "ratio": seconds / measure, "peak": peak}
 
 
 # -- the table ----------------------------------------------------------------------------------
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Return the seconds and the memory of saving and loading."""
+    """Return the seconds, the ratios and the memory of saving and loading."""
     rounds, width = scale.checkpoint
     seen = Seen()
     for kind, names in (("save", list(savers(Path(), 0))), ("load", LOADERS)):
@@ -214,55 +254,65 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 
 def _measure_one(seen: Seen, kind: str, name: str, width: int) -> None:
+    ratio, memory = (SAVED, "extra memory") if kind == "save" else (LOADED, "memory to load")
     with tempfile.TemporaryDirectory() as folder:
+        os.sync()  # nothing that is still to be written from before falls into this measurement
         command = [sys.executable, __file__, "--child", kind, name, folder, str(width)]
         clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
         done = subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         lacking = "not installed: " if "ModuleNotFoundError" in last else ""
-        seen.lack(1, name, (kind, "extra memory"), f"{lacking}{last}")
+        seen.lack(1, name, (kind, ratio, memory), f"{lacking}{last}")
         return
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    more = {"extra memory": [figures["peak"] / 1e6]} if kind == "save" else {}
+    found = {kind: [figures["seconds"]], ratio: [figures["ratio"]], memory: [figures["peak"] / 1e6]}
     # A state holds a third of the model's bytes and twice as many of AdamW's, and is no save_model.
-    seen.add(1, name, {kind: [figures["seconds"]], **more})
+    seen.add(1, name, found)
     if kind == "save":
-        seen.add(1, PLAIN, {"save": [figures["plain"]]})
+        seen.add(1, PLAIN, {"save": [figures["base"]]})
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
     """Return the figures as a section of the results."""
     seen = Seen.restored(data)
     size = data["bytes"] / 2**30
-    plain = seen.median(1, PLAIN, "save") or 1.0
-    found = [
+    plain = seen.median(1, PLAIN, "save") or 0.0
+    return [
         "",
         "## Checkpoints",
         "",
-        f"{size:.3g} GiB of float32, medians of {data['rounds']} rounds, each in a process of its",
-        "own. Those that do not sync by themselves were synced within their time. A state is 1/3",
-        "model, 2/3 AdamW.",
-        *head("saving", "seconds", "range", "of a plain write", "extra memory, MB"),
+        f"{size:.3g} GiB of float32, medians of {data['rounds']} processes each. A plain write and",
+        f"sync of as many bytes took {plain:.2f} s: one before and one after each save, in its",
+        "process, are its measure. What does not sync by itself was synced within its time. A",
+        "state is 1/3 model, 2/3 AdamW. Memory is what came on top of the model.",
+        *_table(seen, "saving", "save", SAVED, "extra memory"),
+        "",
+        f"Loads are from the page cache, in turn with those of safetensors, {TURNS} times.",
+        *_table(seen, "loading into a model", "load", LOADED, "memory to load"),
     ]
-    base = seen.median(1, "safetensors", "load") or 1.0
-    loaded = ["", *head("loading into a model", "seconds", "range", "of safetensors")]
-    for _, name, kind in seen.names():
-        times = seen.figures(1, name, kind)
-        median = statistics.median(times)
-        if kind == "save":
-            memory = seen.median(1, name, "extra memory")
-            extra = "" if memory is None else f"{memory:.0f}"
-            found.append(row(name, f"{median:.2f}", span(times), f"{median / plain:.2f}", extra))
-        elif kind == "load":
-            loaded.append(row(name, f"{median:.3f}", span(times), f"{median / base:.2f}"))
-    return [*found, *loaded]
+
+
+def _table(seen: Seen, what: str, kind: str, ratio: str, memory: str) -> list[str]:
+    found = [*head(what, "seconds", ratio, "range", "extra memory, MB")]
+    for _, name, operation in seen.names():
+        if operation != kind or name == PLAIN:
+            continue
+        seconds, times, extra = (
+            seen.median(1, name, kind) or 0.0,
+            seen.figures(1, name, ratio),
+            seen.median(1, name, memory) or 0.0,
+        )
+        middle = f"{statistics.median(times):.2f}"
+        found.append(row(name, f"{seconds:.3f}", middle, span(times), f"{extra:.0f}"))
+    return found
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         kind, name, folder, width = sys.argv[2:]
-        child(kind, name, Path(folder), int(width))
+        measured = measure_save if kind == "save" else measure_load
+        print(json.dumps(measured(name, Path(folder), int(width))))
     else:
         sys.exit("to measure: python bench/measure.py --only checkpoints")
 

@@ -249,6 +249,15 @@ class Group:
             return obj
         return exchange.broadcast(rounds, note, obj, src, None, math.inf)  # type: ignore[no-any-return]
 
+    def gather(self, kind: str, obj: T) -> list[T]:
+        """Gather under another call's name, and wait for the others however long they take."""
+        rounds = self._rounds
+        label = rounds.note(kind).label
+        if self.alone:
+            rounds.meet(Note(label))
+            return [obj]
+        return exchange.gather(rounds, label, obj, math.inf)
+
     def send_failure(self, kind: str, error: BaseException, src: int) -> None:
         """Let the others' :meth:`send` from `src` raise `PeerFailed`; does not wait."""
         self._rounds.fail(self._rounds.note(kind, src=src).label, error)

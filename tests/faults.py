@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 #: What checkpoints call of `os`. That there is nothing else is looked for with strace.
 CALLS = (
-    "open", "write", "pwrite", "read", "fsync", "close", "fstat", "stat", "lstat", "listdir",
-    "mkdir", "rename", "unlink", "rmdir",
+    "open", "write", "pwrite", "read", "preadv", "posix_fadvise", "fsync", "close", "fstat", "stat",
+    "lstat", "listdir", "mkdir", "rename", "unlink", "rmdir",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -49,7 +50,7 @@ def mutate(document: Any, dice: random.Random) -> None:
     container, key = dice.choice(found)
     deed = dice.randrange(4)
     if deed == 0:
-        container[key] = dice.choice(STRANGE)
+        container[key] = copy.deepcopy(dice.choice(STRANGE))  # it may be changed next
     elif deed == 1:
         del container[key]
     elif deed == 2 and isinstance(container, dict):

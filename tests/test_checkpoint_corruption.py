@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import shutil
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 SOAK = 100_000
 SHORT = 5_000
+PART = 250
 
 
 def tiny() -> nn.Module:
@@ -162,7 +162,7 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, i
         dice = random.Random(f"{seed} {way} {number}")
         shutil.copytree(good, bad)
         malform(bad, dice)
-        begin, wrong = time.monotonic(), None
+        begin, wrong = time.process_time(), None
         with watched(at):
             try:
                 load(str(bad))
@@ -176,7 +176,7 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, i
                 error.add_note(f"malformed checkpoint {number}, way {way}, seed {seed}")
                 raise
         assert not wrong, (number, wrong)  # nothing else stands behind it
-        assert time.monotonic() - begin < 1 or os.getloadavg()[0] > 2, number
+        assert time.process_time() - begin < 1, number
         shutil.rmtree(bad)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert not outside
@@ -204,12 +204,12 @@ def test_very_many_malformed_checkpoints(way: str, tmp_path: Path, meeting_place
     seed = random.SystemRandom().randrange(1 << 32)
     ranks = Ranks(Kind("single", 1), meeting_place)
     bad = harmless = 0
-    for part in range(SOAK // len(WAYS) // 2000 + 1):  # one process must end within a minute
+    for part in range(SOAK // len(WAYS) // PART + 1):  # one process must end within a minute
 
         def some(part: int = part) -> tuple[int, int]:
             folder = tmp_path / str(part)
             folder.mkdir()
-            return try_malformed(way, 2000, folder, seed + part)
+            return try_malformed(way, PART, folder, seed + part)
 
         [(refused_, fine)] = ranks.run(some)
         bad, harmless = bad + refused_, harmless + fine

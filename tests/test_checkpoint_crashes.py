@@ -46,12 +46,16 @@ def thaw(state: Any) -> Any:
     return {name: thaw(child) for name, child in state}
 
 
-def crash(setup: Setup, overwrite: bool, folder: Path) -> tuple[int, int, int]:
+def crash(
+    setup: Setup, overwrite: bool, folder: Path, *, empty: bool = False
+) -> tuple[int, int, int]:
     """Return how many moments and states there are, and how many load as the new."""
     run, path = folder / "run", folder / "run" / "checkpoint"
     run.mkdir()
     if overwrite:
         setup.save(str(path), OLD)
+    elif empty:
+        path.mkdir()
     weak, moments = WeakDisk(run), list[set[Any]]()
     module: Any = disk
     real = module.os
@@ -83,6 +87,17 @@ def test_what_a_power_cut_leaves_is_the_old_or_the_new(
     assert moments > 10
     assert 0 < new < states
     print(f"power cut: {name} overwrite={overwrite}: {moments} moments, {states} states, {new} new")
+
+
+@pytest.mark.parametrize("name", ["shards", "state"])
+def test_what_a_power_cut_leaves_in_an_empty_directory_is_nothing_or_the_new(
+    name: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    ranks = Ranks(Kind("single", 1), meeting_place)
+    run = ranks.run(lambda: crash(SETUPS[f"{name}-1"], False, tmp_path, empty=True))
+    [(moments, states, new)] = run
+    assert moments > 10
+    assert 0 < new < states
 
 
 @pytest.mark.parametrize("call", ["sync_directory", "NewFile.finish"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import stat
@@ -21,16 +20,7 @@ import syncprims as sp
 from syncprims.training import load_checkpoint_in_model, save_model
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from harness import Ranks
-
-
-@pytest.fixture(autouse=True)
-def mapped_files_let_go() -> Generator[None]:
-    """Let go of the files that a refused load's traceback still holds."""
-    yield
-    gc.collect()
 
 
 ODD = [

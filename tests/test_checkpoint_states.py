@@ -6,6 +6,7 @@ import collections
 import math
 import pickle
 import random
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -299,9 +300,33 @@ def test_names_must_be_those_that_were_saved(tmp_path: Path, meeting_place: Path
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [1]
 
 
+def test_the_state_of_something_else_is_no_models(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> None:
+        save_state(tmp_path / "s", {"it": Kept({1: 2, "a": torch.ones(1), None: 3})})
+        with pytest.raises(sp.CheckpointError, match="of another model") as caught:
+            load_state(tmp_path / "s", {"it": nn.Linear(2, 2)})
+        assert isinstance(caught.value.__cause__, sp.CheckpointError)
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [None]
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "rank-00001", "x" * 101])
 def test_a_name_that_is_none_for_a_file_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no name for an object"):
         save_state(tmp_path / "s", {name: Kept()})
     with pytest.raises(TypeError, match="has no state_dict"):
         save_state(tmp_path / "s", {"it": object()})  # type: ignore[dict-item]
+
+
+@several(2)
+def test_who_waits_at_a_save_says_so_and_where(world: Ranks, tmp_path: Path) -> None:
+    def program() -> str:
+        if sp.get_rank():
+            return ""
+        with pytest.raises(sp.PeerLost) as caught:
+            save_state(tmp_path / "s", {"it": Kept(1)})
+        return str(caught.value)
+
+    said = world.run(program)[0]
+    assert re.search(r"wait in save_state \(\S*test_checkpoint_states\.py:\d+\)", said)
+    assert "all_gather" not in said

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import stat
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 PIECE = 4 << 20  #: bytes written at once: small enough that what was just digested is still at hand
+_BEHIND = 16 << 20  # bytes after which the disk is asked to begin with them
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not hold anybody up
-_POPULATE = 22  # MADV_POPULATE_READ of Linux 5.14: all page tables at once
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -40,13 +40,29 @@ class NewFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(path, _NEW, 0o666)
+        self._size = 0
+        self._begun = 0  # of these bytes the disk has been told
 
     def write(self, data: memoryview | bytes) -> None:
         """Append all of `data`."""
         left = memoryview(data)
         with _about(self.path):
             while left:
-                left = left[os.write(self._fd, left) :]
+                done = os.write(self._fd, left)
+                left, self._size = left[done:], self._size + done
+        if self._size - self._begun >= _BEHIND:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Let the disk begin with what has been written, so that the sync has little to wait for.
+
+        Linux starts to write what it is told will not be needed. Only a hint: whether the disk has
+        it, and what went wrong, the sync says.
+        """
+        begun, self._begun = self._begun, self._size
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, begun, self._size - begun, os.POSIX_FADV_DONTNEED)
 
     def write_at(self, data: bytes, offset: int) -> None:
         """Write all of `data` over what is at `offset`."""
@@ -85,22 +101,55 @@ def write_small(path: str, data: bytes) -> None:
         file.abandon()
 
 
-def map_file(path: str, *, follow: bool = False) -> mmap.mmap:
-    """Return the content of a regular file, mapped: changes to the memory never reach the file.
+class OldFile:
+    """A regular file to read from: the same one, whatever gets its name meanwhile.
+
+    Read, and not mapped: what the disk cannot give is an error here, and would be a signal there.
 
     :raises OSError: also if it is a link (unless `follow`), no regular file, or empty.
     """
-    with _about(path):
-        fd, size = _open_regular(path, follow)
-        try:
-            if size == 0:
-                raise OSError(errno.ENODATA, "the file is empty", path)
-            data = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-            with contextlib.suppress(OSError):  # an older kernel: then page by page
-                data.madvise(_POPULATE)
-            return data
-        finally:
-            os.close(fd)
+
+    def __init__(self, path: str, *, follow: bool = False) -> None:
+        self.path = path
+        with _about(path):
+            self._fd, found = _open_regular(path, follow)
+        self.size = found.st_size
+        self._changed = found.st_mtime_ns
+        if self.size == 0:
+            self.close()
+            raise OSError(errno.ENODATA, "the file is empty", path)
+
+    def read_into(self, room: memoryview, offset: int) -> None:
+        """Fill `room` with what begins at `offset`. Any number of threads may do so at once."""
+        with _about(self.path):
+            while room:
+                done = os.preadv(self._fd, [room], offset)
+                if done == 0:
+                    raise OSError(errno.ENODATA, "the file was cut off while it was read")
+                room, offset = room[done:], offset + done
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return so many bytes from `offset` on."""
+        data = bytearray(size)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def check_unchanged(self) -> None:
+        """Return only if nobody has written to it since it was opened.
+
+        :raises OSError: otherwise.
+        """
+        with _about(self.path):
+            found = os.fstat(self._fd)
+            if (found.st_size, found.st_mtime_ns) != (self.size, self._changed):
+                raise OSError(errno.ESTALE, "the file was changed while it was read")
+
+    def close(self) -> None:
+        """Let go of it. Nothing happens the second time."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
@@ -109,10 +158,11 @@ def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
     :raises OSError: also if it is a link (unless `follow`), no regular file, or longer.
     """
     with _about(path):
-        fd, size = _open_regular(path, follow)
+        fd, found = _open_regular(path, follow)
         try:
-            if size > most:
-                raise OSError(errno.EFBIG, f"the file has {size} bytes, and may have {most}", path)
+            if found.st_size > most:
+                what = f"the file has {found.st_size} bytes, and may have {most}"
+                raise OSError(errno.EFBIG, what, path)
             chunks: list[bytes] = []
             while chunk := os.read(fd, 1 << 20):
                 chunks.append(chunk)
@@ -121,7 +171,7 @@ def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
             os.close(fd)
 
 
-def _open_regular(path: str, follow: bool) -> tuple[int, int]:
+def _open_regular(path: str, follow: bool) -> tuple[int, os.stat_result]:
     fd = os.open(path, _READ if follow else _READ | os.O_NOFOLLOW)
     try:
         found = os.fstat(fd)
@@ -130,7 +180,7 @@ def _open_regular(path: str, follow: bool) -> tuple[int, int]:
     except BaseException:
         os.close(fd)
         raise
-    return fd, found.st_size
+    return fd, found
 
 
 def names(directory: str) -> list[str]:
@@ -175,7 +225,7 @@ def make_directory(path: str) -> list[str]:
             raise OSError(errno.ENOTDIR, what, path) from None
         made.append(path)
         sync_directory(parent)
-    except OSError:
+    except BaseException:
         unmake_directories(made)
         raise
     return made
@@ -194,6 +244,9 @@ def sync_directory(path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems have no such thing
+                raise
         finally:
             os.close(fd)
 

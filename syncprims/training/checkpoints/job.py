@@ -55,12 +55,22 @@ class Place(NamedTuple):
         token = unique()
         if disk.exists(path) and not disk.is_directory(path):
             raise OSError(errno.ENOTDIR, "there is something else in place of a directory", path)
-        taken = disk.names(path)
-        if taken:
-            return cls(path, path, taken, token)
-        folder = f"{parent}/{temporary(name, token)}"
-        disk.make_directory(folder)
-        return cls(path, folder, [], token)
+        if disk.exists(
+            path
+        ):  # empty or not, it stays: it may be a mount, or have rights of its own
+            return cls(path, path, disk.names(path), token)
+        place = cls(path, f"{parent}/{temporary(name, token)}", [], token)
+        try:
+            disk.make_directory(place.folder)
+        except BaseException:
+            place.give_up()
+            raise
+        return place
+
+    def give_up(self) -> None:
+        """Remove the directory, if it is one of this save's own and has not got its name."""
+        if self.fresh:
+            remove_directory_or_report(self.folder)
 
 
 class File(NamedTuple):
@@ -108,8 +118,8 @@ class Job(NamedTuple):
     def abandon(self) -> None:
         """Remove what is left of a save that has failed; done by the leading rank."""
         place = self.place
+        place.give_up()
         if place.fresh:
-            remove_directory_or_report(place.folder)
             return
         for name in names_or_report(place.folder):
             if is_leftover(name):

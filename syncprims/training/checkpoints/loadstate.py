@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from .objects import check_fits, check_objects, give_back, targets
 from .refusal import refusal
 from .saving import finish_earlier
 from .sharded import box, like
-from .tensorfile import TensorFile
+from .stored import TensorFile
 from .together import Team, together
 
 if TYPE_CHECKING:
@@ -65,11 +66,12 @@ def load_state(
     path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
     doing = f"load_state from {path}"
     finish_earlier()
-    team = Team.met()
+    team = Team.met(doing)
 
     def read() -> _Found:
-        reader = _Reader(path, team, objects, own, strict=strict)
-        return reader.read(rng=rng, any_world_size=any_world_size)
+        with contextlib.ExitStack() as files:
+            reader = _Reader(path, team, objects, own, files, strict=strict)
+            return reader.read(rng=rng, any_world_size=any_world_size)
 
     found = together(doing, read, lambda _: None).own
     together(doing, lambda: found.give_back({**objects, **own}))
@@ -115,10 +117,12 @@ class _Reader:
         team: Team,
         objects: Mapping[str, Stateful],
         own: Mapping[str, Stateful],
+        files: contextlib.ExitStack,
         *,
         strict: bool,
     ) -> None:
         self._path = path
+        self._files = files
         self._team = team
         self._objects = objects
         self._own = own
@@ -164,11 +168,10 @@ class _Reader:
         return saved == here
 
     def _wanted(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-        lacking, extra = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
-        if self._strict and (lacking or extra):
+        if self._strict and here.keys() != saved.keys():
             raise refusal(
                 f"{self._path}/{manifest.NAME}", "objects",
-                f"{sorted(here)}, which are to be loaded", f"{sorted(saved)}",
+                f"{sorted(here)}, which are to be loaded", f"{sorted(saved, key=repr)}",
             )  # fmt: skip
         return [name for name in here if name in saved]
 
@@ -180,8 +183,9 @@ class _Reader:
         names |= set(mine.files) if mine is not None else set()
         for name in sorted(names):
             path = f"{self._path}/{name}"
-            self._opened[name] = TensorFile(path)
-            self._manifest.files[name].same_as(path, self._opened[name])
+            file = self._files.enter_context(contextlib.closing(TensorFile(path)))
+            self._opened[name] = file
+            self._manifest.files[name].same_as(path, file)
         total = sum(file.size for file in self._opened.values())
         with metered("checking the state", total) as meter:
             for file in self._opened.values():
@@ -194,8 +198,7 @@ class _Reader:
             key = node["key"]
             if node[tree.KIND] == "sharded":
                 return self._cut(node, f"{name}/{key}", item.parts[key], _target(spread, key))
-            # A copy: what a file holds must not change with what becomes of the file.
-            return self._opened[where[key]].tensor(key).clone()
+            return self._opened[where[key]].tensor(key)
 
         try:
             return tree.join(item.tree, take)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import disk
-from .loadmodel import plain_name
+from .readweights import plain_name
 from .refusal import reading, refusal
 from .seal import check, parse, sealed
 from .tensorfile import Written

@@ -94,7 +94,8 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
     if not isinstance(state, dict):
         raise refusal(path, f"object {name!r}", "a model's state", type(state).__name__)
     if own.keys() != state.keys():
-        lacking, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        lacking = sorted(own.keys() - state.keys())
+        extra = sorted(state.keys() - own.keys(), key=repr)  # of another object, or made up
         raise CheckpointError(
             f"{path}: object {name!r} is of another model: expected {lacking[:5]}, which it lacks, "
             f"and found {extra[:5]}, which the model lacks. Load it into the model that was saved.",

@@ -5,18 +5,18 @@ XXH3-128 of each :data:`LENGTH` bytes, and XXH3-128 of these digests one after a
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from typing import TYPE_CHECKING
 
 import xxhash
+
+from .threads import share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 LENGTH = 4 << 20  #: bytes in a piece, the last one excepted. Part of the format
-_ALONE = 4 * LENGTH  # bytes up to which starting threads is not worth it
-_MOST_THREADS = 8  # more would only wait for memory
+_AT_ONCE = 1 << 20  # bytes that are read and then digested: they are in the processor's cache then
 
 
 class Digest:
@@ -48,22 +48,28 @@ class Digest:
         return self._whole.hexdigest()
 
 
-def digest_of(data: memoryview, tell: Callable[[int], object]) -> str:
-    """Return the digest of data that are all there, having `tell` called with numbers of bytes."""
-    whole = xxhash.xxh3_128()
-    starts = range(0, len(data), LENGTH)
+def digest_of(
+    length: int, read: Callable[[memoryview, int], None], tell: Callable[[int], object]
+) -> str:
+    """Return the digest of `length` bytes, of which ``read(room, start)`` brings some into memory.
 
-    def one(start: int) -> bytes:
-        return xxhash.xxh3_128_digest(data[start : start + LENGTH])
+    `tell` is called with numbers of bytes. Takes a megabyte of memory for each thread.
+    """
+    found = [b""] * -(-length // LENGTH)
+    own = threading.local()
 
-    threads = min(os.cpu_count() or 1, _MOST_THREADS)
-    if len(data) <= _ALONE or threads == 1:
-        for start in starts:
-            whole.update(one(start))
-            tell(min(LENGTH, len(data) - start))
-        return whole.hexdigest()
-    with ThreadPoolExecutor(threads) as pool:
-        for start, found in zip(starts, pool.map(one, starts), strict=True):
-            whole.update(found)
-            tell(min(LENGTH, len(data) - start))
-    return whole.hexdigest()
+    def one(number: int) -> int:
+        room = getattr(own, "room", None)
+        if room is None:
+            room = own.room = memoryview(bytearray(_AT_ONCE))
+        begin, hashed = number * LENGTH, xxhash.xxh3_128()
+        end = min(begin + LENGTH, length)
+        for start in range(begin, end, _AT_ONCE):
+            some = room[: end - start]
+            read(some, start)
+            hashed.update(some)
+        found[number] = hashed.digest()
+        return end - begin
+
+    share(one, len(found), tell)
+    return xxhash.xxh3_128_hexdigest(b"".join(found))

@@ -60,7 +60,7 @@ def save_model(
     path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
     doing = f"save_model to {path}"
     form = SAFE if safe_serialization else TORCH
-    team = Team.met()
+    team = Team.met(doing)
     plan, told = together(doing, lambda: _plan(model, most, team), _Plan.told, advice=STANDS)
     check_alike(doing, team.ranks, "models", [one["model"] for one in told])
     prepared = together(

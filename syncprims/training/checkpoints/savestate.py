@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,19 +78,29 @@ def begin(
 ) -> Saving:
     """Save as :func:`save_state`; then the leading rank calls `after`, where that is said."""
     check_objects(objects, own)
+    step = None if step is None else operator.index(step)
     path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
     doing = f"save_state to {path}"
     finish_earlier()
-    team = Team.met()
+    team = Team.met(doing)
     plan, told = together(
         doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told, advice=STANDS
     )
     check_alike(doing, team.ranks, "states", [one["what"] for one in told])
-    prepared = together(
-        doing, lambda: list(Place.prepare(path)) if team.leads else [], advice=STANDS
-    ).by_rank
-    job = _job(doing, team, Place(*prepared[0]), step, plan, told)._replace(after=after)
-    return save_now(job) if block else save_behind(job)
+    made: list[Place] = []  # by the leading rank, which takes it away if anything happens
+
+    def prepare() -> list[Any]:
+        made.extend([Place.prepare(path)] if team.leads else [])
+        return list(made[0]) if made else []
+
+    try:
+        prepared = together(doing, prepare, advice=STANDS).by_rank
+        job = _job(doing, team, Place(*prepared[0]), step, plan, told)._replace(after=after)
+        return save_now(job) if block else save_behind(job)
+    except BaseException:
+        for place in made:
+            place.give_up()
+        raise
 
 
 class _Plan(NamedTuple):

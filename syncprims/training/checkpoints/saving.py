@@ -14,12 +14,12 @@ import torch
 from syncprims import current
 
 from .messages import collect, leave
-from .together import STANDS, Outcome, settle, together
+from .together import STANDS, Outcome, log, settle, together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .job import Job
+    from .job import File, Job
 
 _KEY = "training.saving"  # among the world's belongings
 
@@ -39,7 +39,11 @@ def save_now(job: Job) -> Saving:
 
 def save_behind(job: Job) -> Saving:
     """Copy what this rank writes, and return while that is being done."""
-    copied = [file._replace(tensors=_copies(file.tensors)) for file in job.own()]
+
+    def copy() -> list[File]:
+        return [file._replace(tensors=_copies(file.tensors)) for file in job.own()]
+
+    copied = together(job.doing, copy, lambda _: None, advice=STANDS).own
     saving = _Behind(job._replace(files=copied))
     current().extras[_KEY] = saving
     saving.start()
@@ -83,6 +87,7 @@ class _Behind(Saving):
         self._written: Outcome[Any] | None = None
         self._committed: Outcome[Any] | None = None
         self._has_written = threading.Event()
+        self._has_ended = threading.Event()
         self._given_up = threading.Event()
         self._abandoned = False
         # No daemon: a program that ends lets its last checkpoint be finished.
@@ -110,21 +115,35 @@ class _Behind(Saving):
         self._has_written.wait()
         try:
             together(doing, lambda: _again(self._written), advice=STANDS)
-            self._thread.join()
+            self._end()
             together(
                 doing, lambda: _again(self._committed) if self._job.team.leads else None,
                 advice=STANDS,
             )  # fmt: skip
         except BaseException:
             self._given_up.set()
-            self._thread.join()
+            self._end()
             if self._abandoned:
                 self._job.abandon()  # once more: now all ranks have written what they had to
             raise
 
+    def _end(self) -> None:
+        """Return when the thread has done all it had to."""
+        # An exception in `join`, as of a signal's handler, lets Python up to 3.12 forget a thread
+        # that runs on: then nobody would wait for it when the program ends.
+        self._has_ended.wait()
+        self._thread.join()
+
     # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._save()
+        finally:
+            self._has_written.set()
+            self._has_ended.set()
+
+    def _save(self) -> None:
         job = self._job
         self._written = written = Outcome.of(self._write, lambda result: result)
         self._has_written.set()
@@ -132,6 +151,9 @@ class _Behind(Saving):
             self._committed = Outcome.of(lambda: self._commit(written), lambda result: result)
         elif written.error is not None:
             job.remove_own()
+        error = (self._committed or written).error
+        if error is not None:  # the program may never ask for it
+            log().error("%s, behind the training, has failed: %s", job.doing, error)
 
     def _write(self) -> Any:
         job = self._job
@@ -163,14 +185,14 @@ def _again(outcome: Outcome[Any] | None) -> Any:
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return copies in memory of the host: pinned, where they come from a GPU."""
     copies: dict[str, torch.Tensor] = {}
-    waits = False
+    devices: set[torch.device] = set()
     for name, tensor in tensors.items():
         if tensor.device.type == "cuda":
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies[name].copy_(tensor, non_blocking=True)
-            waits = True
+            devices.add(tensor.device)
         else:
             copies[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    if waits:
-        torch.cuda.synchronize()
+    for device in devices:
+        torch.cuda.synchronize(device)
     return copies

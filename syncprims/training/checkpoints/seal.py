@@ -39,8 +39,9 @@ def sealed(document: dict[str, Any], under: str | None = None) -> tuple[bytes, s
     else:
         inner = {SEAL: BLANK, **document[under]}
         whole = {under: inner, **{k: v for k, v in document.items() if k != under}}
-    data = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    return reseal(data, under)
+    text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Names of files may hold what is no valid UTF-8; it must come back the same.
+    return reseal(text.encode("utf-8", "surrogatepass"), under)
 
 
 def reseal(data: bytes, under: str | None = None) -> tuple[bytes, str]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -103,12 +104,12 @@ class Checkpoints:
 
         :raises CheckpointError: on all ranks, if a rank's part fails; no older one is lost.
         """
+        step = operator.index(step)
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
         finish_earlier()
         common, path = dict(objects), self.path(step)
-        for hook in list(self._before_save):
-            hook(path, common)
+        _call(f"save_state to {path}", self._before_save, path, common)
         return begin(
             path, common, rank_objects or {},
             step=step, rng=rng, block=block, after=lambda: self._prune(step),
@@ -123,8 +124,8 @@ class Checkpoints:
             message then names an older one, which is not loaded by itself.
         """
         finish_earlier()
-        team = Team.met()
-        doing = f"load from {self.directory}"
+        doing = f"Checkpoints.load from {self.directory}"
+        team = Team.met(doing)
         steps = together(doing, self.steps, lambda found: found if team.leads else None).by_rank[0]
         if step is None:
             step = max(steps, default=None)
@@ -135,8 +136,7 @@ class Checkpoints:
                 path=self.directory,
             )
         common, path = dict(objects), self.path(step)
-        for hook in list(self._before_load):
-            hook(path, common)
+        _call(f"load_state from {path}", self._before_load, path, common)
         try:
             return load_state(path, common, **options)
         except CheckpointError as error:
@@ -174,3 +174,14 @@ class Checkpoints:
         away = f"{self.directory}/{temporary(name, unique())}"
         disk.rename(f"{self.directory}/{name}", away)
         remove_directory_or_report(away)
+
+
+def _call(doing: str, hooks: list[Hook], path: str, objects: dict[str, Stateful]) -> None:
+    """Call hooks on every rank; if one fails, all ranks fail alike."""
+
+    def call() -> None:
+        for hook in list(hooks):
+            hook(path, objects)
+
+    if hooks:
+        together(doing, call)

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from syncprims import CheckpointError, Failure, all_gather, get_rank
+from syncprims import CheckpointError, Failure, get_rank
+from syncprims.world import active_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,13 +55,18 @@ def together(
 ) -> Told[T]:
     """Return what ``part()`` returned here, and ``tell`` of that from each rank, in rank order.
 
-    `part` does not synchronize. However long the others take, they are waited for. `advice` says
-    what to do where the system's own words do not.
+    `part` does not synchronize. However long the others take, they are waited for. `doing` begins
+    with the user's call, under whose name ranks wait here. `advice` says what to do where the
+    system's own words do not.
 
     :raises CheckpointError: on all ranks and in the same words, if it raised on any.
     """
     mine = Outcome.of(part, tell)
-    return settle(doing, mine, all_gather(mine.plain, timeout=math.inf), advice)
+    return settle(doing, mine, _gather(doing, mine.plain), advice)
+
+
+def _gather(doing: str, value: Any) -> list[Any]:
+    return active_group().gather(doing.partition(" ")[0], value)
 
 
 def settle(
@@ -85,9 +90,9 @@ class Team(NamedTuple):
     place: int  #: of this one among them
 
     @classmethod
-    def met(cls) -> Team:
+    def met(cls, doing: str) -> Team:
         """Return the team, once all are there."""
-        ranks = all_gather(get_rank(), timeout=math.inf)
+        ranks = _gather(doing, get_rank())
         return cls(ranks, ranks.index(get_rank()))
 
     @property

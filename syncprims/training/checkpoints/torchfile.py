@@ -76,19 +76,25 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
 
 
+def _digest(file: disk.OldFile) -> str:
+    hashed, room = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
+    for start in range(0, file.size, len(room)):
+        some = room[: file.size - start]
+        file.read_into(some, start)
+        hashed.update(some)
+    return hashed.hexdigest()
+
+
 def read(path: str, written: Written | None, *, follow: bool) -> dict[str, torch.Tensor]:
     """Return the tensors in one of torch's files, and run none of the code that it may hold.
 
     :raises CheckpointError: if it cannot be read, needs code, or is not the file `written`.
     """
-    with reading(path):
-        data = disk.map_file(path, follow=follow)
-    if written is not None:
-        found = Written(len(data), xxhash.xxh3_128_hexdigest(data))
-        if found != written:
-            raise refusal(path, "not what was written", str(written), str(found))
-    zipped = data[:4] == b"PK\x03\x04"
-    del data
+    with reading(path), contextlib.closing(disk.OldFile(path, follow=follow)) as file:
+        zipped = file.read(0, min(4, file.size)) == b"PK\x03\x04"
+        found = Written(file.size, "" if written is None else _digest(file))
+    if written is not None and found != written:
+        raise refusal(path, "not what was written", str(written), str(found))
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch says many things of a file that it cannot read

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from .tensorfile import check_storable
+from .tensorfile import META, check_storable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -63,6 +63,8 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
                 f"holds tensors only; save_state saves the rest, too"
             )
         key = portable(name)
+        if key == META:
+            raise TypeError(f"a tensor of the model is called {META!r}, as is a file's own part")
         same = identity(tensor)
         if same in seen:
             others[key] = seen[same]

@@ -1,0 +1,280 @@
+"""Corners in which a save or a load could go wrong without anybody noticing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import warm  # noqa: F401
+from conftest import several
+from faults import watched
+from harness import Kind, Ranks
+from keeping import Kept, on_some
+from torch import nn
+
+import syncprims as sp
+from syncprims.training import (
+    Checkpoints,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
+
+
+def alone(meeting: Path, program: Any) -> Any:
+    """Return what a program gives in a world of one."""
+    return Ranks(Kind("single", 1), meeting).run(program)[0]
+
+
+class Large(nn.Module):
+    """Tensors of more than one piece that do not lie in memory as they are read."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        self.turned = nn.Parameter(torch.randn(1500, 1001, generator=made).t())
+        self.pictures = nn.Parameter(
+            torch.randn(70, 3, 100, 61, generator=made).to(memory_format=torch.channels_last)
+        )
+        self.register_buffer(
+            "conjugate", torch.randn(9, 70_001, dtype=torch.complex64, generator=made).conj()
+        )
+        self.register_buffer("wide", torch.tensor([[3.0], [4.0]]).expand(2, 700_000))
+        self.register_buffer(
+            "pairs", torch.randn(3, 99_999, dtype=torch.complex128, generator=made)
+        )
+        self.register_buffer("same", torch.tensor([2.5]).expand(1_500_000))
+
+
+def test_large_tensors_that_are_not_contiguous_come_back(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    model, other = Large(1), Large(2)
+    other.same, other.wide = torch.zeros(1_500_000), torch.zeros(2, 700_000)
+    alone(meeting_place, lambda: save_model(model, tmp_path / "m"))
+    load_checkpoint_in_model(other, tmp_path / "m")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_a_model_without_tensors_is_a_model(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> list[str]:
+        save_model(nn.ReLU(), tmp_path / "m")
+        save_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
+        load_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
+        return sorted(path.name for path in (tmp_path / "s").iterdir())
+
+    assert alone(meeting_place, program) == ["checkpoint.json"]
+    load_checkpoint_in_model(nn.ReLU(), tmp_path / "m")
+    with pytest.raises(sp.CheckpointError, match="missing: weight"):
+        load_checkpoint_in_model(nn.Linear(1, 1, bias=False), tmp_path / "m")
+
+
+def test_a_tensor_with_the_headers_own_name_is_refused_when_it_is_saved(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    model = nn.Module()
+    model.register_buffer("__metadata__", torch.ones(2))
+
+    def program() -> str:
+        with pytest.raises(sp.CheckpointError, match="__metadata__") as caught:
+            save_model(model, tmp_path / "m")
+        return str(caught.value)
+
+    assert "still stands" in alone(meeting_place, program)
+    assert not (tmp_path / "m").exists()
+
+
+def test_tied_tensors_may_have_any_name(tmp_path: Path, meeting_place: Path) -> None:
+    def tied(seed: int) -> nn.Module:
+        model = nn.Module()
+        torch.manual_seed(seed)
+        model.register_parameter("a", nn.Parameter(torch.randn(3)))
+        for name in ("format", "b"):
+            model.register_parameter(name, model.get_parameter("a"))
+        return model
+
+    from safetensors import safe_open
+
+    one, other = tied(1), tied(2)
+    alone(meeting_place, lambda: save_model(one, tmp_path / "m"))
+    load_checkpoint_in_model(other, tmp_path / "m")
+    assert torch.equal(one.get_parameter("a"), other.get_parameter("a"))
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+# -- places -------------------------------------------------------------------------------------
+
+
+@on_some
+def test_an_empty_directory_that_is_there_stays_the_one_it_is(world: Ranks, tmp_path: Path) -> None:
+    real, link = tmp_path / "disk", tmp_path / "link"
+    real.mkdir(mode=0o750)
+    link.symlink_to(real)
+    before = real.stat()
+
+    def program() -> Any:
+        it = Kept()
+        save_state(link, {"it": Kept(torch.ones(3))})
+        load_state(link, {"it": it})
+        return it.state.tolist()
+
+    assert world.run(program) == [[1, 1, 1]] * world.ranks
+    after = real.stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert link.is_symlink()
+
+
+def test_a_file_system_that_cannot_sync_directories_is_used(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> float:
+        folders = set[int]()
+
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}"):  # noqa: PTH112
+                folders.add(args[0])
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        it = Kept()
+        with watched(at):
+            save_state(tmp_path / "s", {"it": Kept(1.5)})
+        assert folders
+        load_state(tmp_path / "s", {"it": it})
+        return float(it.state)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("looks for directories in /proc")
+    assert alone(meeting_place, program) == 1.5
+
+
+def test_texts_and_paths_that_are_no_utf8_come_back(tmp_path: Path, meeting_place: Path) -> None:
+    odd = {"text": "a\udcffb", "path": Path("x\udc80"), "\udcfe": 1}
+
+    def program() -> bool:
+        it = Kept()
+        save_state(tmp_path / "s", {"it": Kept(odd)}, rank_objects={"own": Kept(odd)})
+        own = Kept()
+        load_state(tmp_path / "s", {"it": it}, rank_objects={"own": own})
+        return bool(it.state == odd and own.state == odd)
+
+    assert alone(meeting_place, program)
+
+
+def test_a_step_may_be_any_whole_number(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> Any:
+        steps = Checkpoints(tmp_path / "run")
+        steps.save(np.int64(3), {"it": Kept(1)})  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            steps.save(1.5, {"it": Kept(1)})  # type: ignore[arg-type]
+        save_state(tmp_path / "s", {"it": Kept(1)}, step=np.int32(4))  # type: ignore[arg-type]
+        return steps.load({"it": Kept()}).step, load_state(tmp_path / "s", {"it": Kept()}).step
+
+    assert alone(meeting_place, program) == (3, 4)
+
+
+# -- one rank's failure -------------------------------------------------------------------------
+
+
+class Unsure:
+    """An object whose state cannot be copied on the last rank."""
+
+    def state_dict(self) -> Any:
+        return {"tensor": torch.ones(3)}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("not loaded")
+
+
+@several(2, 4)
+def test_a_rank_without_memory_for_the_copy_is_told_of_on_all(world: Ranks, tmp_path: Path) -> None:
+    last = world.ranks - 1
+
+    def program() -> tuple[str, list[str], int]:
+        from syncprims.training.checkpoints import saving
+
+        def full(tensors: Any) -> Any:
+            if sp.get_rank() == last:
+                raise MemoryError("not so much")
+            return dict(tensors)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving, "_copies", full)
+            with pytest.raises(sp.CheckpointError, match="MemoryError: not so much") as caught:
+                save_state(tmp_path / "s", {"it": Unsure()}, block=False)
+        sp.barrier()
+        left = sorted(path.name for path in tmp_path.iterdir() if "s" in path.name.split("."))
+        sp.barrier()
+        save_state(tmp_path / "s", {"it": Unsure()}, block=False).wait()  # the group is whole
+        return str(caught.value), left, caught.value.rank or 0
+
+    if world.kind.backend == "threads":
+        pytest.skip("patches a module, which ranks that are threads share")
+    found = world.run(program)
+    assert {(said, rank) for said, _, rank in found} == {(found[0][0], last)}
+    assert all(left == [] for _, left, _ in found)
+
+
+@several(2)
+def test_a_hook_that_fails_on_one_rank_fails_on_all(world: Ranks, tmp_path: Path) -> None:
+    def program() -> list[str]:
+        steps, said = Checkpoints(tmp_path / "run"), list[str]()
+
+        def hook(path: str, objects: Any) -> None:
+            if sp.get_rank() == 1:
+                raise ValueError("no such table")
+
+        steps.save(1, {"it": Kept(1)})
+        fails = pytest.raises(sp.CheckpointError, match="rank 1: ValueError: no such table")
+        registered = steps.before_save(hook)
+        with fails as caught:
+            steps.save(2, {"it": Kept(1)})
+        said.append(str(caught.value))
+        registered.remove()
+        steps.before_load(hook)
+        with fails as caught:
+            steps.load({"it": Kept()})
+        said.append(str(caught.value))
+        return [*said, str(sp.all_reduce(1)), str(steps.latest())]
+
+    found = world.run(program)
+    assert found[0] == found[1]
+    assert found[0][2:] == ["2", "1"]
+
+
+def test_a_failure_behind_the_training_is_logged_when_it_happens(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> list[str]:
+        import logging
+
+        said = list[str]()
+
+        class Listener(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                said.append(record.getMessage())
+
+        def full(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "write":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        logging.getLogger("syncprims").addHandler(Listener())
+        with watched(full):
+            saving = save_state(tmp_path / "s", {"it": Kept(torch.ones(2))}, block=False)
+            while not saving.done:
+                pass
+        before = list(said)
+        with pytest.raises(sp.CheckpointError, match="No space left"):
+            saving.wait()
+        return before
+
+    [said] = alone(meeting_place, program)
+    assert "No space left" in said
+    assert f"save_state to {tmp_path}/s" in said
