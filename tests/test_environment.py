@@ -223,8 +223,11 @@ def test_settings() -> None:
             "SYNCPRIMS_WARN_AFTER": "1",
             "SYNCPRIMS_DIR": "/there",
             "SYNCPRIMS_PICKLE": "0",
+            "SYNCPRIMS_TRACE": "there",
+            "SYNCPRIMS_TRACE_LIMIT": "3",
         }
     )
+    assert (settings.trace, settings.trace_limit) == ("there", 3 << 20)
     assert settings.timeout == 12.5
     assert settings.join_timeout == 3
     assert settings.warn_after == 1
@@ -242,6 +245,8 @@ def test_settings() -> None:
         ("SYNCPRIMS_JOIN_TIMEOUT", "0"),
         ("SYNCPRIMS_WARN_AFTER", "nan"),
         ("SYNCPRIMS_PICKLE", "yes"),
+        ("SYNCPRIMS_TRACE_LIMIT", "0"),
+        ("SYNCPRIMS_TRACE_LIMIT", "1.5"),
     ],
 )
 def test_bad_settings_name_variable_and_value(name: str, value: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import several
 from harness import Kind, Ranks, Scripts, await_end
-from tracing import Entry, Warnings, entries, only_run
+from traces import Entry, Warnings, entries, only_run
 
 import syncprims as sp
 from syncprims.testing import explore, run_world

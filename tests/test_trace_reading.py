@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tracing import SECOND, Planted
+from traces import SECOND, Planted
 
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.tracefile import SEGMENT, START, Recorder
