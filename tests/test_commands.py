@@ -173,10 +173,16 @@ def test_two_nodes_meet(tmp_path: Path, clean: dict[str, str]) -> None:
         )
         for node in range(2)
     ]  # fmt: skip
-    for node in nodes:
-        out, err = node.communicate(timeout=120)
-        assert node.returncode == 0, err
-        assert out == "[[0, 0], [1, 1]] torch\n"
+    try:
+        for node in nodes:
+            out, err = node.communicate(timeout=120)
+            assert node.returncode == 0, err
+            assert out == "[[0, 0], [1, 1]] torch\n"
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.terminate()  # torchrun ends its ranks
+                node.communicate()
 
 
 # -- shells, pipes, interrupts -----------------------------------------------------------------
