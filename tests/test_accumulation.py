@@ -201,6 +201,27 @@ def test_the_inner_of_nested_loaders_closes_the_window(world: Ranks) -> None:
 
 
 @alone
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 8), (8, 5)])
+def test_loaders_side_by_side_close_the_window_when_one_ends(
+    world: Ranks, lengths: tuple[int, int]
+) -> None:
+    def program() -> list[list[int]]:
+        accumulator, model = Accumulator(4), unit_model()
+        loaders = [feed([torch.ones(1)] * length, batch_size=1) for length in lengths]
+        model, *pair = prepare(model, *loaders, accumulator=accumulator)
+        synced: list[list[int]] = []
+        for _ in range(2):
+            synced.append([])
+            for step, (one, other) in enumerate(zip(*pair, strict=False)):
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(one + other).mean())
+                    synced[-1] += [step] * accumulator.sync_gradients
+        return synced
+
+    assert world.run(program) == [[[3, 4], [3, 4]]]
+
+
+@alone
 def test_a_batch_in_pieces_closes_by_count(world: Ranks) -> None:
     def program() -> list[tuple[int, int]]:
         accumulator, model = Accumulator(4), unit_model()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+_END: Any = object()  # no batch is this one
 
 
 class PreparedLoader(DataLoader[T]):
@@ -117,14 +118,22 @@ class PreparedLoader(DataLoader[T]):
         self._loaders.enter(cursor)
         try:
             batches = self._begin(epoch, done)
-            batch, more = _next(batches)
-            while more:
-                stream = self._stream_state()
-                after, more = _next(batches)
+            placed = self.device is not None and _can_be_elsewhere(self.device)
+            streamed = isinstance(self.loader.dataset, IterableDataset)
+            stateful = streamed and hasattr(self.loader, "state_dict")
+            after = next(batches, _END)
+            while (batch := after) is not _END:
+                # torchdata's state of a stream, before the batch ahead is read
+                stream = self.loader.state_dict() if stateful else None  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
+                after = next(batches, _END)
                 progress.batch, progress.stream = progress.batch + 1, stream
-                cursor.at_end = not more
-                yield self._hand_out(batch, cursor)
-                batch = after
+                if after is _END:
+                    cursor.at_end = True
+                    cursor.real = None if self._shard is None else self._shard.real
+                if isinstance(batch, Counted):
+                    batch, cursor.real = batch
+                self._loaders.advance(cursor)
+                yield self._place(batch) if placed else batch
         finally:
             self._loaders.leave(cursor)
             if progress.epoch == epoch and not progress.resume:
@@ -156,21 +165,14 @@ class PreparedLoader(DataLoader[T]):
         first = [list(b) if isinstance(b, list | tuple) else b for b in islice(batches, 2)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         assert_same(first, f"the order of {type(batches).__name__}")
 
-    def _stream_state(self) -> dict[str, Any] | None:
-        """Return torchdata's state of a stream, before the batch ahead is read."""
-        if isinstance(self.loader.dataset, IterableDataset) and hasattr(self.loader, "state_dict"):
-            return self.loader.state_dict()  # type: ignore[no-any-return]
-        return None
-
-    def _hand_out(self, batch: Any, cursor: Cursor) -> Any:
-        if isinstance(batch, Counted):
-            batch, cursor.real = batch
-        elif cursor.at_end and self._shard is not None:
-            cursor.real = self._shard.real
-        self._loaders.advance(cursor)
-        if self.device is None:
-            return batch
+    def _place(self, batch: Any) -> Any:
+        assert self.device is not None
         return to_device(batch, self.device, non_blocking=self._non_blocking)
+
+
+def _can_be_elsewhere(device: torch.device) -> bool:
+    """Tell whether a batch may lie on another device than this one."""
+    return device.type != "cpu" or torch.accelerator.is_available()
 
 
 class _Progress:
@@ -198,12 +200,6 @@ class _Skipping:
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.shard), self.skip, None)
-
-
-def _next(iterator: Iterator[Any]) -> tuple[Any, bool]:
-    for item in iterator:
-        return item, True
-    return None, False
 
 
 def _consumes(batches: Any) -> bool:

@@ -26,6 +26,7 @@ class PreparedScheduler(LRScheduler):
         self._advance = advance
         accumulator.schedules.append(self)
         self._seen = (0, 0)  # steps taken and skipped at the last call
+        self._found: PreparedOptimizer | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet: a copy in the making
@@ -37,7 +38,7 @@ class PreparedScheduler(LRScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if its optimizer has stepped."""
-        optimizer = self._optimizer()
+        optimizer = self._found = self._found or self._optimizer()
         if optimizer is not None:
             window = optimizer.window()
             if window is not None and not window.sync:
