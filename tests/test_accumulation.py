@@ -565,3 +565,19 @@ def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
     for mine, wanted, rate in world.run(program):
         assert close(mine, wanted, within=1e-10)
         assert rate == pytest.approx(0.1 * 0.9 ** (5 // steps))
+
+
+@in_pairs
+def test_running_means_go_on_with_the_ranks_that_train(world: Ranks) -> None:
+    def program() -> float:
+        rank, accumulator = syncprims.get_rank(), Accumulator()
+        plain = nn.BatchNorm1d(1, momentum=1.0)
+        model = prepare(plain, accumulator=accumulator)
+        with join_uneven_inputs(accumulator):
+            for i in range(1 + rank):  # rank 0 is done first
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(torch.full((2, 1), 5.0 * i)).sum())
+        assert plain.running_mean is not None
+        return float(plain.running_mean)
+
+    assert world.run(program) == [5.0, 5.0]

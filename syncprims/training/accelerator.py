@@ -247,13 +247,26 @@ class Accelerator(Saving):
         """Return a view of a loader without its first batches."""
         return skip_first_batches(dataloader, num_batches)
 
-    def join_uneven_inputs(self, joinables: Any = None) -> AbstractContextManager[None]:
-        """Return a context in which ranks may run out of batches before others. Collective.
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Any = None, even_batches: bool | None = None
+    ) -> Generator[None]:
+        """Let ranks run out of batches before others, in this block. Collective.
 
-        See :func:`join_uneven_inputs`; `joinables` need not be named.
+        See :func:`join_uneven_inputs`; `joinables` need not be named. `even_batches` is that of all
+        prepared loaders until the end of the block.
         """
         del joinables  # all prepared models join
-        return join_uneven_inputs(self.accumulator)
+        loaders = [obj for obj in self._prepared if isinstance(obj, PreparedLoader)]
+        before = [(loader, loader.even_batches) for loader in loaders]
+        for loader in loaders if even_batches is not None else ():
+            loader.even_batches = bool(even_batches)
+        try:
+            with join_uneven_inputs(self.accumulator):
+                yield
+        finally:
+            for loader, even in before:
+                loader.even_batches = even
 
     # -- together -------------------------------------------------------------------------------
 

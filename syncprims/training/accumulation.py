@@ -45,6 +45,7 @@ class Accumulator:
         self.models: list[nn.Module] = []  #: prepared ones: of a block that names none
         self.schedules: list[PreparedScheduler] = []  #: that follow these optimizers
         self.meet: Callable[[str, Any], list[Any]] | None = None  #: of ranks with unequal inputs
+        self.first = 0  #: the lowest rank that still trains
         self._windows: dict[tuple[nn.Module, ...], Window] = {}
         self._recent: list[Window] = []  # the last entered comes last
         self._unsynced: list[nn.Module] = []
@@ -159,18 +160,30 @@ class Accumulator:
     def tell(self, window: Window, turn: str, what: Any) -> list[Any]:
         """Tell the others of a turn, where ranks have unequal inputs; return what they say."""
         assert self.meet is not None
-        return self.meet(turn, (self.windows.index(window), what))
+        return self.meet(turn, (self._name_of(window), what))
 
     @property
     def windows(self) -> list[Window]:
         """All windows, in the order in which they were first entered."""
         return list(self._windows.values())
 
-    def window_number(self, number: int) -> Window:
-        """Return a window by its number; a rank that never entered one has the prepared models'."""
-        if not self._windows:
-            self._new_window(tuple(self.models))
-        return self.windows[number]
+    def _name_of(self, window: Window) -> int | tuple[int, ...]:
+        """Return what other ranks know `window` by: its prepared models, else its number."""
+        prepared = {id(model): i for i, model in enumerate(self.models)}
+        if all(id(model) in prepared for model in window.given):
+            return tuple(prepared[id(model)] for model in window.given)
+        return self.windows.index(window)
+
+    def window_named(self, name: int | tuple[int, ...]) -> Window:
+        """Return the window that another rank calls `name`, also if this one never entered it."""
+        if not isinstance(name, int):
+            return self.accumulate(*(self.models[i] for i in name))
+        if name >= len(self._windows):
+            raise ValueError(
+                "join_uneven_inputs(): a rank without any batch cannot know models that nobody "
+                "prepared; prepare them"
+            )
+        return self.windows[name]
 
     def follow(self, window: Window, *, weighted: bool) -> None:
         """Take part in another rank's backward pass, with nothing of one's own."""

@@ -67,6 +67,18 @@ class PreparedLoader(DataLoader[T]):
             return None
         return size if shard is not None and self._plan.split else size * self._plan.ranks
 
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get equally many batches; a change counts from the next iteration."""
+        return self._plan.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._plan = self._plan._replace(even=even)
+        dealer: Any = self._shard or self.loader.dataset
+        if isinstance(dealer, BatchShard | StreamShard):
+            dealer.plan = dealer.plan._replace(even=even)
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of `epoch`."""
         self._progress.epoch, self._progress.batch, self._progress.resume = epoch, 0, 0

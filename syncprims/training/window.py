@@ -53,6 +53,7 @@ class Window:
         self._factor: float | None = None  # what is there has been scaled by it
         self._held = contextlib.ExitStack()
         self._ids = {id(p) for p in self.parameters}
+        self._joining = False  # ranks may be out of batches: gradients are averaged here
         self._wrapped = [m for m in models if syncs_itself(m)]
         self._buffered = [m for m in models if any(True for _ in m.buffers())]
         self._shares = bool(self._buffered) and not self.alone  # something is due at the end
@@ -82,13 +83,14 @@ class Window:
         self._backward = 0
         at_end = self._at_end()
         accumulator = self._accumulator
-        if accumulator.meet is not None:
-            self._refuse_wrapped()
+        self._joining = accumulator.meet is not None
+        if self._joining:
+            self._refuse_unjoinable()
             said = accumulator.tell(self, "enter", at_end)
             at_end = all(end for _, end in said)
         self.sync = at_end or self.count >= accumulator.steps
         self.inside = True
-        if self._wrapped and not self.sync:
+        if self._wrapped and (self._joining or not self.sync):
             for model in self._wrapped:
                 self._held.enter_context(without_sync(model))
 
@@ -108,7 +110,8 @@ class Window:
 
     def follow(self, at_end: bool) -> None:
         """Begin a micro-batch of others, to which this rank adds nothing."""
-        self._refuse_wrapped()
+        self._joining = True
+        self._refuse_unjoinable()
         if self.sync or not self.count:
             self.open()
             for p in self.parameters:  # nobody steps here, so nobody clears the last step's
@@ -117,12 +120,19 @@ class Window:
         self._backward = 0
         self.sync = self.count >= self._accumulator.steps or at_end
 
-    def _refuse_wrapped(self) -> None:
-        if self._wrapped:
-            raise ValueError(
-                "join_uneven_inputs() does not reach into DDP or FSDP; use torch's Join, or "
-                "loaders with even batches"
-            )
+    def _refuse_unjoinable(self) -> None:
+        """Refuse models whose very forward pass needs all ranks."""
+        for model in self._wrapped:
+            if not isinstance(model, DistributedDataParallel):
+                raise ValueError(
+                    f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
+                    f"ranks, also those without a batch; use loaders with even batches"
+                )
+            if forward_syncs_buffers(model):
+                raise ValueError(
+                    "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
+                    "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
+                )
 
     def open(self) -> None:
         """Begin anew."""
@@ -132,9 +142,9 @@ class Window:
         self._weights, self._weighted, self._factor = [], None, None
 
     def share_buffers(self) -> None:
-        """Leave rank 0's running means and counts on all ranks."""
+        """Leave the first rank's running means and counts on all ranks."""
         for model in self._buffered:
-            share_buffers(model)
+            share_buffers(model, self._accumulator.first)
 
     def _at_end(self) -> bool:
         """Tell whether the current micro-batch is the last of its loader."""
@@ -212,7 +222,12 @@ class Window:
         if self.alone:
             return
         left_out = {p for model in skip for p in model.parameters()}
-        own = dict.fromkeys(p for m in self.models if not syncs_itself(m) for p in m.parameters())
+        own = dict.fromkeys(
+            p
+            for m in self.models
+            if self._joining or m not in self._wrapped
+            for p in m.parameters()
+        )
         average_gradients(p for p in own if p not in left_out)
 
     def close(self, aside: Sequence[torch.Tensor]) -> bool:
@@ -273,6 +288,12 @@ def syncs_itself(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel) or hasattr(
         model, "set_requires_gradient_sync"
     )
+
+
+def forward_syncs_buffers(model: Any) -> bool:
+    """Tell whether DDP copies buffers before each forward pass of `model`."""
+    asked = getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False))
+    return bool(asked) and any(True for _ in model.buffers())
 
 
 @contextlib.contextmanager
