@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from learning import alone, everywhere, feed, in_pairs, items
+from learning import alone, everywhere, feed, in_pairs, items, with_others
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -301,3 +301,25 @@ def test_torchdata_keeps_the_place_in_a_stream(world: Ranks) -> None:
         assert items(list(again)) == [[4, 5], [6, 7], [8]]
 
     assert world.run(program) == [None]
+
+
+@with_others
+def test_a_stream_that_knows_its_length_tells_it(world: Ranks) -> None:
+    class Sized(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(11))
+
+        def __len__(self) -> int:
+            return 11
+
+    def program() -> list[tuple[int, int]]:
+        seen = []
+        for even, drop in ((True, False), (False, False), (True, True)):
+            loader = DataLoader(Sized(), batch_size=2, drop_last=drop)
+            mine = prepare_data_loader(loader, even_batches=even)
+            seen.append((len(mine), len([*mine])))
+        return seen
+
+    outcomes = world.run(program)
+    assert all(known == found for mine in outcomes for known, found in mine)
+    assert {mine[0][0] for mine in outcomes} == {-(-11 // (2 * world.ranks))}

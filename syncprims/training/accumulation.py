@@ -32,14 +32,22 @@ class Accumulator:
     are the mean over its micro-batches and over all ranks; until then prepared optimizers do not
     step. A window also closes with the last batch of a prepared loader, or by :meth:`flush`, and is
     then scaled by the micro-batches it really holds. Models that are given together share a window;
-    windows of different models, and different accumulators, do not disturb each other.
+    windows of different models, and different accumulators, do not disturb each other. Without
+    `sync_with_dataloader` the end of a loader closes nothing.
 
     :raises ValueError: if `steps` is not positive; TypeError if it is no whole number.
     """
 
-    def __init__(self, steps: int = 1, *, precision: Precision | None = None) -> None:
+    def __init__(
+        self,
+        steps: int = 1,
+        *,
+        precision: Precision | None = None,
+        sync_with_dataloader: bool = True,
+    ) -> None:
         self.steps = steps
         self.precision = precision or Precision("no")
+        self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
         self.optimizers: list[PreparedOptimizer] = []  #: that step with this accumulator
         self.models: list[nn.Module] = []  #: prepared ones: of a block that names none

@@ -14,6 +14,7 @@ from syncprims import assert_same, get_rank, get_world_size
 
 from . import order
 from .devices import to_device
+from .dispatching import dispatched
 from .sharding import BatchShard, Counted, CountingCollate, Plan, StatefulStreamShard, StreamShard
 from .tracking import Cursor, OpenLoaders
 
@@ -40,6 +41,8 @@ class PreparedLoader(DataLoader[T]):
         seed: int,
         loaders: OpenLoaders,
         non_blocking: bool = False,
+        dispatch: bool = False,
+        drop_last: bool = False,
     ) -> None:
         # Not DataLoader.__init__: there is one already.
         self.loader = loader
@@ -49,6 +52,8 @@ class PreparedLoader(DataLoader[T]):
         self._skip = 0  # of every iteration: a view of :func:`skip_first_batches`
         self._loaders = loaders
         self._non_blocking = non_blocking
+        self._dispatch = dispatch  # rank 0 reads for all
+        self._drop_last = drop_last
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet: a copy in the making
@@ -56,7 +61,12 @@ class PreparedLoader(DataLoader[T]):
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return max(0, len(self.loader) - self._skip)
+        count = len(self.loader)
+        if self._dispatch and not self._plan.split:
+            count, rest = divmod(count, self._plan.ranks)
+            whole = self._plan.even or self._plan.rank < rest
+            count += bool(rest) and whole and not self._drop_last
+        return max(0, count - self._skip)
 
     @property
     def total_batch_size(self) -> int | None:
@@ -129,10 +139,10 @@ class PreparedLoader(DataLoader[T]):
         cursor = Cursor(self)
         self._loaders.enter(cursor)
         try:
-            batches = self._begin(epoch, done)
+            batches = self._dispatched(epoch, done) if self._dispatch else self._begin(epoch, done)
             placed = self.device is not None and _can_be_elsewhere(self.device)
             streamed = isinstance(self.loader.dataset, IterableDataset)
-            stateful = streamed and hasattr(self.loader, "state_dict")
+            stateful = streamed and not self._dispatch and hasattr(self.loader, "state_dict")
             after = next(batches, _END)
             while (batch := after) is not _END:
                 # torchdata's state of a stream, before the batch ahead is read
@@ -170,9 +180,15 @@ class PreparedLoader(DataLoader[T]):
         order.begin_epoch(sampler, progress.seed, epoch)
         return islice(iter(loader), done, None)
 
+    def _dispatched(self, epoch: int, done: int) -> Iterator[Any]:
+        """Return this rank's batches of those that rank 0 reads."""
+        return dispatched(
+            lambda: self._begin(epoch, 0), self._plan, drop_last=self._drop_last, done=done
+        )
+
     def _check_order(self, batches: Any) -> None:
         """Refuse an order of the user's own that ranks do not share, before it does harm."""
-        if get_world_size() == 1 or order.is_known(batches) or _consumes(batches):
+        if get_world_size() == 1 or self._dispatch or order.is_known(batches) or _consumes(batches):
             return
         first = [list(b) if isinstance(b, list | tuple) else b for b in islice(batches, 2)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         assert_same(first, f"the order of {type(batches).__name__}")
@@ -228,6 +244,7 @@ def prepare_data_loader(
     seed: int | None = None,
     loaders: OpenLoaders | None = None,
     non_blocking: bool = False,
+    dispatch_batches: bool = False,
 ) -> PreparedLoader[T]:
     """Return a loader of this rank's share of `loader`'s batches, on `device`. Collective.
 
@@ -235,7 +252,9 @@ def prepare_data_loader(
     size, the last ones filled up from the beginning of the data; without, nothing is repeated. With
     `split_batches` each batch is cut into one part per rank instead, so that the batch size is that
     of all ranks together. Shuffles follow from `seed` and the epoch, on all ranks alike; without a
-    seed, rank 0's generator gives one. A sampler that shards already is left to do so.
+    seed, rank 0's generator gives one. A sampler that shards already is left to do so. With
+    `dispatch_batches` rank 0 reads, and sends the others theirs: for streams that no two readers
+    see alike.
 
     :raises ValueError: if batches cannot be cut as asked.
     :raises RankMismatch: in an epoch, if a sampler of your own gives the ranks different orders.
@@ -244,13 +263,16 @@ def prepare_data_loader(
         return loader
     plan = Plan(get_rank(), get_world_size(), even_batches, split_batches)
     seed = order.common_seed(seed, loader.generator or _generator(loader))
+    dispatch = dispatch_batches and plan.ranks > 1
     return PreparedLoader(
-        _rebuilt(loader, plan),
+        _rebuilt(loader, Plan(0, 1, even_batches) if dispatch else plan),
         plan,
         device=device,
         seed=seed,
         loaders=loaders or OpenLoaders(),
         non_blocking=non_blocking,
+        dispatch=dispatch,
+        drop_last=loader.drop_last,
     )
 
 

@@ -41,7 +41,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return type(tree)(map_tensors(function, part) for part in tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(tree, Mapping):
         mapped = {key: map_tensors(function, part) for key, part in tree.items()}  # pyright: ignore[reportUnknownVariableType]
-        return mapped if type(tree) is dict else _like(tree, mapped)  # pyright: ignore[reportUnknownArgumentType]
+        return like(tree, mapped)  # pyright: ignore[reportUnknownArgumentType]
     if is_dataclass(tree) and not isinstance(tree, type):
         made = copy.copy(tree)
         for field in fields(tree):
@@ -52,8 +52,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def _like(tree: Any, mapped: dict[Any, Any]) -> Any:
+def like(tree: Any, mapped: dict[Any, Any]) -> Any:
     """Return `mapped` as the mapping type of `tree`: transformers' outputs and batches are such."""
+    if type(tree) is dict:
+        return mapped
     try:
         return type(tree)(mapped)
     except TypeError:

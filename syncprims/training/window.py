@@ -161,6 +161,8 @@ class Window:
         driver = same[-1] if same else fresh[-1]
         if driver is not self._driver:
             self._driver, self._chunked = driver, False
+        if not self._accumulator.sync_with_dataloader:
+            return False
         over = driver.at_end or any(c.at_end for c in fresh if c in driver.beside)
         return over and not self._chunked
 
