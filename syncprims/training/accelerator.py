@@ -74,21 +74,11 @@ class Accelerator(Together, Trackers, Saving):
         refuse(others)
         said = understood(
             Settings(
-                gradient_accumulation_steps,
-                project_dir=project_dir,
-                even_batches=even_batches,
-                split_batches=split_batches,
-                dispatch_batches=dispatch_batches,
-                non_blocking=non_blocking,
-                seed=seed,
-                ddp=ddp,
-                scaler=scaler,
+                gradient_accumulation_steps, True, project_dir, None, None,
+                even_batches, split_batches, dispatch_batches, non_blocking, seed, ddp, scaler,
             ),
-            dataloader_config,
-            gradient_accumulation_plugin,
-            project_config,
-            kwargs_handlers,
-        )
+            dataloader_config, gradient_accumulation_plugin, project_config, kwargs_handlers,
+        )  # fmt: skip
         device = rank_device(cpu=cpu)
         self.accumulator = Accumulator(
             said.gradient_accumulation_steps,
