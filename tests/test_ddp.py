@@ -279,7 +279,8 @@ def test_a_rank_without_any_batch_joins_two_models(
         for model in models:
             nn.init.zeros_(model.weight)
         optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-        one, other, *prepared = job.prepare(*models, *optimizers)
+        given: list[Any] = [*models, *optimizers]
+        one, other, *prepared = job.prepare(*given)
         with job.join_uneven_inputs():
             for _ in range(2 * rank):  # the second model comes first
                 for model, optimizer in zip((other, one), reversed(prepared), strict=True):

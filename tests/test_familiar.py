@@ -192,7 +192,8 @@ def test_figures_go_to_trackers_on_rank_0(world: Ranks) -> None:
         assert job.get_tracker("mine") is tracker
         with pytest.raises(ValueError, match="no tracker"):
             job.get_tracker("other")
-        return tracker.seen
+        seen: list[Any] = tracker.seen
+        return seen
 
     wanted = [{"lr": 1}, ({"loss": 2.0}, 3, {"commit": True}), "finished"]
     assert world.run(program) == [wanted, []]
