@@ -2,13 +2,15 @@
 
     python bench/measure.py --only training
 
-One process, CPU, one thread. A step of the loop takes about 0.2 ms. All take turns in short
-stretches, so that a slower minute slows them all; medians, and each beside the bare loop of the
-same turn.
+One process, CPU, one thread, a step of about 0.25 ms. All train the very same model with the same
+optimizer, so that no memory lies better for one of them, and take turns after a few steps each. A
+turn is taken in the thread's own processor time, beside the bare loop of the same turn; medians.
+The bare loop stands there twice: what the second adds is the error of the measurement.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from importlib.util import find_spec
@@ -20,66 +22,105 @@ from table import Seen, head, row, short, span
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
     from scale import Scale
-    from torch import nn
 
-BARE = "a bare loop"
-STEPS = 200  # of a turn
+    Step = Callable[[], None]
 
-
-def job() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """Return a model, its optimizer and a batch: one step takes about 0.2 ms."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(128, 64)
+BARE, AGAIN = "a bare loop", "a bare loop, again"
+STEPS = 10  # of a turn
+PARTS = "of ours in a bare step: "
 
 
-def bare() -> Callable[[], None]:
-    model, optimizer, batch = job()
+class Job:
+    """A model, its optimizer and a batch."""
 
-    def step() -> None:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def __init__(self) -> None:
+        import torch
+        from torch import nn
 
-    return step
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.batch = torch.randn(128, 64)
 
+    def bare(self) -> Step:
+        """Return a step of the plain loop."""
+        model, optimizer, batch = self.model, self.optimizer, self.batch
 
-def familiar(accelerator: Any) -> Callable[[], None]:
-    """Return a step with the names that Accelerate and we share."""
-    plain, optimizer, batch = job()
-    model, optimizer = accelerator.prepare(plain, optimizer)
-
-    def step() -> None:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(batch).square().mean())
+        def step() -> None:
+            model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    return step
+        return step
+
+    def familiar(self, accelerator: Any) -> Step:
+        """Return a step with the names that Accelerate and we share."""
+        model, optimizer = accelerator.prepare(self.model, self.optimizer)
+        batch = self.batch
+
+        def step() -> None:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    def fabric(self) -> Step:
+        """Return a step with Lightning Fabric's names."""
+        from lightning_fabric import Fabric
+        from lightning_fabric.plugins.environments import LightningEnvironment
+
+        made = Fabric(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
+        model, optimizer = made.setup(self.model, self.optimizer)
+        batch = self.batch
+
+        def step() -> None:
+            with made.no_backward_sync(model, enabled=False):
+                made.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def parts(self, accelerator: Any) -> dict[str, Step]:
+        """Return plain steps with one of our helpers each."""
+        plain, batch, own = self.model, self.batch, self.optimizer
+        model, optimizer = accelerator.prepare(plain, own)
+
+        def context() -> None:
+            with accelerator.accumulate(model):
+                plain(batch).square().mean().backward()
+                own.step()
+                own.zero_grad()
+
+        def backward() -> None:
+            accelerator.backward(plain(batch).square().mean())
+            own.step()
+            own.zero_grad()
+
+        def step() -> None:
+            plain(batch).square().mean().backward()
+            optimizer.step()
+            own.zero_grad()
+
+        def zero_grad() -> None:
+            plain(batch).square().mean().backward()
+            own.step()
+            optimizer.zero_grad()
+
+        with accelerator.accumulate(model):  # a window to be in
+            pass
+        return {
+            "accumulate": context,
+            "backward": backward,
+            "step": step,
+            "zero_grad": zero_grad,
+        }
 
 
-def fabric() -> Callable[[], None]:
-    from lightning_fabric import Fabric
-
-    made = Fabric(accelerator="cpu", devices=1)
-    plain, optimizer, batch = job()
-    model, optimizer = made.setup(plain, optimizer)
-
-    def step() -> None:
-        with made.no_backward_sync(model, enabled=False):
-            made.backward(model(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def context_of(accelerator: Any) -> Callable[[], None]:
+def context_of(accelerator: Any) -> Step:
     """Return an empty micro-batch: what the context alone takes."""
     from torch import nn
 
@@ -92,52 +133,71 @@ def context_of(accelerator: Any) -> Callable[[], None]:
     return empty
 
 
-def timed(call: Callable[[], None], count: int) -> float:
-    """Return the microseconds of one call."""
-    begin = time.perf_counter()
+def timed(call: Step, count: int) -> float:
+    """Return the microseconds of processor time that one call takes."""
+    begin = time.thread_time()
     for _ in range(count):
         call()
-    return (time.perf_counter() - begin) / count * 1e6
+    return (time.thread_time() - begin) / count * 1e6
+
+
+def in_turns(seen: Seen, operation: str, steps: dict[str, Step], turns: int) -> None:
+    """Note the time of each, and what it takes beyond the bare loop of the same turn."""
+    for step in steps.values():
+        timed(step, 10 * STEPS)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(turns):
+            spent = {name: timed(step, STEPS) for name, step in steps.items()}
+            for name, time_ in spent.items():
+                seen.add(1, name, {operation: [time_]})
+                if BARE in spent and name != BARE:
+                    seen.add(1, name, {"added": [time_ - spent[BARE]]})
+    finally:
+        gc.enable()
 
 
 def measure(scale: Scale) -> dict[str, Any]:
     """Return the microseconds of a step, what helpers add to it, and of the context alone."""
     import torch
 
-    torch.set_num_threads(1)
-    seen = Seen()
-    steps, contexts = _libraries(seen)
-    for turn in range(scale.turns):
-        print(f"training steps: turn {turn + 1} of {scale.turns}", file=sys.stderr, flush=True)
-        bare_time = 0.0
-        for name, step in steps.items():
-            spent = timed(step, STEPS)
-            bare_time = spent if name == BARE else bare_time
-            more = {} if name == BARE else {"added": [spent - bare_time]}
-            seen.add(1, name, {"step": [spent], **more})
-        for name, empty in contexts.items():
-            seen.add(1, name, {"context": [timed(empty, 5 * STEPS)]})
-    return seen.stored()
-
-
-def _libraries(seen: Seen) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
-    """Return the step and the empty context of every library that is installed."""
     from syncprims.training import Accelerator
 
-    steps = {BARE: bare(), OURS: familiar(Accelerator(cpu=True))}
+    print(f"training steps: {scale.turns} turns", file=sys.stderr, flush=True)
+    torch.set_num_threads(1)
+    seen, job = Seen(), Job()
+    in_turns(seen, "step", _steps(seen, job), scale.turns)
     contexts = {OURS: context_of(Accelerator(gradient_accumulation_steps=4, cpu=True))}
     if find_spec("accelerate") is not None:
         from accelerate import Accelerator as Theirs
 
-        steps["Accelerate"] = familiar(Theirs(cpu=True))
         contexts["Accelerate"] = context_of(Theirs(cpu=True))
+    in_turns(seen, "context", contexts, scale.turns)
+    alone = Seen()
+    parts = {PARTS + name: step for name, step in job.parts(Accelerator(cpu=True)).items()}
+    in_turns(alone, "step", {BARE: job.bare(), **parts}, scale.turns)
+    for name in parts:
+        seen.add(1, name, {"added": alone.figures(1, name, "added")})
+    return seen.stored()
+
+
+def _steps(seen: Seen, job: Job) -> dict[str, Step]:
+    """Return the step of every library that is installed."""
+    from syncprims.training import Accelerator
+
+    steps = {BARE: job.bare(), AGAIN: job.bare(), OURS: job.familiar(Accelerator(cpu=True))}
+    if find_spec("accelerate") is not None:
+        from accelerate import Accelerator as Theirs
+
+        steps["Accelerate"] = job.familiar(Theirs(cpu=True))
     else:
         seen.lack(1, "Accelerate", ("step", "added", "context"), "not installed: accelerate")
     try:
-        steps["Lightning Fabric"] = fabric()
+        steps["Lightning Fabric"] = job.fabric()
     except (ImportError, RuntimeError) as error:  # absent, or it lacks something of its own
         seen.lack(1, "Lightning Fabric", ("step", "added"), f"not installed: {error}")
-    return steps, contexts
+    return steps
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
@@ -147,13 +207,15 @@ def lines(data: Mapping[str, Any]) -> list[str]:
         "",
         "## A training step",
         "",
-        "One process, one thread, a small model; each beside the bare loop of the same turn.",
+        "One process, one thread, one small model for all, in processor time; each beside the bare",
+        "loop of the same turn. What that loop adds to itself is the error.",
         *head("by", "a step, us", "range", "added, us", "added, %", "empty context, us"),
     ]
     whole = seen.median(1, BARE, "step") or 1.0
     for name in dict.fromkeys(library for _, library, _ in seen.names()):
         step, more, alone = (seen.median(1, name, what) for what in ("step", "added", "context"))
         cells = ["", ""] if more is None else [short(more), f"{100 * more / whole:.1f}"]
-        times = span(seen.figures(1, name, "step"))
-        found.append(row(name, short(step or 0.0), times, *cells, short(alone) if alone else ""))
+        times = seen.figures(1, name, "step")
+        shown = [short(step), span(times)] if step is not None else ["", ""]
+        found.append(row(name, *shown, *cells, short(alone) if alone else ""))
     return found

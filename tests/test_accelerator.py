@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from learning import alone, everywhere, feed, in_pairs, numbers, rows, small_model
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims
@@ -280,3 +281,28 @@ def test_transformers_train_and_are_saved(world: Ranks, tmp_path: Path) -> None:
         assert numbers(again) == numbers(a.unwrap_model(model))
 
     assert world.run(program) == [None] * 2
+
+
+@everywhere
+def test_uneven_batches_in_a_block_that_joins(world: Ranks) -> None:
+    def program() -> tuple[list[list[int]], bool, float]:
+        job = Accelerator(cpu=True)
+        model: Any = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        ranks = syncprims.get_world_size()
+        loader: Any = DataLoader(range(ranks + 1), batch_size=1)  # type: ignore[arg-type]
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        seen = []
+        with job.join_uneven_inputs([model], even_batches=False):
+            for batch in loader:
+                with job.accumulate(model):
+                    job.backward(model(torch.ones(1, 1)).sum(), weight=1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(batch.tolist())
+        return seen, loader.even_batches, numbers(model)[0]
+
+    ranks = world.ranks
+    for rank, outcome in enumerate(world.run(program)):
+        assert outcome == ([[rank]] + [[ranks]] * (rank == 0), True, -2.0)

@@ -201,6 +201,27 @@ def test_the_inner_of_nested_loaders_closes_the_window(world: Ranks) -> None:
 
 
 @alone
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 8), (8, 5)])
+def test_loaders_side_by_side_close_the_window_when_one_ends(
+    world: Ranks, lengths: tuple[int, int]
+) -> None:
+    def program() -> list[list[int]]:
+        accumulator, model = Accumulator(4), unit_model()
+        loaders = [feed([torch.ones(1)] * length, batch_size=1) for length in lengths]
+        model, *pair = prepare(model, *loaders, accumulator=accumulator)
+        synced: list[list[int]] = []
+        for _ in range(2):
+            synced.append([])
+            for step, (one, other) in enumerate(zip(*pair, strict=False)):
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(one + other).mean())
+                    synced[-1] += [step] * accumulator.sync_gradients
+        return synced
+
+    assert world.run(program) == [[[3, 4], [3, 4]]]
+
+
+@alone
 def test_a_batch_in_pieces_closes_by_count(world: Ranks) -> None:
     def program() -> list[tuple[int, int]]:
         accumulator, model = Accumulator(4), unit_model()
@@ -544,3 +565,110 @@ def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
     for mine, wanted, rate in world.run(program):
         assert close(mine, wanted, within=1e-10)
         assert rate == pytest.approx(0.1 * 0.9 ** (5 // steps))
+
+
+@in_pairs
+def test_running_means_go_on_with_the_ranks_that_train(world: Ranks) -> None:
+    def program() -> float:
+        rank, accumulator = syncprims.get_rank(), Accumulator()
+        plain = nn.BatchNorm1d(1, momentum=1.0)
+        model = prepare(plain, accumulator=accumulator)
+        with join_uneven_inputs(accumulator):
+            for i in range(1 + rank):  # rank 0 is done first
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(torch.full((2, 1), 5.0 * i)).sum())
+        assert plain.running_mean is not None
+        return float(plain.running_mean)
+
+    assert world.run(program) == [5.0, 5.0]
+
+
+@everywhere
+def test_models_may_grow_after_prepare(world: Ranks) -> None:
+    def program() -> list[float]:
+        accumulator, rank = Accumulator(2), syncprims.get_rank()
+        model: Any = nn.ModuleList([unit_model()])
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = prepare(model, optimizer, accumulator=accumulator)
+
+        def step() -> None:
+            for _ in range(2):
+                with accumulator.accumulate(model):
+                    x = torch.full((1, 1), float(rank + 1))
+                    accumulator.backward(sum(layer(x) for layer in model).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        step()
+        model.append(unit_model())
+        optimizer.add_param_group({"params": model[1].parameters()})
+        step()
+        return numbers(model)
+
+    mean = (world.ranks + 1) / 2
+    assert world.run(program) == [[-2 * mean, -mean]] * world.ranks
+
+
+@in_pairs
+def test_a_closure_may_step_many_times(world: Ranks) -> None:
+    def program() -> tuple[list[float], list[float]]:
+        data = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 1.0], [2.0, 2.0]]).double()
+        accumulator, rank = Accumulator(), syncprims.get_rank()
+        mine = data.chunk(world.ranks)[rank]
+        whole, plain_model = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
+        share_model(whole)
+        plain_model.load_state_dict(whole.state_dict())
+        prepared: Any = torch.optim.LBFGS(whole.parameters(), lr=0.5, max_iter=4)
+        model, prepared = prepare(whole, prepared, accumulator=accumulator)
+        plain: Any = torch.optim.LBFGS(plain_model.parameters(), lr=0.5, max_iter=4)
+
+        def ours() -> float:
+            prepared.zero_grad()
+            loss = (model(mine) - mine.sum(1, keepdim=True)).square().mean()
+            accumulator.backward(loss)
+            return float(syncprims.all_reduce(loss.detach(), "mean"))
+
+        def theirs() -> float:
+            plain.zero_grad()
+            loss = (plain_model(data) - data.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        for _ in range(3):
+            with accumulator.accumulate(model):
+                prepared.step(ours)
+            plain.step(theirs)
+        return numbers(model), numbers(plain_model)
+
+    for mine, wanted in world.run(program):
+        assert close(mine, wanted, within=1e-8)
+
+
+@alone
+def test_clearing_is_left_to_an_optimizer_with_a_way_of_its_own(world: Ranks) -> None:
+    class Counting(torch.optim.SGD):
+        cleared = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.cleared += 1
+            super().zero_grad(set_to_none)
+
+    def program() -> list[Any]:
+        accumulator, model = Accumulator(), unit_model()
+        own = Counting(model.parameters(), lr=1.0)
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen: list[Any] = []
+        for optimizer in (own, plain):
+            prepared = accumulator.prepare_optimizer(optimizer)
+            for to_none in (True, False):
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(ones()).sum())
+                    prepared.step()
+                    prepared.zero_grad(set_to_none=to_none)
+                seen.append(None if model.weight.grad is None else float(model.weight.grad))
+        with torch.profiler.profile() as profile:
+            prepared.zero_grad()
+        marks = [event.name for event in profile.events() or ()]
+        return [own.cleared, seen, "Optimizer.zero_grad#SGD.zero_grad" in marks]
+
+    assert world.run(program) == [[2, [None, 0.0, None, 0.0], True]]

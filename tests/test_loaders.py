@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from learning import alone, everywhere, feed, in_pairs, items
+from learning import alone, everywhere, feed, in_pairs, items, with_others
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,7 +18,7 @@ from torch.utils.data import (
 )
 
 import syncprims
-from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches
+from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches, to_device
 from syncprims.training.sharding import BatchShard, Plan
 
 if TYPE_CHECKING:
@@ -301,3 +302,60 @@ def test_torchdata_keeps_the_place_in_a_stream(world: Ranks) -> None:
         assert items(list(again)) == [[4, 5], [6, 7], [8]]
 
     assert world.run(program) == [None]
+
+
+@with_others
+def test_a_stream_that_knows_its_length_tells_it(world: Ranks) -> None:
+    class Sized(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(11))
+
+        def __len__(self) -> int:
+            return 11
+
+    def program() -> list[tuple[int, int]]:
+        seen = []
+        for even, drop in ((True, False), (False, False), (True, True)):
+            loader = DataLoader(Sized(), batch_size=2, drop_last=drop)
+            mine = prepare_data_loader(loader, even_batches=even)
+            seen.append((len(mine), len([*mine])))
+        return seen
+
+    outcomes = world.run(program)
+    assert all(known == found for mine in outcomes for known, found in mine)
+    assert {mine[0][0] for mine in outcomes} == {-(-11 // (2 * world.ranks))}
+
+
+class Spread(IterableDataset[int]):
+    """A stream that its workers share."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        return iter(range(worker.id, 20, worker.num_workers))
+
+
+@in_pairs
+def test_metrics_of_workers_that_end_apart_have_no_padding(world: Ranks) -> None:
+    def program() -> list[int]:
+        job, seen = Accelerator(cpu=True), list[int]()
+        for batch in job.prepare(DataLoader(Spread(), batch_size=2, num_workers=2)):
+            seen += job.gather_for_metrics(batch).tolist()
+        return seen
+
+    assert [sorted(seen) for seen in world.run(program)] == [list(range(20))] * world.ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    word: str
+
+
+@alone
+def test_dataclasses_are_moved_with_what_they_hold(world: Ranks) -> None:
+    def program() -> tuple[str, str, str]:
+        moved: Pair = to_device(Pair(torch.ones(1), "a"), torch.device("meta"))
+        return type(moved).__name__, moved.x.device.type, moved.word
+
+    assert world.run(program) == [("Pair", "meta", "a")]

@@ -48,9 +48,17 @@ class Saving:
     """The saving half of an Accelerator."""
 
     preparation: Preparation
-    project_dir: Path | None
 
-    def _start_saving(self) -> None:
+    def _start_saving(
+        self,
+        project_dir: str | os.PathLike[str] | None,
+        logging_dir: str | os.PathLike[str] | None,
+        keep_last: int | None,
+    ) -> None:
+        self.project_dir = None if project_dir is None else Path(project_dir)
+        #: where trackers of the user's may write; the project's directory unless told otherwise
+        self.logging_dir = self.project_dir if logging_dir is None else Path(logging_dir)
+        self._keep_last = keep_last
         self._registered: dict[str, Any] = {}
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -137,4 +145,6 @@ class Saving:
     def _checkpoints(self) -> Checkpoints:
         if self.project_dir is None:
             raise ValueError("name a directory, or make the Accelerator with project_dir=")
-        return Checkpoints(self.project_dir / "checkpoints", prefix="checkpoint_")
+        return Checkpoints(
+            self.project_dir / "checkpoints", prefix="checkpoint_", keep_last=self._keep_last
+        )

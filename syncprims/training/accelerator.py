@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
-import syncprims
-from syncprims import Trigger
+from syncprims import get_world_size
 
 from . import gathering
+from ._familiar import Settings, refuse, understood
 from ._saving import Saving
+from ._together import Together
+from ._trackers import Trackers
 from .accumulation import Accumulator
 from .data import PreparedLoader, skip_first_batches
 from .devices import rank_device
@@ -22,28 +22,29 @@ from .schedule import PreparedScheduler
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Generator, Iterable
     from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
 
-    from syncprims.turns import MainFirst
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 M = TypeVar("M", bound="nn.Module")
-F = TypeVar("F", bound="Callable[..., Any]")
 
 
-class Accelerator(Saving):
+class Accelerator(Together, Trackers, Saving):
     """One job on this rank: what Accelerate's object of this name offers, on every backend.
 
     `mixed_precision` None is ``SYNCPRIMS_MIXED_PRECISION``, else ``"no"``. `seed` fixes the order
     of shuffled data. `step_schedule_per_rank` advances schedules by the number of ranks per step.
-    `ddp` and `scaler` are options for DDP and the loss scaler, where there are any.
+    `ddp` and `scaler` are options for DDP and the loss scaler, where there are any. With
+    `dispatch_batches` rank 0 reads the data and sends the others theirs. `log_with` takes trackers,
+    objects with ``log(values, step=...)``. Accelerate's configuration objects are understood where
+    there is an equivalent.
 
     :raises ConfigurationError: if the device cannot compute in this precision.
+    :raises TypeError: for what has no equivalent, saying what to do instead.
     """
 
     def __init__(
@@ -62,70 +63,46 @@ class Accelerator(Saving):
         step_schedule_per_rank: bool = False,
         ddp: dict[str, Any] | None = None,
         scaler: dict[str, Any] | None = None,
+        dispatch_batches: bool | None = None,
+        log_with: Any = None,
+        dataloader_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        project_config: Any = None,
+        kwargs_handlers: Any = None,
+        **others: Any,
     ) -> None:
+        refuse(others)
+        said = understood(
+            Settings(
+                gradient_accumulation_steps, True, project_dir, None, None,
+                even_batches, split_batches, dispatch_batches, non_blocking, seed, ddp, scaler,
+            ),
+            dataloader_config, gradient_accumulation_plugin, project_config, kwargs_handlers,
+        )  # fmt: skip
         device = rank_device(cpu=cpu)
         self.accumulator = Accumulator(
-            gradient_accumulation_steps, precision=Precision(mixed_precision, device, scaler=scaler)
+            said.gradient_accumulation_steps,
+            precision=Precision(mixed_precision, device, scaler=said.scaler),
+            sync_with_dataloader=said.sync_with_dataloader,
         )
-        self.project_dir = None if project_dir is None else Path(project_dir)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.preparation = Preparation(
             self.accumulator,
             device,
             device_placement=device_placement,
-            even_batches=even_batches,
-            split_batches=split_batches,
-            seed=seed,
-            non_blocking=non_blocking,
+            even_batches=said.even_batches,
+            split_batches=said.split_batches,
+            dispatch_batches=bool(said.dispatch_batches),
+            seed=said.seed,
+            non_blocking=said.non_blocking,
             schedule=step_scheduler_with_optimizer,
-            schedule_advance=syncprims.get_world_size() if step_schedule_per_rank else 1,
-            ddp=ddp,
+            schedule_advance=get_world_size() if step_schedule_per_rank else 1,
+            ddp=said.ddp,
         )
-        self._trigger = Trigger("accelerator")
         self._prepared: list[Any] = []  # loaders and schedules
-        self._start_saving()
-
-    # -- who am I -------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.preparation.device
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks."""
-        return syncprims.get_world_size()
-
-    @property
-    def process_index(self) -> int:
-        """This rank."""
-        return syncprims.get_rank()
-
-    @property
-    def local_process_index(self) -> int:
-        """This rank's number on its node."""
-        return syncprims.get_local_rank()
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return syncprims.is_main()
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return syncprims.is_local_main()
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
-        return syncprims.is_last()
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are other ranks."""
-        return self.num_processes > 1
+        self._start_together()
+        self._start_tracking(log_with)
+        self._start_saving(said.project_dir, said.logging_dir, said.keep_last)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -225,6 +202,7 @@ class Accelerator(Saving):
         """Let go of everything prepared; return a None for each of `objects`."""
         self.accumulator.forget()
         self._prepared.clear()
+        self._registered.clear()
         import gc
 
         gc.collect()
@@ -233,6 +211,16 @@ class Accelerator(Saving):
     clear = free_memory
 
     # -- data -----------------------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether each batch is cut into one part per rank."""
+        return self.preparation.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """Whether rank 0 reads for all."""
+        return self.preparation.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
@@ -247,78 +235,26 @@ class Accelerator(Saving):
         """Return a view of a loader without its first batches."""
         return skip_first_batches(dataloader, num_batches)
 
-    def join_uneven_inputs(self, joinables: Any = None) -> AbstractContextManager[None]:
-        """Return a context in which ranks may run out of batches before others. Collective.
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Any = None, even_batches: bool | None = None
+    ) -> Generator[None]:
+        """Let ranks run out of batches before others, in this block. Collective.
 
-        See :func:`join_uneven_inputs`; `joinables` need not be named.
+        See :func:`join_uneven_inputs`; `joinables` need not be named. `even_batches` is that of all
+        prepared loaders until the end of the block.
         """
         del joinables  # all prepared models join
-        return join_uneven_inputs(self.accumulator)
-
-    # -- together -------------------------------------------------------------------------------
-
-    def wait_for_everyone(self) -> None:
-        """Return when every rank has arrived."""
-        syncprims.barrier("wait_for_everyone")
-
-    def main_process_first(self) -> MainFirst:
-        """Return a context that rank 0 runs first."""
-        return syncprims.main_first()
-
-    def local_main_process_first(self) -> MainFirst:
-        """Return a context that the first rank of each node runs first."""
-        return syncprims.main_first(local=True)
-
-    def on_main_process(self, function: F) -> F:
-        """Make a function run on rank 0 only."""
-        return syncprims.on_main(function)  # type: ignore[return-value]
-
-    def on_local_main_process(self, function: F) -> F:
-        """Make a function run on the first rank of each node only."""
-        return syncprims.on_local_main(function)  # type: ignore[return-value]
-
-    def on_last_process(self, function: F) -> F:
-        """Make a function run on the highest rank only."""
-        return syncprims.on_last(function)  # type: ignore[return-value]
-
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Make a function run on one rank only. With or without the function."""
-        if process_index is None:
-            raise ValueError("on_process takes the rank: on_process(process_index=1)")
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        return syncprims.on_rank(process_index)(function)
-
-    def on_local_process(
-        self,
-        function: Any = None,
-        local_process_index: int | None = None,
-        *,
-        local_process_idx: int | None = None,
-    ) -> Any:
-        """Make a function run on one rank of each node only. With or without the function."""
-        index = local_process_idx if local_process_index is None else local_process_index
-        if index is None:
-            raise ValueError("on_local_process takes the rank: local_process_index=1")
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=index)
-        return syncprims.on_local_rank(index)(function)
-
-    def print(self, *args: Any, **options: Any) -> None:
-        """Print once per node."""
-        syncprims.print_main(*args, local=True, **options)
-
-    def set_trigger(self, reason: str | None = None) -> None:
-        """Raise this object's flag on this rank."""
-        self._trigger.set(reason)
-
-    def check_trigger(self) -> bool:
-        """Return everywhere whether any rank has raised it, then reset it. Collective."""
-        return self._trigger.check()
-
-    def gather(self, tensor: Any) -> Any:
-        """Return all ranks' tensors joined. See :func:`gather`."""
-        return gathering.gather(tensor)
+        loaders = [obj for obj in self._prepared if isinstance(obj, PreparedLoader)]
+        before = [(loader, loader.even_batches) for loader in loaders]
+        for loader in loaders if even_batches is not None else ():
+            loader.even_batches = bool(even_batches)
+        try:
+            with join_uneven_inputs(self.accumulator):
+                yield
+        finally:
+            for loader, even in before:
+                loader.even_batches = even
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return all ranks' tensors joined, less what only fills the last batches up."""
@@ -326,25 +262,6 @@ class Accelerator(Saving):
         return gathering.gather_for_metrics(
             input_data, loaders, use_gather_object=use_gather_object
         )
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the tensors' reduction over all ranks. See :func:`reduce`."""
-        return gathering.reduce(tensor, reduction, scale)
-
-    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Fill the tensors with those of one rank, and return them."""
-        return gathering.broadcast(tensor, from_process)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Any:
-        """Return the tensors, filled up to the longest of all ranks."""
-        return gathering.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
-        """Give this rank's contiguous share of `inputs`. See :func:`syncprims.split`."""
-        yield syncprims.split(inputs, pad=apply_padding)
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -32,20 +32,29 @@ class Accumulator:
     are the mean over its micro-batches and over all ranks; until then prepared optimizers do not
     step. A window also closes with the last batch of a prepared loader, or by :meth:`flush`, and is
     then scaled by the micro-batches it really holds. Models that are given together share a window;
-    windows of different models, and different accumulators, do not disturb each other.
+    windows of different models, and different accumulators, do not disturb each other. Without
+    `sync_with_dataloader` the end of a loader closes nothing.
 
     :raises ValueError: if `steps` is not positive; TypeError if it is no whole number.
     """
 
-    def __init__(self, steps: int = 1, *, precision: Precision | None = None) -> None:
+    def __init__(
+        self,
+        steps: int = 1,
+        *,
+        precision: Precision | None = None,
+        sync_with_dataloader: bool = True,
+    ) -> None:
         self.steps = steps
         self.precision = precision or Precision("no")
+        self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
         self.optimizers: list[PreparedOptimizer] = []  #: that step with this accumulator
         self.models: list[nn.Module] = []  #: prepared ones: of a block that names none
         self.schedules: list[PreparedScheduler] = []  #: that follow these optimizers
         self.meet: Callable[[str, Any], list[Any]] | None = None  #: of ranks with unequal inputs
-        self._windows: dict[tuple[int, ...], Window] = {}
+        self.first = 0  #: the lowest rank that still trains
+        self._windows: dict[tuple[nn.Module, ...], Window] = {}
         self._recent: list[Window] = []  # the last entered comes last
         self._unsynced: list[nn.Module] = []
         self._loaded: list[dict[str, Any]] = []
@@ -79,30 +88,33 @@ class Accumulator:
         :raises ValueError: if there are no models.
         :raises RuntimeError: if the block is entered inside of itself.
         """
-        window = self._windows.get(tuple(map(id, models))) or self._new_window(models)
         recent = self._recent
-        if recent[-1] is not window:
-            recent.remove(window)
-            recent.append(window)
+        if recent and recent[-1].given == models:
+            return recent[-1]
+        window = self._windows.get(models)
+        if window is None:
+            return self._new_window(models)
+        recent.remove(window)
+        recent.append(window)
         return window
 
     __call__ = accumulate
 
-    def _new_window(self, models: Sequence[nn.Module]) -> Window:
+    def _new_window(self, models: tuple[nn.Module, ...]) -> Window:
         chosen = models or self.models
         if not chosen:
             raise ValueError("accumulate() takes the models whose gradients add up, or prepare one")
-        window = Window(chosen, self.loaders, lambda: self._steps, self._on_open, self._turn)
-        self._windows[tuple(map(id, models))] = window
+        window = Window(chosen, models, self)
+        self._windows[models] = window
         self._recent.append(window)
         if self._loaded:
             window.load_state_dict(self._loaded.pop(0))
         return window
 
-    def _on_open(self, window: Window) -> None:
-        # Nothing may be on its way with the old factor when the scaler chooses a new one.
+    def opens(self, window: Window) -> None:
+        """Let the scaler choose a new factor, unless gradients wait that have the old one."""
         others = (w for w in self._recent if w is not window)
-        if self.precision.scaler is not None and all(w.sync or not w.count for w in others):
+        if all(w.sync or not w.count for w in others):
             self.precision.settle()
 
     def backward(self, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
@@ -119,52 +131,67 @@ class Accumulator:
         if window is None or (window.spent and not window.inside):
             self._backward_alone(loss, weight, options)
             return
-        # Of a few microseconds in all, each line counts here.
         if self.meet is not None:
             self.meet("backward", weight is not None)
         number = window.weigh(weight)
-        if window.sync:
-            factor = window.factor(number)
-            if window.count > 1:
-                window.settle(factor, self._aside(window))
-            if factor != 1.0:
-                loss = loss * factor
-        if self.precision.scaler is not None:
-            loss = self.precision.scaler.scale(loss)
-        loss.backward(**options)  # type: ignore[no-untyped-call]
-        if window.sync and not window.alone:
+        if not window.sync:
+            self._add(loss, 1.0, options)
+            return
+        factor = window.factor(number)
+        if window.count > 1:
+            window.settle(factor, self._aside(window))
+        self._add(loss, factor, options)
+        if not window.alone:
             window.average(skip=self._unsynced)
 
     def _backward_alone(
         self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
     ) -> None:
-        window = Window(self.models, self.loaders, lambda: 1, self._on_open, self._turn)
+        window = Window(self.models, (), self)
         window.open()
         window.count = 1
         number = window.weigh(weight)
-        factor = window.factor(number) if weight is not None else 1.0 / self._steps
-        loss = loss * factor if factor != 1.0 else loss
-        if self.precision.scaler is not None:
-            loss = self.precision.scaler.scale(loss)
-        loss.backward(**options)  # type: ignore[no-untyped-call]
+        self._add(loss, window.factor(number) if weight is not None else 1.0 / self.steps, options)
         window.average(skip=self._unsynced)
 
-    def _turn(self, window: Window, turn: str, what: Any) -> list[Any] | None:
-        """Tell the others of a turn, where ranks have unequal inputs; else return None."""
-        if self.meet is None:
-            return None
-        return self.meet(turn, (self.windows.index(window), what))
+    def _add(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
+        """Add the gradients of `loss` times `factor`."""
+        if self.precision.scaler is not None:
+            loss = self.precision.scaler.scale(loss)
+        if factor == 1.0:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+        elif loss.ndim or "gradient" in options:
+            (loss * factor).backward(**options)  # type: ignore[no-untyped-call]
+        else:  # the factor as the loss's own gradient: the same numbers, and two kernels less
+            loss.backward(torch.full_like(loss, factor), **options)  # type: ignore[no-untyped-call]
+
+    def tell(self, window: Window, turn: str, what: Any) -> list[Any]:
+        """Tell the others of a turn, where ranks have unequal inputs; return what they say."""
+        assert self.meet is not None
+        return self.meet(turn, (self._name_of(window), what))
 
     @property
     def windows(self) -> list[Window]:
         """All windows, in the order in which they were first entered."""
         return list(self._windows.values())
 
-    def window_number(self, number: int) -> Window:
-        """Return a window by its number; a rank that never entered one has the prepared models'."""
-        if not self._windows:
-            self._new_window(self.models)
-        return self.windows[number]
+    def _name_of(self, window: Window) -> int | tuple[int, ...]:
+        """Return what other ranks know `window` by: its prepared models, else its number."""
+        prepared = {id(model): i for i, model in enumerate(self.models)}
+        if all(id(model) in prepared for model in window.given):
+            return tuple(prepared[id(model)] for model in window.given)
+        return self.windows.index(window)
+
+    def window_named(self, name: int | tuple[int, ...]) -> Window:
+        """Return the window that another rank calls `name`, also if this one never entered it."""
+        if not isinstance(name, int):
+            return self.accumulate(*(self.models[i] for i in name))
+        if name >= len(self._windows):
+            raise ValueError(
+                "join_uneven_inputs(): a rank without any batch cannot know models that nobody "
+                "prepared; prepare them"
+            )
+        return self.windows[name]
 
     def follow(self, window: Window, *, weighted: bool) -> None:
         """Take part in another rank's backward pass, with nothing of one's own."""
@@ -218,15 +245,16 @@ class Accumulator:
 
     def window_of(self, parameters: Sequence[torch.Tensor]) -> Window | None:
         """Return the window that the parameters' gradients belong to, the last entered if many."""
+        ids = {id(p) for p in parameters}
         for window in reversed(self._recent):
-            if any(id(p) in window.ids for p in parameters):
+            if window.holds(ids):
                 return window
         return None
 
     def windows_of(self, parameters: Sequence[torch.Tensor]) -> list[Window]:
         """Return all windows that hold gradients of these parameters."""
         ids = {id(p) for p in parameters}
-        return [window for window in self._recent if window.ids & ids]
+        return [window for window in self._recent if window.holds(ids)]
 
     @property
     def number_of_windows(self) -> int:
@@ -241,7 +269,7 @@ class Accumulator:
         return [
             gradient
             for optimizer in self.optimizers
-            if any(id(p) in window.ids for p in optimizer.parameters)
+            if window.holds({id(p) for p in optimizer.parameters})
             for gradient in optimizer.aside
         ]
 

@@ -90,9 +90,9 @@ def share_model(model: nn.Module, src: int = 0) -> None:
     _broadcast([*(p.data for p in model.parameters()), *model.buffers()], src)
 
 
-def share_buffers(model: nn.Module) -> None:
-    """Leave rank 0's buffers (running means and counts) in `model` on every rank. Collective."""
-    _broadcast(list(model.buffers()), 0)
+def share_buffers(model: nn.Module, src: int = 0) -> None:
+    """Leave the buffers of rank `src` (running means, counts) in `model` everywhere. Collective."""
+    _broadcast(list(model.buffers()), src)
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], src: int) -> None:

@@ -14,6 +14,7 @@ from syncprims import assert_same, get_rank, get_world_size
 
 from . import order
 from .devices import to_device
+from .dispatching import dispatched
 from .sharding import BatchShard, Counted, CountingCollate, Plan, StatefulStreamShard, StreamShard
 from .tracking import Cursor, OpenLoaders
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+_END: Any = object()  # no batch is this one
 
 
 class PreparedLoader(DataLoader[T]):
@@ -39,6 +41,8 @@ class PreparedLoader(DataLoader[T]):
         seed: int,
         loaders: OpenLoaders,
         non_blocking: bool = False,
+        dispatch: bool = False,
+        drop_last: bool = False,
     ) -> None:
         # Not DataLoader.__init__: there is one already.
         self.loader = loader
@@ -48,6 +52,8 @@ class PreparedLoader(DataLoader[T]):
         self._skip = 0  # of every iteration: a view of :func:`skip_first_batches`
         self._loaders = loaders
         self._non_blocking = non_blocking
+        self._dispatch = dispatch  # rank 0 reads for all
+        self._drop_last = drop_last
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet: a copy in the making
@@ -55,7 +61,12 @@ class PreparedLoader(DataLoader[T]):
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return max(0, len(self.loader) - self._skip)
+        count = len(self.loader)
+        if self._dispatch and not self._plan.split:
+            count, rest = divmod(count, self._plan.ranks)
+            whole = self._plan.even or self._plan.rank < rest
+            count += bool(rest) and whole and not self._drop_last
+        return max(0, count - self._skip)
 
     @property
     def total_batch_size(self) -> int | None:
@@ -65,6 +76,18 @@ class PreparedLoader(DataLoader[T]):
         if size is None:
             return None
         return size if shard is not None and self._plan.split else size * self._plan.ranks
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get equally many batches; a change counts from the next iteration."""
+        return self._plan.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._plan = self._plan._replace(even=even)
+        dealer: Any = self._shard or self.loader.dataset
+        if isinstance(dealer, BatchShard | StreamShard):
+            dealer.plan = dealer.plan._replace(even=even)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of `epoch`."""
@@ -116,15 +139,23 @@ class PreparedLoader(DataLoader[T]):
         cursor = Cursor(self)
         self._loaders.enter(cursor)
         try:
-            batches = self._begin(epoch, done)
-            batch, more = _next(batches)
-            while more:
-                stream = self._stream_state()
-                after, more = _next(batches)
+            batches = self._dispatched(epoch, done) if self._dispatch else self._begin(epoch, done)
+            placed = self.device is not None and _can_be_elsewhere(self.device)
+            streamed = isinstance(self.loader.dataset, IterableDataset)
+            stateful = streamed and not self._dispatch and hasattr(self.loader, "state_dict")
+            after = next(batches, _END)
+            while (batch := after) is not _END:
+                # torchdata's state of a stream, before the batch ahead is read
+                stream = self.loader.state_dict() if stateful else None  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
+                after = next(batches, _END)
                 progress.batch, progress.stream = progress.batch + 1, stream
-                cursor.at_end = not more
-                yield self._hand_out(batch, cursor)
-                batch = after
+                if after is _END:
+                    cursor.at_end = True
+                    cursor.real = None if self._shard is None else self._shard.real
+                if isinstance(batch, Counted):
+                    batch, cursor.real = batch
+                self._loaders.advance(cursor)
+                yield self._place(batch) if placed else batch
         finally:
             self._loaders.leave(cursor)
             if progress.epoch == epoch and not progress.resume:
@@ -149,28 +180,27 @@ class PreparedLoader(DataLoader[T]):
         order.begin_epoch(sampler, progress.seed, epoch)
         return islice(iter(loader), done, None)
 
+    def _dispatched(self, epoch: int, done: int) -> Iterator[Any]:
+        """Return this rank's batches of those that rank 0 reads."""
+        return dispatched(
+            lambda: self._begin(epoch, 0), self._plan, drop_last=self._drop_last, done=done
+        )
+
     def _check_order(self, batches: Any) -> None:
         """Refuse an order of the user's own that ranks do not share, before it does harm."""
-        if get_world_size() == 1 or order.is_known(batches) or _consumes(batches):
+        if get_world_size() == 1 or self._dispatch or order.is_known(batches) or _consumes(batches):
             return
         first = [list(b) if isinstance(b, list | tuple) else b for b in islice(batches, 2)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         assert_same(first, f"the order of {type(batches).__name__}")
 
-    def _stream_state(self) -> dict[str, Any] | None:
-        """Return torchdata's state of a stream, before the batch ahead is read."""
-        if isinstance(self.loader.dataset, IterableDataset) and hasattr(self.loader, "state_dict"):
-            return self.loader.state_dict()  # type: ignore[no-any-return]
-        return None
-
-    def _hand_out(self, batch: Any, cursor: Cursor) -> Any:
-        if isinstance(batch, Counted):
-            batch, cursor.real = batch
-        elif cursor.at_end and self._shard is not None:
-            cursor.real = self._shard.real
-        self._loaders.advance(cursor)
-        if self.device is None:
-            return batch
+    def _place(self, batch: Any) -> Any:
+        assert self.device is not None
         return to_device(batch, self.device, non_blocking=self._non_blocking)
+
+
+def _can_be_elsewhere(device: torch.device) -> bool:
+    """Tell whether a batch may lie on another device than this one."""
+    return device.type != "cpu" or torch.accelerator.is_available()
 
 
 class _Progress:
@@ -200,12 +230,6 @@ class _Skipping:
         return islice(iter(self.shard), self.skip, None)
 
 
-def _next(iterator: Iterator[Any]) -> tuple[Any, bool]:
-    for item in iterator:
-        return item, True
-    return None, False
-
-
 def _consumes(batches: Any) -> bool:
     """Tell whether looking at the first batches would take them away."""
     return isinstance(batches, Iterator)
@@ -220,6 +244,7 @@ def prepare_data_loader(
     seed: int | None = None,
     loaders: OpenLoaders | None = None,
     non_blocking: bool = False,
+    dispatch_batches: bool = False,
 ) -> PreparedLoader[T]:
     """Return a loader of this rank's share of `loader`'s batches, on `device`. Collective.
 
@@ -227,7 +252,9 @@ def prepare_data_loader(
     size, the last ones filled up from the beginning of the data; without, nothing is repeated. With
     `split_batches` each batch is cut into one part per rank instead, so that the batch size is that
     of all ranks together. Shuffles follow from `seed` and the epoch, on all ranks alike; without a
-    seed, rank 0's generator gives one. A sampler that shards already is left to do so.
+    seed, rank 0's generator gives one. A sampler that shards already is left to do so. With
+    `dispatch_batches` rank 0 reads, and sends the others theirs: for streams that no two readers
+    see alike.
 
     :raises ValueError: if batches cannot be cut as asked.
     :raises RankMismatch: in an epoch, if a sampler of your own gives the ranks different orders.
@@ -236,13 +263,16 @@ def prepare_data_loader(
         return loader
     plan = Plan(get_rank(), get_world_size(), even_batches, split_batches)
     seed = order.common_seed(seed, loader.generator or _generator(loader))
+    dispatch = dispatch_batches and plan.ranks > 1
     return PreparedLoader(
-        _rebuilt(loader, plan),
+        _rebuilt(loader, Plan(0, 1, even_batches) if dispatch else plan),
         plan,
         device=device,
         seed=seed,
         loaders=loaders or OpenLoaders(),
         non_blocking=non_blocking,
+        dispatch=dispatch,
+        drop_last=loader.drop_last,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +31,7 @@ def rank_device(*, cpu: bool = False) -> torch.device:
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return `tree` with every tensor replaced by ``function(tensor)``; other leaves stay.
 
-    Lists, tuples, named tuples and mappings keep their types.
+    Lists, tuples, named tuples, mappings and dataclasses keep their types.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -39,12 +41,21 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return type(tree)(map_tensors(function, part) for part in tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(tree, Mapping):
         mapped = {key: map_tensors(function, part) for key, part in tree.items()}  # pyright: ignore[reportUnknownVariableType]
-        return mapped if type(tree) is dict else _like(tree, mapped)  # pyright: ignore[reportUnknownArgumentType]
+        return like(tree, mapped)  # pyright: ignore[reportUnknownArgumentType]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        made = copy.copy(tree)
+        for field in fields(tree):
+            if hasattr(tree, field.name):
+                part = map_tensors(function, getattr(tree, field.name))
+                object.__setattr__(made, field.name, part)  # frozen ones, too
+        return made
     return tree
 
 
-def _like(tree: Any, mapped: dict[Any, Any]) -> Any:
+def like(tree: Any, mapped: dict[Any, Any]) -> Any:
     """Return `mapped` as the mapping type of `tree`: transformers' outputs and batches are such."""
+    if type(tree) is dict:
+        return mapped
     try:
         return type(tree)(mapped)
     except TypeError:
@@ -52,7 +63,7 @@ def _like(tree: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """Return `batch` with its tensors on `device`: tensors, lists, tuples and mappings of them.
+    """Return `batch` with its tensors on `device`, in lists, tuples, mappings and dataclasses.
 
     Anything else that has ``.to(device)`` is asked to move itself.
     """

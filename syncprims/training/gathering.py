@@ -70,7 +70,7 @@ def gather_for_metrics(tree: Any, loaders: OpenLoaders, *, use_gather_object: bo
     else:
         joined = gather(tree)
     cursor = loaders.innermost
-    if cursor is None or cursor.real is None or not cursor.at_end:
+    if cursor is None or cursor.real is None:
         return joined
     real = cursor.real
     if isinstance(joined, list) and not only_tensors(joined):

@@ -23,7 +23,10 @@ def join_uneven_inputs(accumulator: Accumulator) -> Generator[None]:
     schedules over at the end. Unweighted losses are averaged over all ranks, those that are done
     included; with ``backward(loss, weight=n)`` every item counts alike. Collective.
 
-    :raises ValueError: for models in DDP, which has a ``Join`` of its own in torch.
+    Models in DDP are averaged by this library in here, after the backward pass.
+
+    :raises ValueError: for models whose forward pass needs all ranks: in FSDP, or in a DDP that
+        copies buffers before it.
     """
     if get_world_size() == 1:
         yield
@@ -34,7 +37,7 @@ def join_uneven_inputs(accumulator: Accumulator) -> Generator[None]:
         yield
         joining.follow()
     finally:
-        accumulator.meet = None
+        accumulator.meet, accumulator.first = None, 0
     joining.take_over()
 
 
@@ -56,7 +59,7 @@ class _Joining:
         if len(turns) > 1:
             raise RuntimeError(f"ranks that train take different turns: {sorted(turns)}")
         if active:
-            self._active = active
+            self._active, self._accumulator.first = active, active[0]
         self.turn = turns.pop() if turns else "done"
         return [said[rank][1] for rank in active]
 
@@ -68,7 +71,7 @@ class _Joining:
             if self.turn == "done":
                 return
             if self.turn == "enter":
-                window = self._accumulator.window_number(said[0][0])
+                window = self._accumulator.window_named(said[0][0])
                 window.follow(all(at_end for _, at_end in said))
             elif window is not None and self.turn == "backward":
                 self._accumulator.follow(window, weighted=said[0])

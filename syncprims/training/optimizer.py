@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from .averaging import average_gradients
 
+_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
+
 if TYPE_CHECKING:
     from .accumulation import Accumulator
     from .window import Window
@@ -35,7 +37,9 @@ class PreparedOptimizer(Optimizer):
         self._aside: dict[torch.Tensor, torch.Tensor] = {}
         self._put = False
         self._windows: list[Window] = []
-        self._known = (-1, 0)
+        self._known_windows = self._known_groups = -1
+        # Somebody's own way to clear is left to do so.
+        self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
 
     # -- the optimizer's own ------------------------------------------------------------------
 
@@ -97,13 +101,15 @@ class PreparedOptimizer(Optimizer):
 
     def window(self) -> Window | None:
         """Return the window of these parameters, the last entered if there are many."""
-        known = self._accumulator.number_of_windows, len(self.optimizer.param_groups)
-        if known != self._known:  # looked for once: it is asked several times per step
-            self._known = known
-            self._windows = self._accumulator.windows_of(self.parameters)
-        if len(self._windows) > 1:
-            return self._accumulator.last_entered(self._windows)
-        return self._windows[0] if self._windows else None
+        accumulator, groups = self._accumulator, len(self.optimizer.param_groups)
+        if self._known_windows != accumulator.number_of_windows or self._known_groups != groups:
+            # Looked for once: it is asked several times per step.
+            self._known_windows, self._known_groups = accumulator.number_of_windows, groups
+            self._windows = accumulator.windows_of(self.parameters)
+        windows = self._windows
+        if len(windows) > 1:
+            return accumulator.last_entered(windows)
+        return windows[0] if windows else None
 
     @property
     def aside(self) -> list[torch.Tensor]:
@@ -120,41 +126,55 @@ class PreparedOptimizer(Optimizer):
             if self._accumulator.has_several_optimizers:
                 self._put_aside()
             return None
-        precision = self._accumulator.precision
-        self.step_was_skipped = False
-        result = None
-        self.ready()
-        if precision.scaler is None:
+        scaled = self._accumulator.precision.scaler is not None
+        if scaled or self._put:
+            self.ready()
+        if scaled:
+            self._step_scaled(closure)
+            result = None
+        else:
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        elif closure is not None:
-            raise ValueError("under fp16 a step takes no closure: its loss would not be scaled")
-        elif any(p.grad is not None for p in self.parameters):
-            self._inner.called = False
-            precision.step(self._inner)
-            self.step_was_skipped = not self._inner.called
+            self.step_was_skipped = False
         self._ready, self._used = False, True
         if window is not None:
             window.spent = True
-        self.steps_skipped += self.step_was_skipped
-        self.steps_taken += not self.step_was_skipped
+        if self.step_was_skipped:
+            self.steps_skipped += 1
+        else:
+            self.steps_taken += 1
         return result
+
+    def _step_scaled(self, closure: Any) -> None:
+        if closure is not None:
+            raise ValueError("under fp16 a step takes no closure: its loss would not be scaled")
+        self.step_was_skipped = False
+        if any(p.grad is not None for p in self.parameters):
+            self._inner.called = False
+            self._accumulator.precision.step(self._inner)
+            self.step_was_skipped = not self._inner.called
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that a step has used; those that wait for one stay.
 
         What other losses have left since this optimizer's last `step` is dropped, as ever.
         """
-        window = self.window()
-        fresh = window is None or not window.begun or (window.sync and window.count <= 1)
-        if self._used or fresh:
+        if not self._used:
+            window = self.window()
+            if window is not None and window.begun and (not window.sync or window.count > 1):
+                if self._put:
+                    for p in self.parameters:
+                        p.grad = self._aside.pop(p, None)
+                    self._put = False
+                return
+        if set_to_none and self._plain and not _is_profiled():
+            # What torch does, less a mark for its profiler that takes longer than all the rest.
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+        else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
-            self._used, self._ready = False, False
-            self._aside.clear()
-            self._put = False
-        elif self._put:
-            for p in self.parameters:
-                p.grad = self._aside.pop(p, None)
-            self._put = False
+        self._used = self._ready = self._put = False
+        self._aside.clear()
 
     def ready(self) -> None:
         """Leave in ``.grad`` what the step will use: whole and unscaled. Once per step."""

@@ -46,6 +46,7 @@ class Preparation:
         device_placement: bool = True,
         even_batches: bool = True,
         split_batches: bool = False,
+        dispatch_batches: bool = False,
         seed: int | None = None,
         non_blocking: bool = False,
         schedule: bool = True,
@@ -57,6 +58,7 @@ class Preparation:
         self.device_placement = device_placement
         self.even_batches = even_batches
         self.split_batches = split_batches
+        self.dispatch_batches = dispatch_batches
         self.seed = seed
         self.non_blocking = non_blocking
         self.schedule = schedule  #: schedules follow the optimizers' steps
@@ -98,6 +100,7 @@ class Preparation:
             device=self.device if self.device_placement else None,
             even_batches=self.even_batches,
             split_batches=self.split_batches,
+            dispatch_batches=self.dispatch_batches,
             seed=self.seed,
             loaders=self.accumulator.loaders,
             non_blocking=self.non_blocking,

@@ -30,6 +30,7 @@ class PreparedScheduler(LRScheduler):
         self._follow = follow
         accumulator.schedules.append(self)
         self._seen = (0, 0)  # steps taken and skipped at the last call
+        self._found: PreparedOptimizer | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet: a copy in the making
@@ -41,7 +42,7 @@ class PreparedScheduler(LRScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if its optimizer has stepped."""
-        optimizer = self._optimizer() if self._follow else None
+        optimizer = self._found = self._found or self._optimizer()
         if optimizer is not None:
             window = optimizer.window()
             if window is not None and not window.sync:
@@ -55,6 +56,8 @@ class PreparedScheduler(LRScheduler):
 
     def _optimizer(self) -> PreparedOptimizer | None:
         """Return the prepared optimizer whose rates this schedule sets, or the only one."""
+        if not self._follow:
+            return None
         own = getattr(self.scheduler, "optimizer", None)
         if isinstance(own, PreparedOptimizer):
             return own

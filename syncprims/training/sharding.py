@@ -162,6 +162,18 @@ class StreamShard(IterableDataset[Any]):
         self.size = size  #: of this rank's batches
         self.drop_last = drop_last
 
+    def __len__(self) -> int:
+        """Return how many items this rank gets, where the dataset knows how many there are."""
+        rank, ranks, even, _ = self.plan
+        rounds, rest = divmod(len(self.dataset), self.size * ranks)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+        if self.drop_last or not rest:
+            more = 0
+        elif even and ranks > 1:
+            more = self.size
+        else:
+            more = min(self.size, max(0, rest - rank * self.size))
+        return rounds * self.size + more
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset, if it asks for it."""
         tell = getattr(self.dataset, "set_epoch", None)

@@ -10,6 +10,7 @@ class Cursor:
         self.loader = loader
         self.serial = 0  #: of its latest batch
         self.at_end = False  #: the latest batch is the last
+        self.beside: tuple[Cursor, ...] = ()  #: others that take turns with it, as in ``zip``
         self.real: int | None = None  #: items of the world's latest batches that are no padding
 
 
@@ -17,8 +18,8 @@ class OpenLoaders:
     """The iterations that run now, outermost first."""
 
     def __init__(self) -> None:
+        self.serial = 0  #: the number of batches handed out so far
         self._open: list[Cursor] = []
-        self._serial = 0
 
     def enter(self, cursor: Cursor) -> None:
         """Note that an iteration begins."""
@@ -30,16 +31,16 @@ class OpenLoaders:
             self._open.remove(cursor)
 
     def advance(self, cursor: Cursor) -> None:
-        """Note that `cursor` hands out a batch: loops inside of its own are over."""
-        self._serial += 1
-        cursor.serial = self._serial
-        if cursor in self._open:
-            del self._open[self._open.index(cursor) + 1 :]
+        """Note that `cursor` hands out a batch: loops inside of its own are over.
 
-    @property
-    def serial(self) -> int:
-        """The number of batches handed out so far."""
-        return self._serial
+        One that was taken for over and goes on is no loop inside, but runs beside the others.
+        """
+        self.serial = cursor.serial = self.serial + 1
+        if cursor not in self._open:
+            cursor.beside = tuple(self._open)
+            self._open.append(cursor)
+        elif cursor is not self._open[-1]:
+            del self._open[self._open.index(cursor) + 1 :]
 
     @property
     def innermost(self) -> Cursor | None:

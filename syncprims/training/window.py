@@ -15,9 +15,10 @@ from syncprims import all_gather, all_reduce, get_world_size
 from .averaging import average_gradients, share_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
-    from .tracking import Cursor, OpenLoaders
+    from .accumulation import Accumulator
+    from .tracking import Cursor
 
 
 class Window:
@@ -29,16 +30,10 @@ class Window:
     """
 
     def __init__(
-        self,
-        models: Sequence[nn.Module],
-        loaders: OpenLoaders,
-        steps: Callable[[], int],
-        on_open: Callable[[Window], None],
-        turn: Callable[[Window, str, Any], list[Any] | None],
+        self, models: Sequence[nn.Module], given: tuple[nn.Module, ...], accumulator: Accumulator
     ) -> None:
         self.models = tuple(models)
-        self.parameters = list(dict.fromkeys(p for m in models for p in m.parameters()))
-        self.ids = {id(p) for p in self.parameters}
+        self.given = given  #: the models that its blocks name: none, for all that are prepared
         self.count = 0  #: micro-batches in it, with the current one
         self.sync = False  #: it is closed, or closes with the current micro-batch: steps may pass
         self.begun = False  #: something has been added to it
@@ -46,10 +41,9 @@ class Window:
         self.inside = False  #: the current code is in its block
         self.alone = get_world_size() == 1  #: nobody is to be averaged with
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
-        self._loaders = loaders
-        self._steps = steps
-        self._on_open = on_open
-        self._turn = turn
+        self._accumulator = accumulator
+        self._loaders = accumulator.loaders
+        self._scaled = accumulator.precision.scaler is not None
         self._serial = 0
         self._driver: Cursor | None = None
         self._chunked = False  # one batch has made several micro-batches
@@ -58,9 +52,22 @@ class Window:
         self._backward = 0  # of the current micro-batch
         self._factor: float | None = None  # what is there has been scaled by it
         self._held = contextlib.ExitStack()
+        self._ids = {id(p) for p in self.parameters}
+        self._joining = False  # ranks may be out of batches: gradients are averaged here
         self._wrapped = [m for m in models if syncs_itself(m)]
-        self._own = [p for m in models if not syncs_itself(m) for p in m.parameters()]
         self._buffered = [m for m in models if any(True for _ in m.buffers())]
+        self._shares = bool(self._buffered) and not self.alone  # something is due at the end
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of all models, each once; looked up each time, for models may grow."""
+        return list(dict.fromkeys(p for m in self.models for p in m.parameters()))
+
+    def holds(self, ids: Collection[int]) -> bool:
+        """Tell whether these are the ids of some parameters of these models."""
+        if self._ids.isdisjoint(ids):
+            self._ids = {id(p) for p in self.parameters}
+        return not self._ids.isdisjoint(ids)
 
     # -- micro-batches ----------------------------------------------------------------------
 
@@ -75,13 +82,15 @@ class Window:
         self.count += 1
         self._backward = 0
         at_end = self._at_end()
-        said = self._turn(self, "enter", at_end)
-        if said is not None:
-            self._refuse_wrapped()
+        accumulator = self._accumulator
+        self._joining = accumulator.meet is not None
+        if self._joining:
+            self._refuse_unjoinable()
+            said = accumulator.tell(self, "enter", at_end)
             at_end = all(end for _, end in said)
-        self.sync = self.count >= self._steps() or at_end
+        self.sync = at_end or self.count >= accumulator.steps
         self.inside = True
-        if self._wrapped and not self.sync:
+        if self._wrapped and (self._joining or not self.sync):
             for model in self._wrapped:
                 self._held.enter_context(without_sync(model))
 
@@ -89,47 +98,59 @@ class Window:
         self.inside = False
         if self._wrapped:
             self._held.close()
-        if kind is None:
-            self._turn(self, "leave", None)
+        if self._accumulator.meet is not None and kind is None:
+            self._accumulator.tell(self, "leave", None)
+        if self._shares and kind is None:
             self.leave()
 
     def leave(self) -> None:
         """End a micro-batch: after a step's last one, buffers are the same on all ranks."""
-        if self._buffered and self.sync and not self.alone:
+        if self._shares and self.sync:
             self.share_buffers()
 
     def follow(self, at_end: bool) -> None:
         """Begin a micro-batch of others, to which this rank adds nothing."""
-        self._refuse_wrapped()
+        self._joining = True
+        self._refuse_unjoinable()
         if self.sync or not self.count:
             self.open()
             for p in self.parameters:  # nobody steps here, so nobody clears the last step's
                 p.grad = None
         self.count += 1
         self._backward = 0
-        self.sync = self.count >= self._steps() or at_end
+        self.sync = self.count >= self._accumulator.steps or at_end
 
-    def _refuse_wrapped(self) -> None:
-        if self._wrapped:
-            raise ValueError(
-                "join_uneven_inputs() does not reach into DDP or FSDP; use torch's Join, or "
-                "loaders with even batches"
-            )
+    def _refuse_unjoinable(self) -> None:
+        """Refuse models whose very forward pass needs all ranks."""
+        for model in self._wrapped:
+            if not isinstance(model, DistributedDataParallel):
+                raise ValueError(
+                    f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
+                    f"ranks, also those without a batch; use loaders with even batches"
+                )
+            if forward_syncs_buffers(model):
+                raise ValueError(
+                    "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
+                    "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
+                )
 
     def open(self) -> None:
         """Begin anew."""
-        self._on_open(self)
+        if self._scaled:
+            self._accumulator.opens(self)
         self.count, self.sync, self.begun, self.spent = 0, False, False, False
         self._weights, self._weighted, self._factor = [], None, None
 
     def share_buffers(self) -> None:
-        """Leave rank 0's running means and counts on all ranks."""
+        """Leave the first rank's running means and counts on all ranks."""
         for model in self._buffered:
-            share_buffers(model)
+            share_buffers(model, self._accumulator.first)
 
     def _at_end(self) -> bool:
         """Tell whether the current micro-batch is the last of its loader."""
         loaders = self._loaders
+        if loaders.serial == self._serial and self._driver is None:
+            return False  # nobody's loader gives these batches
         fresh = loaders.since(self._serial)
         if not fresh:
             # A batch cut into pieces: only counting, or flush(), tells which is the last one.
@@ -140,7 +161,10 @@ class Window:
         driver = same[-1] if same else fresh[-1]
         if driver is not self._driver:
             self._driver, self._chunked = driver, False
-        return driver.at_end and not self._chunked
+        if not self._accumulator.sync_with_dataloader:
+            return False
+        over = driver.at_end or any(c.at_end for c in fresh if c in driver.beside)
+        return over and not self._chunked
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -199,8 +223,14 @@ class Window:
         """Average over the ranks what no wrapper averages by itself. Collective."""
         if self.alone:
             return
-        left_out = {id(p) for model in skip for p in model.parameters()}
-        average_gradients(p for p in self._own if id(p) not in left_out)
+        left_out = {p for model in skip for p in model.parameters()}
+        own = dict.fromkeys(
+            p
+            for m in self.models
+            if self._joining or m not in self._wrapped
+            for p in m.parameters()
+        )
+        average_gradients(p for p in own if p not in left_out)
 
     def close(self, aside: Sequence[torch.Tensor]) -> bool:
         """Close it early, on all ranks: scale and average what there is. Collective.
@@ -260,6 +290,12 @@ def syncs_itself(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel) or hasattr(
         model, "set_requires_gradient_sync"
     )
+
+
+def forward_syncs_buffers(model: Any) -> bool:
+    """Tell whether DDP copies buffers before each forward pass of `model`."""
+    asked = getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False))
+    return bool(asked) and any(True for _ in model.buffers())
 
 
 @contextlib.contextmanager

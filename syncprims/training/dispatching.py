@@ -1,0 +1,146 @@
+"""Batches that rank 0 reads for all: for streams that cannot be read twice alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from syncprims import on_main
+
+from .devices import like, map_tensors
+from .sharding import Counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .sharding import Plan
+
+
+class Round(NamedTuple):
+    """What all ranks get at once."""
+
+    parts: list[Any]  #: by rank; fewer than ranks in an uneven last round
+    real: int | None  #: items of the round that are no padding, if it has any
+
+
+def dispatched(
+    begin: Callable[[], Iterator[Any]], plan: Plan, *, drop_last: bool, done: int
+) -> Iterator[Any]:
+    """Yield this rank's batches of those that `begin` yields on rank 0. Collective each time.
+
+    Rank 0 reads the first `done` rounds, too, and keeps them: the last one may need the beginning.
+    If reading fails, it fails on all ranks alike: the others get a ``PeerFailed``.
+    """
+    reader = _Reader(plan, drop_last)
+
+    @on_main(share=True)
+    def read() -> Round | None:
+        if reader.batches is None:
+            reader.batches = begin()
+            for _ in range(done):
+                reader.round()
+        return reader.round()
+
+    while (found := read()) is not None:
+        if plan.rank < len(found.parts):
+            yield Counted(found.parts[plan.rank], found.real)
+        if len(found.parts) < plan.ranks:
+            return  # it was the last, and who got nothing must not ask alone
+
+
+class _Reader:
+    """Rank 0's rounds of batches."""
+
+    def __init__(self, plan: Plan, drop_last: bool) -> None:
+        self.batches: Iterator[Any] | None = None
+        self._plan = plan
+        self._drop_last = drop_last
+        self._first: Any = None  # what an even last round goes on with
+        self._size = 0  # items of a full round
+
+    def round(self) -> Round | None:
+        """Return the next round; None after the last one."""
+        ranks, split = self._plan.ranks, self._plan.split
+        assert self.batches is not None
+        held = list(islice(self.batches, 1 if split else ranks))
+        held = [batch.batch if isinstance(batch, Counted) else batch for batch in held]
+        if not held:
+            return None
+        sizes = [length(batch) for batch in held]
+        if not self._size:
+            self._first = held[0] if len(held) == 1 else joined(held)
+            self._size = -(-sizes[0] // ranks) * ranks if split else sizes[0] * ranks
+        if not split and len(held) == ranks and sum(sizes) == self._size:
+            return Round(held, None)
+        return self._cut(held[0] if len(held) == 1 else joined(held), sum(sizes))
+
+    def _cut(self, whole: Any, count: int) -> Round | None:
+        ranks, part = self._plan.ranks, self._size // self._plan.ranks
+        real = None
+        if count < self._size:
+            if self._drop_last:
+                return None
+            if self._plan.even:
+                real = count
+                while count < self._size:
+                    more = piece(self._first, 0, self._size - count)
+                    count += length(more)
+                    whole = joined([whole, more])
+        starts = range(0, min(count, part * ranks), part)
+        return Round([piece(whole, at, min(at + part, count)) for at in starts], real)
+
+
+def length(batch: Any) -> int:
+    """Return how many items a batch holds: the first dimension of its first tensor.
+
+    :raises TypeError: if it holds no tensor with one.
+    """
+    found: list[int] = []
+    map_tensors(lambda tensor: found.append(len(tensor)) if tensor.ndim else None, batch)
+    if not found:
+        raise TypeError("dispatch_batches cuts batches of tensors, and this one holds none")
+    return found[0]
+
+
+def piece(batch: Any, start: int, stop: int) -> Any:
+    """Return some items of a batch: rows of its tensors, and of lists that are as long."""
+    count = length(batch)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[start:stop].clone() if tensor.ndim else tensor
+
+    return _with_lists(map_tensors(cut, batch), lambda part: part[start:stop], count)
+
+
+def joined(batches: list[Any]) -> Any:
+    """Return one batch with the items of all.
+
+    :raises TypeError: if the batches are not alike.
+    """
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches) if first.ndim else first
+    if isinstance(first, Mapping):
+        return like(first, {key: joined([batch[key] for batch in batches]) for key in first})
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(joined, map(list, zip(*batches, strict=True))))
+    if isinstance(first, list | tuple):
+        if not any(isinstance(part, torch.Tensor | Mapping | list | tuple) for part in first):
+            return type(first)(item for batch in batches for item in batch)
+        return type(first)(map(joined, map(list, zip(*batches, strict=True))))
+    return first
+
+
+def _with_lists(tree: Any, cut: Callable[[Any], Any], count: int) -> Any:
+    """Cut the lists of plain objects in a tree that are as long as its tensors were."""
+    if isinstance(tree, Mapping):
+        return like(tree, {key: _with_lists(part, cut, count) for key, part in tree.items()})
+    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields"):
+        return tree
+    plain = not any(isinstance(part, torch.Tensor | Mapping | list | tuple) for part in tree)
+    if plain:
+        return cut(tree) if len(tree) == count else tree
+    return type(tree)(_with_lists(part, cut, count) for part in tree)
