@@ -19,6 +19,7 @@ from learning import (
     small_model,
     unit_model,
     with_others,
+    without_ddp,
 )
 from torch import nn
 
@@ -583,7 +584,7 @@ def test_running_means_go_on_with_the_ranks_that_train(world: Ranks) -> None:
     assert world.run(program) == [5.0, 5.0]
 
 
-@everywhere
+@without_ddp
 def test_models_may_grow_after_prepare(world: Ranks) -> None:
     def program() -> list[float]:
         accumulator, rank = Accumulator(2), syncprims.get_rank()
