@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format soak bench clean
+.PHONY: help demo test lint format soak bench docs clean
 
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -37,6 +37,10 @@ $(VENV)/bench: $(VENV)/test
 	$(PIP) --group bench
 	@touch $@
 
+$(VENV)/docs: $(VENV)/core
+	$(PIP) --group docs
+	@touch $@
+
 demo: $(VENV)/demo ## train on real data: four ranks, file backend, no GPU, no torch
 	$(BIN)/syncprims run -n 4 examples/digits.py
 
@@ -63,5 +67,8 @@ bench: $(VENV)/bench ## measure beside the peers, and write bench/RESULTS.md and
 	$(BIN)/python bench/constants.py --write
 	$(BIN)/python bench/measure_torch.py --write
 
+docs: $(VENV)/docs ## build the documentation into site/, strictly
+	$(BIN)/python -m mkdocs --quiet build --strict
+
 clean: ## remove what was made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache
