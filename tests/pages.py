@@ -9,6 +9,7 @@ Comments of a page say what its reader need not see:
 - ``<!-- given: ... -->``: Python that runs first, for names that a block takes as known.
 - ``<!-- raises: ValueError -->`` before a Python block: it ends with this error.
 - ``<!-- exit: 1 -->`` before a console block: its last command ends with this code.
+- ``<!-- slow: reason -->`` before a console block: `make soak` runs it, the tests do not.
 - ``<!-- not run: reason -->`` before a block: it cannot run here. Few may say so.
 """
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 _FENCE = re.compile(r"( *)(`{3,})(\w*)[^\n]*\n(.*?)\n?\1\2[ ]*(?=\n|\Z)", re.DOTALL)
-_COMMENT = re.compile(r"<!--\s*(file|ranks|given|raises|exit|not run):(.*?)-->", re.DOTALL)
+_COMMENT = re.compile(r"<!--\s*(file|ranks|given|raises|exit|slow|not run):(.*?)-->", re.DOTALL)
 
 
 class Block(NamedTuple):
