@@ -68,7 +68,7 @@ bench: $(VENV)/bench ## measure beside the peers, and write bench/RESULTS.md and
 	$(BIN)/python bench/measure_torch.py --write
 
 docs: $(VENV)/docs ## build the documentation into site/, strictly
-	$(BIN)/python -m mkdocs --quiet build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
 clean: ## remove what was made
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache

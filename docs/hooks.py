@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}
+_ROLE = re.compile(r":(?:class|func|meth|attr|data|mod):(<code>)~?")
 _PICTURES = (".svg", ".png")
 
 
@@ -63,6 +64,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return link[1] + os.path.relpath(goal, Path(source).parent) + link[3]
 
     return _LINK.sub(pointed, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Drop the roles of docstrings, such as ``:func:``, which Markdown does not know."""
+    return _ROLE.sub(r"\1", html)
 
 
 def _outside(text: str, page: Path) -> list[Path]:

@@ -62,9 +62,7 @@ def segments(page: Path) -> list[tuple[str, list[Block]]]:
 
 
 @of("python")
-def test_python_blocks_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -78,6 +76,9 @@ def test_python_blocks_run(
                 run_block(page, block, namespace)
             return len(group)
 
+        if size == "0":
+            ran += program()
+            continue
         results = run_world(program, int(size), kind="processes" if kind else "threads")
         assert len(set(results)) == 1
         ran += results[0]
@@ -144,11 +145,17 @@ def try_commands(page: Path, tmp_path: Path, *, slow: bool) -> None:
     environ = {
         k: v
         for k, v in os.environ.items()
-        if "SYNCPRIMS" not in k and k not in outer and not k.startswith(("PYTEST", "COV", "COLUMNS", "CI"))
+        if "SYNCPRIMS" not in k
+        and k not in outer
+        and not k.startswith(("PYTEST", "COV", "COLUMNS", "CI"))
     }
     environ["PATH"] = f"{shims(tmp_path / 'bin')}:{environ['PATH']}"
     environ["PYTEST_DEBUG_TEMPROOT"] = str(tmp_path)
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     for block in on(page, "console"):
         write_files(page, folder, block.line)
         if slow is not ("slow" in block.marks):
@@ -157,7 +164,7 @@ def try_commands(page: Path, tmp_path: Path, *, slow: bool) -> None:
             if programs(command.text) <= RUN:
                 run_command(page, command, folder, environ)
             else:
-                check_command(page, command, folder)
+                check_command(page, command, folder, Path(environ["PYTHONPATH"].split(":")[0]))
 
 
 def programs(text: str) -> set[str]:
@@ -180,7 +187,7 @@ def run_command(page: Path, command: Command, folder: Path, environ: dict[str, s
             assert found, f"{place} shows what is not said: {shown!r}\n\n{said}"
 
 
-def check_command(page: Path, command: Command, folder: Path) -> None:
+def check_command(page: Path, command: Command, folder: Path, site: Path) -> None:
     """See that what a command names is there: extras, targets, files."""
     place = f"{name(page)}:{command.line}"
     for part in re.split(r"&&", command.text):
@@ -188,11 +195,19 @@ def check_command(page: Path, command: Command, folder: Path) -> None:
         assert program in CHECKED, f"{place}: run {program!r}, or say how to check it"
         if program == "pip":
             check_requirements(place, words)
+            if words[-1] == "." and (folder / "pyproject.toml").exists():
+                install(folder, site)  # what the page itself has made
         elif program == "make":
             targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert set(words) <= set(targets), f"{place}: {words}"
         elif program == "sbatch":
             assert (folder / words[-1]).is_file(), f"{place}: no {words[-1]}"
+
+
+def install(folder: Path, site: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    command += ["--no-build-isolation", "--disable-pip-version-check", "--target", str(site)]
+    subprocess.run([*command, "--root-user-action=ignore", str(folder)], check=True)
 
 
 def check_requirements(place: str, words: list[str]) -> None:
@@ -205,6 +220,12 @@ def check_requirements(place: str, words: list[str]) -> None:
             assert set(found[2].split(",")) <= extras, f"{place}: {word}"
         else:
             assert re.fullmatch(r"-e|\.|[a-z-]+|git\+https://.*", word), f"{place}: {word}"
+
+
+def test_the_backend_to_copy_is_the_one_that_every_behaviour_runs_on() -> None:
+    [shown] = [b for b in blocks(ROOT / "docs/backends.md") if b.file == "my_backend.py"]
+    ours = (ROOT / "tests/tiny_backend/tiny_backend.py").read_text().rstrip()
+    assert shown.code == ours.replace("Tiny", "My").replace("tiny", "mine")
 
 
 @of("toml", "yaml", "bash", "json")
@@ -224,7 +245,9 @@ def test_other_blocks_are_whole(page: Path) -> None:
 BATCH = [(p, b) for p in PAGES for b in on(p, "bash") if "#SBATCH" in b.code]
 
 
-@pytest.mark.parametrize(("page", "block"), BATCH, ids=lambda x: name(x) if isinstance(x, Path) else "")
+@pytest.mark.parametrize(
+    ("page", "block"), BATCH, ids=lambda x: name(x) if isinstance(x, Path) else ""
+)
 def test_a_slurm_script_starts_the_world_that_its_page_says(page: Path, block: Block) -> None:
     """Its steps set these variables for each task; what is found has to fit."""
     said = dict(re.findall(r"#SBATCH --([\w-]+)=(\S+)", block.code))
