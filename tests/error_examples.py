@@ -158,7 +158,7 @@ def _world(example: Example, folder: str, found: re.Match[str]) -> str:
         run = run_once(
             lambda: exec(code, _names()), int(found[1]),
             kind="threads" if found[2] == "ranks" else "processes",
-            backend=None, seed=Seed.fresh() if found[2] == "ranks" else None, faults=[], timeout=60,
+            backend=None, seed=Seed.fresh(), faults=[], timeout=60,
         )  # fmt: skip
     finally:
         os.chdir(before)

@@ -5,8 +5,8 @@ Comments of a page say what its reader need not see:
 - ``<!-- file: train.py -->`` before a block: it is this file, in a folder of the page's own, where
   the page's commands run. A page may have the same file twice: the later one is the mended one.
 - ``<!-- ranks: 4 -->`` before a Python block: from here on blocks run on four ranks, which are
-  threads, in a fresh namespace; ``<!-- ranks: 4 processes -->``: in processes; ``<!-- ranks: 0 -->``:
-  outside of any world, as in a test.
+  threads, in a fresh namespace; ``<!-- ranks: 4 processes -->``: in processes;
+  ``<!-- ranks: 0 -->``: outside of any world, as in a test.
 - ``<!-- given: ... -->``: Python that runs first, for names that a block takes as known.
 - ``<!-- raises: ValueError -->`` before a Python block: it ends with this error.
 - ``<!-- exit: 1 -->`` before a console block: its last command ends with this code.

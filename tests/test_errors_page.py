@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 pytest.importorskip("torch")  # errors of the training helpers are among them
-import syncprims.training  # noqa: F401 - before examples are forked, each of which would import it
 from error_examples import PAGE, Example, examples, text_of
 from pages import ROOT, matches
 
 import syncprims
 import syncprims.testing
+import syncprims.training
 
 if TYPE_CHECKING:
     from collections.abc import Generator
