@@ -67,8 +67,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Drop the roles of docstrings, such as ``:func:``, which Markdown does not know."""
-    return _ROLE.sub(r"\1", html)
+    """Mend what Markdown here reads otherwise than it was written.
+
+    Roles of docstrings, such as ``:func:``, and bars that tables of other readers need escaped.
+    """
+    html = _ROLE.sub(r"\1", html)
+    html = re.sub(r"<td>.*?</td>", lambda cell: cell[0].replace(r"\|", "|"), html)
+    # Messages are longer than a line, and have to be read whole.
+    return f'<div class="errors">{html}</div>' if page.file.src_uri == "errors.md" else html
 
 
 def _outside(text: str, page: Path) -> list[Path]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 import pytest
 
 pytest.importorskip("torch")  # syncprims.training is part of it
+from pages import ROOT
 from surface import GOLDEN, surface
 
 
@@ -30,3 +32,10 @@ def test_it_shows_functions_classes_and_their_members() -> None:
     assert any(line.startswith("barrier(name: str | None = None") for line in lines)
     assert "    world_size: property" in lines
     assert "    check(self) -> bool" in lines
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    shown = set(re.findall(r"^::: syncprims\.(?:\w+\.)*(\w+)$", pages, re.MULTILINE))
+    public = set(re.findall(r"^(?:class )?([A-Za-z]\w*)", surface(), re.MULTILINE))
+    assert sorted(public - shown) == []
