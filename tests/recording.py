@@ -95,8 +95,13 @@ class Recorder:
                 what, count = cast("tuple[str, int]", value)
                 counts[what] += count
 
-    def pytest_sessionfinish(self) -> None:
-        """Write down the files that passed; others keep what they had."""
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Write down the files that passed; others keep what they had.
+
+        A session that was broken off has run nothing whole, so nothing is written.
+        """
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         for (file, kind), passed in sorted(self.passed.items()):
             if (file, kind) not in self.failed:
