@@ -9,7 +9,7 @@ WORKERS ?= 4
 PYTHONS ?= $(PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format soak bench dist release-check clean
+.PHONY: help demo test lint format soak bench docs dist release-check clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,10 @@ $(VENV)/dist: $(VENV)/core
 	$(PIP) --group dist
 	@touch $@
 
+$(VENV)/docs: $(VENV)/core
+	$(PIP) --group docs
+	@touch $@
+
 demo: $(VENV)/demo ## train on real data: four ranks, file backend, no GPU, no torch
 	$(BIN)/syncprims run -n 4 examples/digits.py
 
@@ -74,5 +78,8 @@ dist: $(VENV)/dist ## build sdist and wheel, and check them
 release-check: dist ## test the wheel elsewhere: with the oldest and the newest dependencies (an hour)
 	PYTHONS="$(PYTHONS)" .ci/release-check
 
+docs: $(VENV)/docs ## build the documentation into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+
 clean: ## remove what was made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache

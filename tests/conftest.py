@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 import filelock
 import pytest
 from harness import Kind, Ranks, Scripts
+from recording import pytest_addoption as pytest_addoption
+from recording import pytest_configure as pytest_configure
+from recording import pytest_runtest_call as pytest_runtest_call
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from faults import ERRNOS, NEW, NONE, OLD, SETUPS, Trial, fail_at, kill_at, nothing
+from recording import tally
 
 import syncprims as sp
 
@@ -59,6 +60,7 @@ def test_killed_anywhere_it_is_the_old_or_the_new(
     name: str, overwrite: bool, stride: int, tmp_path: Path
 ) -> None:
     seen = kill_everywhere(name, overwrite, stride, tmp_path)
+    tally("kills", seen.total())
     assert seen.total() > 3
     assert seen[OLD if overwrite else NONE] > 0
 
@@ -71,6 +73,7 @@ def test_killed_at_every_call_of_every_rank(
     seen = kill_everywhere(name, overwrite, stride, tmp_path)
     assert seen[OLD if overwrite else NONE] > 0
     assert seen[NEW] > 0
+    tally("kills", seen.total())
     print(f"killed: {name} overwrite={overwrite}: {dict(seen)}")
 
 
@@ -120,6 +123,7 @@ def test_failing_anywhere_all_ranks_say_the_same(
 ) -> None:
     codes = list(ERRNOS.values())
     seen = fail_everywhere(name, overwrite, codes, stride, tmp_path)
+    tally("failed calls", seen.total())
     assert seen[True, OLD if overwrite else NONE] > 0
 
 
@@ -130,6 +134,7 @@ def test_failing_at_every_call_with_every_errno(
 ) -> None:
     seen = fail_everywhere(name, overwrite, list(ERRNOS.values()), stride, tmp_path)
     assert seen[True, OLD if overwrite else NONE] > 0
+    tally("failed calls", seen.total())
     print(f"failed: {name} overwrite={overwrite}: {dict(seen)}")
 
 

@@ -8,6 +8,7 @@ import pytest
 import random_programs
 from harness import Kind, Ranks, served_store
 from histories import Event, History, Step, show, violations, waits_for
+from recording import tally
 
 import syncprims as sp
 
@@ -267,6 +268,7 @@ def test_a_seed_is_one_plan() -> None:
 
 def judge(first: int, count: int, meeting_place: Path, logs: Path) -> None:
     random_programs.check(range(first, first + count), meeting_place, logs)
+    tally("random programs", count)
     Ranks(Kind("file", 2), meeting_place).run(lambda: sp.barrier())
     assert not any(meeting_place.iterdir())  # the last run clears what the killed have left
 
@@ -300,3 +302,4 @@ def test_random_programs_on_several_hosts_keep_every_promise(
 ) -> None:
     with served_store() as store:
         random_programs.check(seeds, meeting_place, tmp_path, store)
+    tally("random programs on several hosts", len(seeds))

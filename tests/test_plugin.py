@@ -119,25 +119,6 @@ def test_a_deadlock_is_reported_with_output_by_rank_and_the_line_to_paste(projec
     assert "scheduler.py" not in result.out  # what happens inside helps nobody
 
 
-def test_the_tutorial_is_true(project: Project) -> None:
-    """The first bug of docs/testing.md, then the second, with what the page shows of them."""
-    page = (Path(__file__).parent.parent / "docs/testing.md").read_text()
-    program, test, more = (block.split("```")[0] for block in page.split("```python\n")[1:4])
-    shown = [line for line in page.splitlines() if line.startswith("E  ") and "..." not in line]
-    project.write(program, "train.py")
-    project.write(test, "test_train.py")
-    first = project.run()
-    assert first.counts(failed=1), first.out
-    project.write(program.replace("            barrier(", "        barrier("), "train.py")
-    assert project.run().counts(passed=1)
-    project.write(test.replace("@pytest.mark.world(ranks=4)\n", more), "test_train.py")
-    second = project.run("-p", "no:randomly")
-    assert second.counts(failed=1, passed=3), second.out
-    said = [line for out in (first.out, second.out) for line in out.splitlines()]
-    assert len(shown) >= 9
-    assert [line for line in shown if line not in said and "replay:" not in line] == []
-
-
 def test_a_schedule_is_replayed_from_the_command_line(project: Project) -> None:
     project.write("""
         import pytest

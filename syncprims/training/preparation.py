@@ -64,14 +64,14 @@ class Preparation:
         self.schedule = schedule  #: schedules follow the optimizers' steps
         self.schedule_advance = schedule_advance
         self.ddp = ddp or {}
-        # Where the backend is torch's, models come in DDP: it averages while gradients are computed.
+        # There models come in DDP, which averages while gradients are computed.
         current().open_process_group()
 
     def model(self, model: nn.Module) -> nn.Module:
         """Return `model` on the device, as rank 0 has it, computing in the job's precision.
 
-        On the torch backend, and where the program runs a ``torch.distributed`` group of all ranks, it
-        comes wrapped in DDP. Collective.
+        On the torch backend, and where the program runs a ``torch.distributed`` group of all ranks,
+        it comes wrapped in DDP. Collective.
         """
         if any(model is known for known in self.accumulator.models):
             return model

@@ -59,7 +59,8 @@ def load_state(
 
     :raises CheckpointError: on all ranks, naming the file, what was expected and what was found.
         Then no object is changed, unless one of them refuses its state: the message says so.
-    :raises TypeError, ValueError: for objects and names as :func:`save_state`.
+    :raises TypeError: for objects as :func:`save_state`.
+    :raises ValueError: for names as :func:`save_state`.
     """
     own = rank_objects or {}
     check_objects(objects, own)
