@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import machine
-import pages
-from pages import SECTIONS
+import report
+from report import SECTIONS
 from scale import FULL, QUICK
 from store import Store
 
@@ -102,7 +102,7 @@ def main() -> None:
         failed = run(options.names, options.into, quick=options.quick, resume=options.resume)
     # Quick figures are no news: their pictures stay with them.
     pictures = HERE.parent / "docs" / "assets" if options.into == HERE else options.into
-    for path in pages.write(Store(options.into / "results.json").sections, options.into, pictures):
+    for path in report.write(Store(options.into / "results.json").sections, options.into, pictures):
         print(path, file=sys.stderr)
     for failure in failed:
         print(f"failed: {failure}", file=sys.stderr)
