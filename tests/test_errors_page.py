@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 pytest.importorskip("torch")  # errors of the training helpers are among them
+import error_examples
 from error_examples import PAGE, Example, examples, text_of
 from pages import ROOT, matches
 
@@ -99,3 +100,31 @@ def test_every_example_says_what_to_do() -> None:
     page = PAGE.read_text()
     assert "```text\n?" not in page
     assert not re.search(r"^nothing: ", page, re.MULTILINE)
+
+
+WRONG = """\
+<!-- made by:
+raise KeyError("a slip in the example")
+-->
+```text
+syncprims.PeerLost: rank 1 was lost
+```
+
+<!-- made by:
+raise ValueError("new words")
+-->
+```text
+ValueError
+```
+"""
+
+
+def test_what_fails_in_another_way_is_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "errors.md"
+    page.write_text(WRONG)
+    monkeypatch.setattr(error_examples, "PAGE", page)
+    [refused] = error_examples.write()
+    assert refused.startswith("line 1 is to be 'PeerLost', and says: KeyError: ")
+    assert page.read_text() == WRONG.replace("\nValueError\n", "\nValueError: new words\n")
