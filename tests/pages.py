@@ -4,6 +4,7 @@ Comments of a page say what its reader need not see:
 
 - ``<!-- file: train.py -->`` before a block: it is this file, in a folder of the page's own, where
   the page's commands run. A page may have the same file twice: the later one is the mended one.
+  With lines of its own in the comment it stands for a file that readers have: their own script.
 - ``<!-- ranks: 4 -->`` before a Python block: from here on blocks run on four ranks, which are
   threads, in a fresh namespace; ``<!-- ranks: 4 processes -->``: in processes;
   ``<!-- ranks: 0 -->``: outside of any world, as in a test.
@@ -73,6 +74,9 @@ def blocks(page: Path) -> list[Block]:
             given = match[2]
             found.append(Block(line, "python", given.strip("\n"), {**marks, "given": ""}))
             marks = {}
+        elif match[1] == "file" and "\n" in match[2].strip():
+            path, _, own = match[2].strip().partition("\n")
+            found.append(Block(line + 1, "text", own, {"file": path}))
         else:
             marks[match[1]] = match[2].strip()
     return found
