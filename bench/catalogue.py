@@ -139,5 +139,5 @@ ROWS = (
     Row("`save_model`, 1 GiB: extra memory", "checkpoints", "extra memory", (1,), "MB",
         (Aim(at_most=64),), "save_model", shown=("Accelerate", "torch.save")),
     Row("load into a model, 1 GiB, over safetensors", "checkpoints", "of safetensors", (1,), "x",
-        (Aim(at_most=1.3),), "load_checkpoint_in_model", shown=("Accelerate",)),
+        (Aim(at_most=1.3),), "load_checkpoint_in_model", shown=("safetensors", "Accelerate")),
 )  # fmt: skip

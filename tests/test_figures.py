@@ -88,12 +88,12 @@ def test_what_a_peer_does_better_is_listed() -> None:
     assert "3.00 x at 2 ranks" in lost[0]
     assert "MPICH" in lost[1]
     loads = seen(
-        (1, "load_checkpoint_in_model", "load", [0.3]),
-        (1, "safetensors", "load", [0.2]),
-        (1, "Accelerate", "load", [1.1]),
+        (1, "load_checkpoint_in_model", "of safetensors", [1.5]),
+        (1, "safetensors", "of safetensors", [1.0]),
+        (1, "Accelerate", "of safetensors", [5.2]),
     )
     (line,) = summary.lost(sections(checkpoints=loads.stored()))
-    assert line == "- safetensors, against load into a model, 1 GiB: 1.50 x"
+    assert line == "- safetensors, against load into a model, 1 GiB, over safetensors: 1.50 x"
 
 
 def test_an_absent_peer_is_told_and_no_comparison_is_made() -> None:

@@ -22,6 +22,7 @@ def add_parser(commands: Any) -> None:
         description="Read what a run with SYNCPRIMS_TRACE=DIR has recorded: who made whom wait, "
         "where and for how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and "
         "chrome://tracing.",
+        epilog="exit code: 0 if there was a trace to read, 2 if not.",
     )
     parser.add_argument("dir", type=Path, help="the directory that SYNCPRIMS_TRACE named")
     parser.add_argument(
