@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     folder = _chosen(folders, options.name, directory)
     found = read_run(folder)
     analysis = analyse(found)
-    _say(f"Run {found.name}, {found.world_size} ranks{_others(folders, folder)}\n")
+    _say(f"{found.title}{_others(folders, folder)}\n")
     table.write(analysis, sys.stdout, every_row=options.all)
     for complaint in (*found.complaints, *_doubts(analysis)):
         print(f"syncprims: {complaint}", file=sys.stderr)  # noqa: T201
