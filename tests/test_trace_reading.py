@@ -402,6 +402,18 @@ def test_a_picture_is_where_it_is_said_to_be(
     assert (where / name).read_bytes().startswith(begins)
 
 
+def test_a_reader_who_has_gone_costs_no_file(planted: Planted, tmp_path: Path) -> None:
+    reader, pipe = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-u", "-m", "syncprims", "trace", str(planted.directory)]
+    line += ["--html", str(tmp_path / "t.html")]
+    with os.fdopen(pipe, "w") as gone:
+        done = subprocess.run(line, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert (tmp_path / "t.html").exists()
+    assert (planted.directory / "trace.json").exists()
+
+
 def test_an_unknown_kind_of_picture_is_refused(planted: Planted, tmp_path: Path) -> None:
     done = command(planted.directory, "--png", tmp_path / "run.v2")
     assert done.returncode == 2
