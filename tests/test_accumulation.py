@@ -423,6 +423,31 @@ def test_backward_without_sync_stays_on_its_rank(world: Ranks) -> None:
 
 
 @everywhere
+def test_after_a_full_window_is_loaded_a_plain_loop_trains_as_before(world: Ranks) -> None:
+    def program() -> tuple[bool, list[float]]:
+        accumulator = Accumulator(1)
+        model, optimizer = prepare(
+            *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0)),
+            accumulator=accumulator,
+        )
+        with accumulator.accumulate(model):
+            accumulator.backward(model(ones()).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        accumulator.load_state_dict(accumulator.state_dict())
+        closed, seen = accumulator.sync_gradients, numbers(model)
+        for _ in range(2):  # outside of any block
+            accumulator.backward(model(ones() * (1 + syncprims.get_rank())).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += numbers(model)
+        return closed, seen
+
+    mean = (world.ranks + 1) / 2
+    assert world.run(program) == [(True, [-1.0, -1 - mean, -1 - 2 * mean])] * world.ranks
+
+
+@everywhere
 def test_a_window_goes_on_in_another_process(world: Ranks) -> None:
     def micro(accumulator: Accumulator, model: nn.Module, step: int) -> None:
         with accumulator.accumulate(model):

@@ -338,6 +338,14 @@ use_cpu: false
 """
 
 
+def test_wanting_no_compiler_is_no_contradiction(tmp_path: Path) -> None:
+    said = "distributed_type: 'NO'\nnum_processes: 3\ndynamo_config: {dynamo_backend: 'NO'}\n"
+    (tmp_path / "old.yaml").write_text(said)
+    assert configfile.read(str(tmp_path / "old.yaml")) == {"num_processes": 3}
+    for line in (["--dynamo_backend", "no"], ["--dynamo_backend=NO"]):
+        assert familiar.translate([*line, "-n", "2", "x.py", "no"]) == ["--ranks=2", "x.py", "no"]
+
+
 def test_accelerates_own_file_is_read_as_far_as_it_maps(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(ACCELERATES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from traces import SECOND, Planted
 
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.tracefile import SEGMENT, START, Recorder
-from syncprims.tracing import chrome, page, picture
+from syncprims.tracing import chrome, page, picture, table
 from syncprims.tracing.reading import find_runs, read_run
 from syncprims.tracing.timeline import LATE, WAITS
 from syncprims.tracing.waits import analyse, seconds_text
@@ -387,6 +388,64 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_rest(planted: Planted) 
     assert done.returncode == 1
     assert "Rank 2 is the straggler" in done.stdout
     assert f"syncprims: cannot write {target}: " in done.stderr
+
+
+@pytest.mark.parametrize(("name", "begins"), [("timeline", b"\x89PNG"), ("t.SVG", b"<?xml")])
+def test_a_picture_is_where_it_is_said_to_be(
+    planted: Planted, tmp_path: Path, name: str, begins: bytes
+) -> None:
+    (where := tmp_path / "pictures").mkdir()
+    done = command(planted.directory, "--png", where / name)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{where / name}: the timeline" in done.stdout
+    assert [path.name for path in where.iterdir()] == [name]
+    assert (where / name).read_bytes().startswith(begins)
+
+
+def test_a_reader_who_has_gone_costs_no_file(planted: Planted, tmp_path: Path) -> None:
+    reader, pipe = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-u", "-m", "syncprims", "trace", str(planted.directory)]
+    line += ["--html", str(tmp_path / "t.html")]
+    with os.fdopen(pipe, "w") as gone:
+        done = subprocess.run(line, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert (tmp_path / "t.html").exists()
+    assert (planted.directory / "trace.json").exists()
+
+
+def test_an_unknown_kind_of_picture_is_refused(planted: Planted, tmp_path: Path) -> None:
+    done = command(planted.directory, "--png", tmp_path / "run.v2")
+    assert done.returncode == 2
+    assert "there is no format 'v2'; the ending is one of " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run.v2").exists()
+
+
+def test_a_directory_is_no_picture(planted: Planted, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    done = command(planted.directory, "--png", tmp_path / "pictures")
+    assert done.returncode == 1
+    assert f"syncprims: cannot write {tmp_path / 'pictures'}: " in done.stderr
+    assert not (tmp_path / "pictures.png").exists()
+
+
+def test_a_terminal_is_written_to_without_codes_where_nobody_wants_colour(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    analysis = analysis_of(planted)
+    table.write(analysis, coloured := Terminal(), every_row=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    table.write(analysis, plain := Terminal(), every_row=False)
+    assert "\033[" in coloured.getvalue()
+    assert "\033" not in plain.getvalue()
+    assert "Rank 2 is the straggler" in plain.getvalue()
 
 
 def test_a_recorder_survives_threads(tmp_path: Path) -> None:

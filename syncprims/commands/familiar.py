@@ -46,6 +46,9 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 _SHORT = {"-t": "tee"}
 
+#: Values by which accelerate's flags and files say that they want nothing of the kind.
+_NOTHING: tuple[object, ...] = ({}, [], False, None, "", "no", "NO")
+
 #: What accelerate's file has beside keys that are flags, too.
 _FILE_ONLY = ("compute_environment", "distributed_type", "use_cpu")
 _PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -109,6 +112,9 @@ def translate(line: Sequence[str], more: Mapping[str, tuple[str, bool]] | None =
         else:
             name = name.replace("_", "-")
         if name not in known:
+            if name == "--dynamo-backend" and (value or "".join(rest[:1])) in ("no", "NO"):
+                rest = rest[not equals :]
+                continue
             raise _unknown(said.partition("=")[0], name, list(known))
         mine, takes_value = known[name]
         if not takes_value:
@@ -174,13 +180,20 @@ def from_file(said: Mapping[str, object], where: str) -> dict[str, Any]:
                 f"{where}: there is no key {key!r}{nearest(key, known) or ';'} the file looks like "
                 f"accelerate's, whose keys are understood or answered, and this is none of them"
             )
-        elif value not in ({}, [], False, "no", "", "NO"):
+        elif not _says_nothing(value):
             raise ConfigurationError(f"{where}: {key} has no equivalent here: {why}")
     if kind == "MULTI_GPU" and "gpus" not in ours and not ours.get("cpu"):
         ours["gpus"] = "all"
     if ours.get("cpu"):
         ours.pop("gpus", None)  # accelerate writes gpu_ids: all in any case
     return ours
+
+
+def _says_nothing(value: object) -> bool:
+    if isinstance(value, dict):
+        parts: list[object] = list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+        return all(part in _NOTHING for part in parts)
+    return value in _NOTHING
 
 
 def _own_key(key: str) -> str | None:

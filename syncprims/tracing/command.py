@@ -47,11 +47,14 @@ def run(options: argparse.Namespace) -> int:
     folder = _chosen(folders, options.name, directory)
     found = read_run(folder)
     analysis = analyse(found)
-    _say(f"Run {found.name}, {found.world_size} ranks{_others(folders, folder)}\n")
+    code, written = _write_files(analysis, options)  # first: a reader who goes away loses none
+    _say(f"{found.title}{_others(folders, folder)}\n")
     table.write(analysis, sys.stdout, every_row=options.all)
     for complaint in (*found.complaints, *_doubts(analysis)):
         print(f"syncprims: {complaint}", file=sys.stderr)  # noqa: T201
-    return _write_files(analysis, options)
+    for line in written:
+        _say(line)
+    return code
 
 
 def _say(text: str) -> None:
@@ -100,10 +103,11 @@ def _doubts(analysis: Analysis) -> list[str]:
     return doubts
 
 
-def _write_files(analysis: Analysis, options: argparse.Namespace) -> int:
+def _write_files(analysis: Analysis, options: argparse.Namespace) -> tuple[int, list[str]]:
+    """Write what was asked for; return the exit code, and a line for each file that is there."""
     from . import chrome
 
-    code = 0
+    code, written = 0, list[str]()
     tasks: list[tuple[Path, str]] = [(options.dir / "trace.json", "json")]
     tasks += [(path, kind) for path, kind in ((options.png, "png"), (options.html, "html")) if path]
     for path, kind in tasks:
@@ -111,18 +115,20 @@ def _write_files(analysis: Analysis, options: argparse.Namespace) -> int:
             if kind == "json":
                 left_out = chrome.write(analysis, path)
                 rest = f" (without the {left_out} shortest waits)" if left_out else ""
-                _say(f"{path}: for ui.perfetto.dev or chrome://tracing{rest}")
+                what = f"for ui.perfetto.dev or chrome://tracing{rest}"
             elif kind == "png":
                 from . import picture
 
                 picture.draw(analysis, path)
-                _say(f"{path}: the timeline")
+                what = "the timeline"
             else:
                 from . import page
 
                 page.draw(analysis, path)
-                _say(f"{path}: the timeline, for a browser")
+                what = "the timeline, for a browser"
         except OSError as error:
             print(f"syncprims: cannot write {path}: {error}", file=sys.stderr)  # noqa: T201
             code = 1
-    return code
+        else:
+            written.append(f"{path}: {what}")
+    return code, written

@@ -49,7 +49,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         lines.append(entry)
     data = {
         "verdict": analysis.verdict,
-        "about": f"Run {analysis.run.name}, {analysis.run.world_size} ranks.",
+        "about": f"{analysis.run.title}.",
         "length": shown.length,
         "stragglers": analysis.stragglers,
         "calls": [[str(call), call.site] for call in analysis.run.names.calls],

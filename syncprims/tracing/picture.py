@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncprims.errors import BackendUnavailable
+from syncprims.errors import BackendUnavailable, ConfigurationError
 
 from .timeline import LATE, WAITS, WORKS, coverage, timeline
 
@@ -24,7 +24,10 @@ _INCHES = 12.0
 def draw(analysis: Analysis, path: Path) -> None:
     """Write the timeline to `path`, in the format of its ending.
 
+    Without an ending it is a PNG.
+
     :raises BackendUnavailable: if matplotlib is not there.
+    :raises ConfigurationError: if it knows no format of that ending.
     :raises OSError: if it cannot be written.
     """
     try:
@@ -35,6 +38,12 @@ def draw(analysis: Analysis, path: Path) -> None:
             "--png draws with matplotlib, which is not here: pip install 'syncprims[trace]', "
             "or take --html, which needs nothing"
         ) from error
+    kind = path.suffix[1:].lower() or "png"
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if kind not in known:
+        raise ConfigurationError(
+            f"--png {path}: there is no format {kind!r}; the ending is one of {', '.join(known)}"
+        )
     shown = timeline(analysis)
     count = len(shown.lines)
     row = min(0.34, max(0.13, 8.0 / count))
@@ -64,7 +73,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     axes.spines[:].set_visible(False)
     _label(axes, shown, count, row)
     _explain(figure, analysis, height, left)
-    figure.savefig(path)
+    figure.savefig(path, format=kind)  # else matplotlib takes another name where it has no ending
 
 
 def _image(shown: Timeline) -> Any:

@@ -125,6 +125,11 @@ class Run:
         """How many ranks there were, recorded or not."""
         return max(rank.world_size for rank in self.ranks)
 
+    @property
+    def title(self) -> str:
+        """What a reader calls it."""
+        return f"Run {self.name}, {self.world_size} rank{'s' * (self.world_size > 1)}"
+
 
 def find_runs(directory: Path) -> list[Path]:
     """Return the folders of all runs in `directory`, the latest last; also if it is one itself.

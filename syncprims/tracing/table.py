@@ -80,7 +80,9 @@ class _Writer:
         if out.isatty() and find_spec("rich") is not None:
             from rich.console import Console
 
-            self._console = Console(file=out, highlight=False)  # it knows NO_COLOR
+            self._console = Console(file=out, highlight=False)
+            if self._console.no_color:  # NO_COLOR: rich would still write bold
+                self._console = Console(file=out, highlight=False, color_system=None)
 
     def line(self, text: str, *, strong: bool = False) -> None:
         """Write one line, and an empty one behind it."""

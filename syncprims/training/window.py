@@ -140,6 +140,7 @@ class Window:
             self._accumulator.opens(self)
         self.count, self.sync, self.begun, self.spent = 0, False, False, False
         self._weights, self._weighted, self._factor = [], None, None
+        self._backward = 0
 
     def share_buffers(self) -> None:
         """Leave the first rank's running means and counts on all ranks."""
@@ -276,8 +277,9 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a window of the same models."""
+        """Continue a window of the same models; one that was full is as after its step."""
         self.open()
+        self.sync = self.spent = not state["count"]
         self.count, self._weighted = state["count"], state["weighted"]
         self._weights, self.begun = list(state["weights"]), bool(state["weights"])
         for index, gradient in state["gradients"].items():
