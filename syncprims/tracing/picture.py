@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _BINS = 1600  # across
 _LANES = 3  # of labels above
+_FORMATS = ("png", "svg", "pdf", "jpg", "webp")  # of those that matplotlib knows everywhere
 _INCHES = 12.0
 
 
@@ -39,10 +40,9 @@ def draw(analysis: Analysis, path: Path) -> None:
             "or take --html, which needs nothing"
         ) from error
     kind = path.suffix[1:].lower() or "png"
-    known = FigureCanvasAgg.get_supported_filetypes()
-    if kind not in known:
+    if kind not in _FORMATS:
         raise ConfigurationError(
-            f"--png {path}: there is no format {kind!r}; the ending is one of {', '.join(known)}"
+            f"--png {path}: there is no format {kind!r}; the ending is one of {', '.join(_FORMATS)}"
         )
     shown = timeline(analysis)
     count = len(shown.lines)
