@@ -177,6 +177,11 @@ def take_census(
             census = _attend(link, register, book, left, missing)
             if census is not None:
                 return census
+            if left() < _LAST_WORD:
+                # Somebody's deadline came a moment before ours: who was late for it, is for us.
+                missing[:] = _missing(link, register, book, left())
+                if missing:
+                    raise StoreGone("not all ranks have come")
     except StoreGone as error:
         if left() > (_LAST_WORD if missing else TRY_AGAIN):
             raise
@@ -213,7 +218,11 @@ def _attend(
         if closed:
             return census
         if left() < _LAST_WORD:
-            missing[:] = link.ask(lambda store: register.missing(store, book), left())
+            missing[:] = _missing(link, register, book, left())
+
+
+def _missing(link: StoreLink, register: Register, book: str, seconds: float) -> list[int]:
+    return link.ask(lambda store: register.missing(store, book), seconds)
 
 
 def _never_came(top: Topology, missing: list[int], waited: float, address: str) -> SyncTimeout:
