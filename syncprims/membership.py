@@ -193,6 +193,7 @@ class World:
             steps = Steps(rounds, self.timeout)
             steps.agree(note)
             steps.stand_by(self._backend.open_process_group, lambda: None)
+            steps.agree(note)  # or one that leaves at once breaks what others still connect to
 
         rounds.as_one(note.label, open_)
         return True

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from harness import Kind, Ranks
+from harness import Kind, Ranks, Signs
 
 import syncprims as sp
 
@@ -43,6 +44,32 @@ def test_it_is_opened_once_and_ends_with_its_world(hosts: int, meeting_place: Pa
     world = Ranks(Kind("torch", 4, hosts=hosts), meeting_place)
     assert world.run_alone(program) == [[(True, True), [6.0, 6.0], False] * 2] * 4
     world.check_nothing_left()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_nobody_has_it_before_all_have_it(hosts: int, meeting_place: Path, signs: Signs) -> None:
+    """One that had, and left, would break what the others still connect to."""
+
+    def program() -> bool:
+        import torch.distributed as dist
+
+        if not sp.is_main():
+            sp.current().open_process_group()
+            signs.give("another has it")
+            return True
+        begin: Any = dist.init_process_group
+        early: list[bool] = []
+
+        def begin_slowly(*args: Any, **options: Any) -> None:
+            begin(*args, **options)
+            time.sleep(0.3)  # long enough for the other to go on, if it may
+            early.append(signs.given("another has it"))
+
+        dist.init_process_group = begin_slowly
+        sp.current().open_process_group()
+        return early == [False]
+
+    assert Ranks(Kind("torch", 2, hosts=hosts), meeting_place).run(program) == [True, True]
 
 
 def test_a_rank_that_dies_before_is_named(meeting_place: Path) -> None:
