@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import filelock
 import pytest
-from harness import Kind, Ranks, Scripts
+from harness import Kind, Ranks, Scripts, Signs
 from recording import pytest_addoption as pytest_addoption
 from recording import pytest_configure as pytest_configure
 from recording import pytest_runtest_call as pytest_runtest_call
@@ -93,6 +93,14 @@ def world(kind: Kind, meeting_place: Path, request: pytest.FixtureRequest) -> Ge
     ranks = Ranks(kind, meeting_place, site)
     yield ranks
     ranks.check_nothing_left()
+
+
+@pytest.fixture
+def signs(tmp_path: Path) -> Signs:
+    """What ranks let each other know beside the library."""
+    folder = tmp_path / "signs"
+    folder.mkdir()
+    return Signs(folder)
 
 
 @pytest.fixture

@@ -142,6 +142,33 @@ class Died(Exception):
     """A rank ended without a result."""
 
 
+class Signs:
+    """What ranks let each other know beside the library: each sign is a file in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def give(self, sign: object) -> None:
+        """Let everybody know."""
+        (self._folder / f"{sign}").touch()
+
+    def given(self, *signs: object) -> bool:
+        """Tell whether all of these are."""
+        return all((self._folder / f"{sign}").exists() for sign in signs)
+
+    def wait(self, *signs: object) -> None:
+        """Return when all of these are given."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.given(*signs):
+            assert time.monotonic() < deadline, f"of {signs}, not all were given"
+            time.sleep(0.001)
+
+    def gather(self, mine: object, *signs: object) -> None:
+        """Return when `mine`, which is now, and all of these are given."""
+        self.give(mine)
+        self.wait(*signs)
+
+
 class Ranks:
     """Runs a function on every rank of a world, each in a forked process."""
 

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from harness import Died, Kind, Ranks, await_end, busy_processors
+from harness import Died, Kind, Ranks, Signs, await_end, busy_processors
 
 import syncprims as sp
 from syncprims.registry import backend_class
@@ -160,10 +160,15 @@ def test_a_kill_is_told_on_a_busy_machine(
 def joining(directory: Path, prepare: Callable[[], None], **variables: str) -> list[Any]:
     """Start three ranks of which rank 1 does `prepare` first; return what each one says."""
 
+    signs = Signs(directory.parent)
+
     def program() -> Any:
         backend_class("file")
-        if os.environ["SYNCPRIMS_RANK"] == str(VICTIM):
+        rank = int(os.environ["SYNCPRIMS_RANK"])
+        if rank == VICTIM:
             prepare()
+        else:  # on a busy machine one may be slower to start than the deadline is long
+            signs.gather(f"{rank} is up", *(f"{r} is up" for r in range(3) if r != VICTIM))
         try:
             sp.init()
         except sp.SyncError as error:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Scripts
+from harness import PATIENCE, Scripts
 
 WAIT = """
 try:
@@ -120,10 +120,8 @@ def test_waiting_can_be_interrupted(scripts: Scripts) -> None:
     assert processes[0].stdout is not None
     assert processes[0].stdout.readline() == "waiting\n"
     time.sleep(0.2)  # into the long wait
-    begin = time.monotonic()
     processes[0].send_signal(signal.SIGINT)
-    processes[0].wait(10)
-    assert time.monotonic() - begin < 5
+    processes[0].wait(PATIENCE)
     for process in processes[1:]:
         process.kill()
     ended = scripts.wait(processes)

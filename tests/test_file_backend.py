@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import PATIENCE, Died, Kind, Ranks, Scripts
+from harness import PATIENCE, Died, Kind, Ranks, Scripts, Signs
 
 import syncprims as sp
 from syncprims.registry import backend_class
@@ -134,17 +134,14 @@ def test_the_next_run_starts_clean_wherever_the_last_was_killed(meeting_place: P
             sp.any_rank(False)
 
     def healthy() -> Any:
-        begin = time.monotonic()
         with sp.init():
-            return sp.all_gather(sp.get_rank()), time.monotonic() - begin
+            return sp.all_gather(sp.get_rank())
 
     world = Ranks(Kind("file", 2), meeting_place)
     for _ in range(8):
         points.random()
         world.outcomes(doomed, start=False, SYNCPRIMS_RUN_ID="same")
-        for everyone, seconds in world.outcomes(healthy, start=False, SYNCPRIMS_RUN_ID="same"):
-            assert everyone == [0, 1]
-            assert seconds < 5
+        assert world.outcomes(healthy, start=False, SYNCPRIMS_RUN_ID="same") == [[0, 1]] * 2
         assert not any(meeting_place.iterdir())
 
 
@@ -349,19 +346,22 @@ def test_a_large_payload_does_not_stay_in_memory(meeting_place: Path) -> None:
     assert Ranks(Kind("file", 2), meeting_place).run(program) == [0, 0]
 
 
-def test_an_abort_that_its_giver_died_over_is_finished_by_the_next(meeting_place: Path) -> None:
+def test_an_abort_that_its_giver_died_over_is_finished_by_the_next(
+    meeting_place: Path, signs: Signs
+) -> None:
     """Rank 0 is killed in the very pause between the abort and its decision."""
 
     def program() -> Any:
         sp.barrier()
         if sp.get_rank() == 2:
-            time.sleep(2)  # absent, until there has long been a verdict
+            signs.wait(1)  # absent, until there has long been a verdict
         if sp.get_rank() == 0:
             verdicts = sys.modules["syncprims.backends.verdicts"]
             dying = SimpleNamespace(sleep=lambda seconds: os.kill(os.getpid(), 9))
             vars(verdicts)["time"] = dying
         with pytest.raises(sp.SyncError) as caught:
-            sp.barrier("load", timeout=0.3 if sp.get_rank() == 0 else 60)
+            sp.barrier("load", timeout=0.3 if sp.get_rank() == 0 else 600)
+        signs.give(sp.get_rank())
         return type(caught.value).__name__
 
     outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program)
@@ -501,15 +501,19 @@ def test_an_interrupt_around_the_post_never_pairs_rounds_off_by_one(
 def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> None:
     """The wait is made long by a clock that runs a thousand times too fast on the waiting rank."""
 
-    def program() -> float:
+    def program() -> list[float]:
+        moments: list[float] = []
         sp.barrier()
         if sp.is_main():
             board = sp.current().group._rounds._board
             board.now = lambda: 1000 * time.monotonic()  # type: ignore[method-assign]
-        else:
-            time.sleep(0.5)
-        sp.barrier(timeout=100_000)
-        return time.monotonic()
+        for _ in range(5):
+            if not sp.is_main():
+                time.sleep(0.3)  # late, which is what is tried
+            sp.barrier(timeout=100_000)
+            moments.append(time.monotonic())
+        return moments
 
-    first, second = Ranks(Kind("file", 2), meeting_place).run(program)
-    assert abs(first - second) < 0.2
+    moments = zip(*Ranks(Kind("file", 2), meeting_place).run(program), strict=True)
+    # A busy machine may delay some; a rank that sleeps too long would notice none soon.
+    assert min(abs(first - second) for first, second in moments) < 0.1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from harness import Kind, Ranks, fork
+from harness import PATIENCE, Kind, Ranks, fork
 
 import syncprims as sp
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TRIO = Kind("file", 3)
+DEADLINE = 0.7  # seconds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 
@@ -82,8 +83,11 @@ def test_a_stopped_rank_is_waited_for_until_it_goes_on(
 # -- stopped anywhere, while the others have a deadline -------------------------------------------
 
 
-def stopped_anywhere(seed: int, directory: Path) -> None:
-    """Stop one rank of three at a random moment; the others name it and need nothing of it."""
+def stopped_anywhere(seed: int, directory: Path) -> bool:
+    """Stop one rank of three at a random moment; the others name it and need nothing of it.
+
+    False if the machine was so busy that a healthy rank was late before that moment came.
+    """
     dice = random.Random(seed)
     victim, moment = dice.randrange(3), dice.uniform(0, 0.03)
     stopper, other = (victim + 1) % 3, (victim + 2) % 3
@@ -94,20 +98,27 @@ def stopped_anywhere(seed: int, directory: Path) -> None:
         while True:
             kind = mixed.randrange(4)
             if kind == 0:
-                sp.barrier(timeout=0.3)
+                sp.barrier(timeout=DEADLINE)
             elif kind == 1:
-                sp.any_rank(False, timeout=0.3)
+                sp.any_rank(False, timeout=DEADLINE)
             elif kind == 2:
                 src = mixed.randrange(3)
-                sp.broadcast(b"x" * 300_000 if sp.get_rank() == src else None, src, timeout=0.3)
+                large = b"x" * 300_000 if sp.get_rank() == src else None
+                sp.broadcast(large, src, timeout=DEADLINE)
             else:
-                assert sp.all_reduce(np.full(100_000, 1.0), timeout=0.3)[-1] == 3
+                assert sp.all_reduce(np.full(100_000, 1.0), timeout=DEADLINE)[-1] == 3
 
     def program() -> Any:
         pids = sp.all_gather(os.getpid())
-        stop = threading.Timer(moment, os.kill, (pids[victim], signal.SIGSTOP))
+        stopped = threading.Event()
+
+        def stop() -> None:
+            stopped.set()
+            os.kill(pids[victim], signal.SIGSTOP)
+
+        timer = threading.Timer(moment, stop)
         if sp.get_rank() == stopper:
-            stop.start()
+            timer.start()
         try:
             steps()
         except sp.SyncTimeout as error:
@@ -116,12 +127,13 @@ def stopped_anywhere(seed: int, directory: Path) -> None:
             if sp.get_rank() == other:
                 os.write(told, b"!")
             if sp.get_rank() == stopper:
-                stop.join()
+                timer.cancel()
+                timer.join()
                 # The other has been told as well, while the victim could do nothing.
-                in_time = select.select([done], [], [], 20)[0]
+                in_time = select.select([done], [], [], PATIENCE - 20)[0]
                 os.kill(pids[victim], signal.SIGCONT)
                 assert in_time
-        return said
+        return said if stopped.is_set() or sp.get_rank() != stopper else None
 
     begin = time.monotonic()
     try:
@@ -129,17 +141,20 @@ def stopped_anywhere(seed: int, directory: Path) -> None:
     finally:
         os.close(done)
         os.close(told)
+    if outcomes[stopper] is None:
+        return False
     shown = f"seed {seed}, rank {victim} after {moment * 1e3:.1f} ms, in {time.monotonic() - begin}"
     for outcome in outcomes:
         assert isinstance(outcome, tuple), f"{shown}: {outcome!r}"
         assert victim in outcome[0], f"{shown}: {outcomes}"
     assert outcomes == outcomes[:1] * 3, f"{shown}: {outcomes}"  # one verdict for all
+    return True
 
 
 def lane(seeds: range, directory: Path) -> None:
     directory.mkdir(mode=0o700)
     for seed in seeds:
-        stopped_anywhere(seed, directory)
+        assert any(stopped_anywhere(seed, directory) for _ in range(5)), "too busy a machine"
         assert not any(directory.iterdir())
 
 

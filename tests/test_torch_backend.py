@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import Kind, Ranks, free_port
+from harness import Kind, Ranks, Signs, free_port
 
 import syncprims as sp
 from syncprims.environment import place_variables
@@ -184,15 +184,12 @@ def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path)
 # -- joining --------------------------------------------------------------------------------------
 
 
-def test_who_never_came_is_named(meeting_place: Path) -> None:
+def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
     def program() -> Any:
         if sp.get_rank() == 2:
             return None
         # On a busy machine one may be slower to start than the deadline is long.
-        ready = [meeting_place.parent / f"ready-{rank}" for rank in (0, 1, 3)]
-        (meeting_place.parent / f"ready-{sp.get_rank()}").touch()
-        while not all(path.exists() for path in ready):
-            time.sleep(0.001)
+        signs.gather(sp.get_rank(), 0, 1, 3)
         with pytest.raises(sp.SyncTimeout) as caught:
             sp.barrier()
         error = caught.value

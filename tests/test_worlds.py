@@ -586,7 +586,7 @@ def test_a_busy_rank_is_a_stall_that_shows_all_stacks(kind: Kinds) -> None:
         sp.barrier("in vain")  # waited at
 
     with pytest.raises(StallError) as caught:  # processes take a while to get there
-        run_world(program, 2, kind=kind, timeout=0.3 if kind == "threads" else 3)
+        run_world(program, 2, kind=kind, timeout=0.3 if kind == "threads" else 5)
     text = str(caught.value)
     waits = f"rank 0: waits in its round 1, barrier 'in vain' ({line_of('waited at')})"
     assert waits in text or (kind == "threads" and "rank 0: could go on" in text)
