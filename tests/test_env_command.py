@@ -14,7 +14,7 @@ from test_environment import OPEN_MPI, SHELL, SLURM, TORCHRUN
 
 from syncprims.commands import env
 from syncprims.commands.terminal import Style
-from syncprims.environment import place_variables
+from syncprims.environment import place_variables, rank_variables
 
 
 def shown(environ: dict[str, str]) -> str:
@@ -119,3 +119,19 @@ def test_colour_is_for_terminals_that_want_it() -> None:
     assert Style(Terminal(), {"NO_COLOR": ""})("red", "no") == "\033[31mno\033[0m"
     assert Style(Terminal(), {"TERM": "dumb"})("red", "no") == "no"
     assert Style(io.StringIO(), {})("red", "no") == "no"
+
+
+def test_what_is_called_like_ours_and_read_by_nobody_is_shown() -> None:
+    environ = {"SYNCPRIMS_TIMOUT": "60", "SYNCPRIMS_FOO": "1", "SYNCPRIMS_RUN_ID": "a"}
+    text = shown(environ)
+    assert "SYNCPRIMS_TIMOUT  did you mean SYNCPRIMS_TIMEOUT?" in text
+    assert "Set, but read by nobody here\n  SYNCPRIMS_FOO\n" in text
+    found = env.as_json(env.would_start(environ), environ)["misspelt"]
+    assert found == {"SYNCPRIMS_TIMOUT": "SYNCPRIMS_TIMEOUT", "SYNCPRIMS_FOO": None}
+
+
+def test_what_the_library_and_its_launcher_read_is_known() -> None:
+    rank = rank_variables(0, 2)
+    read = {name for name in place_variables() if name.startswith("SYNCPRIMS_")}
+    environ = dict.fromkeys({*rank, *read, "SYNCPRIMS_ERROR_FILE", "SYNCPRIMS_TRACE_LIMIT"}, "1")
+    assert env.misspelt(environ) == {}

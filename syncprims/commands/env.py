@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import platform
 import socket
@@ -36,12 +37,15 @@ SETTINGS = (
     ("SYNCPRIMS_PICKLE", "1, pickle is allowed"),
     ("SYNCPRIMS_MIXED_PRECISION", "no"),
     ("SYNCPRIMS_TRACE", "no trace"),
+    ("SYNCPRIMS_TRACE_LIMIT", "256, MiB for each rank"),
     ("MASTER_ADDR", "of SLURM: the first node"),
     ("MASTER_PORT", "of SLURM: from the job's number"),
     ("OMP_NUM_THREADS", "a thread for every processor, in every rank"),
     ("CUDA_VISIBLE_DEVICES", "all devices"),
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
+_OURS = "SYNCPRIMS_"
+_BY_THE_LAUNCHER = ["ERROR_FILE"]
 
 
 class World(NamedTuple):
@@ -130,6 +134,10 @@ def report(world: World, environ: Mapping[str, str], style: Style) -> list[str]:
     lines += _launchers(place, environ, style)
     lines += ["", style("bold", "Settings")]
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
+    unknown = misspelt(environ)
+    if unknown:
+        lines += ["", style("yellow", "Set, but read by nobody here")]
+        lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
     lines += ["", style("bold", "Here"), *table(list(_here().items()))]
     return lines
 
@@ -172,6 +180,18 @@ def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
     return f"= {environ[name]}" if environ.get(name) else f"not set: {default}"
 
 
+def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that are called like ours and are not, and what may have been meant."""
+    ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *variables_of(LAUNCHERS[0].name)]
+    known = [name[len(_OURS) :] for name in ours if name.startswith(_OURS)]
+    found: dict[str, str | None] = {}
+    for name in sorted(environ):
+        if name.startswith(_OURS) and name[len(_OURS) :] not in known + _BY_THE_LAUNCHER:
+            meant = difflib.get_close_matches(name[len(_OURS) :], known, 1)
+            found[name] = _OURS + meant[0] if meant else None
+    return found
+
+
 def _here() -> dict[str, str]:
     return {
         "host": socket.gethostname(),
@@ -206,5 +226,6 @@ def as_json(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "settings": world.settings._asdict() if world.settings is not None else None,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
+        "misspelt": misspelt(environ),
         "here": _here(),
     }
