@@ -172,8 +172,11 @@ class Signs:
 class Ranks:
     """Runs a function on every rank of a world, each in a forked process."""
 
-    def __init__(self, kind: Kind, directory: Path, site: Path | None = None) -> None:
+    def __init__(
+        self, kind: Kind, directory: Path, site: Path | None = None, patience: float = PATIENCE
+    ) -> None:
         self.kind = kind
+        self._patience = patience  # seconds, after which the ranks are taken to hang
         self.ranks = kind.ranks
         self.directory = directory
         self._site = site
@@ -231,7 +234,7 @@ class Ranks:
                 backend=None,
                 seed=Seed.fresh(),
                 faults=[],
-                timeout=PATIENCE,
+                timeout=self._patience,
             )
         assert not run.gave_up, run.stacks
         return [o.error if o.error is not None else o.result for o in run.outcomes]
@@ -241,7 +244,7 @@ class Ranks:
     ) -> None:
         code = 1
         try:
-            faulthandler.dump_traceback_later(PATIENCE - 10, exit=True)
+            faulthandler.dump_traceback_later(self._patience - 10, exit=True)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.clear()
             os.environ.update(env)
@@ -268,7 +271,7 @@ class Ranks:
             os._exit(code)
 
     def _gather(self, pids: Sequence[int], pipes: dict[int, int]) -> list[Any]:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self._patience
         data: dict[int, bytes] = dict.fromkeys(pipes, b"")
         open_pipes = set(pipes)
         # A child that a rank leaves alive holds its pipe open: so its own end counts as well.
