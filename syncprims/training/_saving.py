@@ -8,14 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from syncprims import is_main
+from syncprims import broadcast, is_main
 
-from .checkpoints import Checkpoints, load_state, save_model, save_state
+from .checkpoints import (
+    Checkpoints,
+    Registered,
+    load_state,
+    offer_models,
+    offer_weights,
+    save_model,
+    save_state,
+)
 from .preparation import unwrap_model
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from .checkpoints import LoadHook, SaveHook
     from .checkpoints import Saving as Save
     from .preparation import Preparation
 
@@ -60,6 +69,8 @@ class Saving:
         self.logging_dir = self.project_dir if logging_dir is None else Path(logging_dir)
         self._keep_last = keep_last
         self._registered: dict[str, Any] = {}
+        self._before_saving: list[SaveHook] = []
+        self._before_loading: list[LoadHook] = []
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write `obj` to the file `f` on rank 0. See :func:`save`."""
@@ -98,6 +109,28 @@ class Saving:
         """Return what has a state of this rank's own, by name."""
         return {}
 
+    def _named_models(self) -> dict[str, nn.Module]:
+        """Return the prepared models by the names that they are saved under."""
+        return {}
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> Registered:
+        """Call ``hook(models, weights, directory)`` on every rank before each :meth:`save_state`.
+
+        It may write files of its own to the directory, which is there, change the models' weights,
+        and take those out of the list that are not to be saved: what it leaves on the first rank
+        counts. What it raises, all ranks raise as a `CheckpointError`. It ends with the handle's
+        ``remove()``.
+        """
+        return Registered(self._before_saving, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> Registered:
+        """Call ``hook(models, directory)`` on every rank before each :meth:`load_state`.
+
+        It may load models by itself, and takes those out of the list: on every rank the same. What
+        it raises, all ranks raise as a `CheckpointError`. It ends with the handle's ``remove()``.
+        """
+        return Registered(self._before_loading, hook)
+
     def save_model(
         self,
         model: nn.Module,
@@ -122,13 +155,16 @@ class Saving:
 
         :raises CheckpointError: on all ranks, if one cannot write its part.
         """
-        own = self.rank_stateful()
+        common, own = self.stateful(), self.rank_stateful()
+        models, hooks = self._named_models(), self._before_saving
         if output_dir is not None:
-            return save_state(output_dir, self.stateful(), rank_objects=own, block=block)
+            offer_weights(os.fspath(output_dir), hooks, models, common)
+            return save_state(output_dir, common, rank_objects=own, block=block)
         kept = self._checkpoints()
         latest = kept.latest()
         step = 0 if latest is None else latest + 1
-        return kept.save(step, self.stateful(), rank_objects=own, block=block)
+        offer_weights(kept.path(step), hooks, models, common)
+        return kept.save(step, common, rank_objects=own, block=block)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
         """Continue with the state in a directory, else with the project's latest. Collective.
@@ -136,11 +172,17 @@ class Saving:
         :raises CheckpointError: on all ranks, if there is none, it is not as it was saved, or it
             is of another number of ranks.
         """
-        own = self.rank_stateful()
+        common, own = self.stateful(), self.rank_stateful()
+        models, hooks = self._named_models(), self._before_loading
         if input_dir is not None:
-            load_state(input_dir, self.stateful(), rank_objects=own)
-        else:
-            self._checkpoints().load(self.stateful(), rank_objects=own)
+            offer_models(os.fspath(input_dir), hooks, models, common)
+            load_state(input_dir, common, rank_objects=own)
+            return
+        kept = self._checkpoints()
+        step = broadcast(kept.latest()) if hooks else None
+        if step is not None:
+            offer_models(kept.path(step), hooks, models, common)
+        kept.load(common, step, rank_objects=own)
 
     def _checkpoints(self) -> Checkpoints:
         if self.project_dir is None:

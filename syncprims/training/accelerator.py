@@ -270,13 +270,17 @@ class Accelerator(Together, Trackers, Saving):
         named: dict[str, Any] = {}
         if self.scaler is not None:
             named["precision"] = self.accumulator.precision
-        for i, model in enumerate(self.accumulator.models):
-            named[f"model_{i}"] = unwrap_model(model, keep_fp32_wrapper=True)
+        for name, model in self._named_models().items():
+            named[name] = unwrap_model(model, keep_fp32_wrapper=True)
         for i, optimizer in enumerate(self.accumulator.optimizers):
             named[f"optimizer_{i}"] = optimizer
         schedules = [obj for obj in self._prepared if not isinstance(obj, PreparedLoader)]
         named |= {f"scheduler_{i}": schedule for i, schedule in enumerate(schedules)}
         return {**named, **self._registered}
+
+    def _named_models(self) -> dict[str, nn.Module]:
+        """Return the prepared models by the names that they are saved under."""
+        return {f"model_{i}": model for i, model in enumerate(self.accumulator.models)}
 
     def rank_stateful(self) -> dict[str, Any]:
         """Return what has a state of this rank's own: open windows, and places in the data."""

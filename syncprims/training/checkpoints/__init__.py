@@ -6,6 +6,10 @@ from .loadmodel import load_checkpoint_in_model as load_checkpoint_in_model
 from .loadstate import Loaded as Loaded
 from .loadstate import load_state as load_state
 from .objects import Stateful as Stateful
+from .offering import LoadHook as LoadHook
+from .offering import SaveHook as SaveHook
+from .offering import offer_models as offer_models
+from .offering import offer_weights as offer_weights
 from .savemodel import save_model as save_model
 from .savestate import save_state as save_state
 from .saving import Saving as Saving

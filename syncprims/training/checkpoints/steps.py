@@ -35,7 +35,7 @@ _STEP = re.compile(r"0|[1-9]\d{0,17}")
 class Registered:
     """A hook that is called until it is removed."""
 
-    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
+    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
         self._hooks = hooks
         self._hook = hook
         hooks.append(hook)
