@@ -668,26 +668,32 @@ def test_the_first_calls_own_timeout_bounds_the_join(meeting_place: Path, signs:
     assert first == last == ("SyncTimeout", [1])
 
 
-def test_a_death_before_all_have_joined_is_told_at_once(meeting_place: Path) -> None:
-    victim = meeting_place / "victim"
+def test_a_death_before_all_have_joined_is_told_at_once(
+    meeting_place: Path, tmp_path: Path, signs: Signs
+) -> None:
+    victim = tmp_path / "victim"
 
     def kill_when_both_sit() -> None:
-        while len(list(meeting_place.glob("*/table-1/seat-*"))) < 2:
-            time.sleep(0.01)
+        signs.wait(0, 1)
         os.kill(int(victim.read_text()), signal.SIGKILL)
 
     def program() -> Any:
         rank = int(os.environ["SYNCPRIMS_RANK"])
         if rank == 2:
             return None
+        handler = logging.Handler()
+        handler.emit = lambda record: signs.give(rank)  # type: ignore[method-assign]
+        logging.getLogger("syncprims").addHandler(handler)
         if rank == 0:
             victim.write_text(str(os.getpid()))
         else:
             threading.Thread(target=kill_when_both_sit).start()
-        error = caught(lambda: sp.init(timeout=60))
+        error = caught(lambda: sp.init(timeout=600))
         return type(error).__name__, error.rank, error.missing
 
-    outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program, start=False)
+    outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(
+        program, start=False, SYNCPRIMS_WARN_AFTER="0.2"
+    )
     assert outcomes[1] == ("PeerLost", 0, [0])
 
 
