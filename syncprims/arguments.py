@@ -42,4 +42,5 @@ def check_name(name: object) -> None:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name={name!r}: a name is a str")
     if name is not None and ("\0" in name or len(name.encode("utf-8", "surrogatepass")) > 200):
-        raise ValueError(f"name={name!r}: a name has at most 200 bytes of UTF-8, and no NUL")
+        shown = repr(name) if len(name) <= 200 else f"{name[:40]!r} ... ({len(name)} characters)"
+        raise ValueError(f"name={shown}: a name has at most 200 bytes of UTF-8, and no NUL")

@@ -51,7 +51,8 @@ class Diagnosis:
         """Return the error of a call that comes while another is under way."""
         if len(set(threads)) > 1:
             who = f"thread {threading.current_thread().name!r} comes with"
-            what, cure = "two threads call", "call from one thread, or give the other its own group"
+            what = "two threads call"
+            cure = "make these calls from one thread; another may call a group of other members"
         else:
             who, what = "a signal handler of the same thread comes with", "a signal handler calls"
             cure = "let the handler set a flag, as Trigger.set_on_signal does"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: Why a rank may be unable to take what is sent: said to the others in the round. (Torch says
 #: RuntimeError where memory is short.) Anything else comes from outside, and breaks the group.
 _CANNOT = (SyncError, OSError, MemoryError, RuntimeError)
+#: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
+_NO_RESULT = (TypeError, ValueError, OverflowError, ArithmeticError)
 
 
 #: In place of an object's encoding: so many bytes, which follow as an array.
@@ -43,8 +45,26 @@ def encode(rounds: Rounds, label: Label, obj: object, *, canonical: bool = False
     try:
         return codec.encode(obj, allow_pickle=rounds.settings.pickle, canonical=canonical)
     except EncodingError as error:
-        rounds.fail(label, error)
+        rounds.fail(label, _at(error, rounds, label))
         raise
+
+
+def check(rounds: Rounds, label: Label, obj: object) -> None:
+    """Accept what could travel, in a world where it need not.
+
+    :raises EncodingError: as where it does.
+    """
+    try:
+        codec.encode(obj, allow_pickle=rounds.settings.pickle, beside=[])
+    except EncodingError as error:
+        raise _at(error, rounds, label) from error.__cause__
+
+
+def _at(error: EncodingError, rounds: Rounds, label: Label) -> EncodingError:
+    """Let the error say in which call it is."""
+    error.call, error.rank = str(label), rounds.rank
+    error.args = (f"{label}: {error}",)
+    return error
 
 
 def decode(rounds: Rounds, payload: bytes, beside: Callable[[Spec], Any] | None = None) -> Any:
@@ -113,6 +133,8 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> Package:
         if arrays or (limit is not None and len(payload) > limit):
             carriage = _carriage(rounds)
     except _CANNOT as error:
+        if isinstance(error, EncodingError):
+            _at(error, rounds, label)
         rounds.fail(label, error)
         raise
     if arrays and carriage is None:
@@ -188,7 +210,7 @@ def all_reduce(
 ) -> Any:
     """Return the reduction over all members, an array in `out` where that fits."""
     try:
-        reduction.check_value(value)
+        reduction.check_value(value, op)
     except TypeError as error:
         rounds.fail(note.label, error)
         raise
@@ -217,9 +239,10 @@ class _Reduction:
             result = self._reduce(notes, value)
         except RankMismatch:
             raise  # on all
-        except _CANNOT as error:
+        except (*_CANNOT, *_NO_RESULT) as error:
             if arrays:
                 steps.fail(self._note.label, error)
+            self._rounds.told = error  # or they need not be: the round is whole
             raise
         if carriage is not None and arrays:
             jobs = [Job(mine, target) for mine, target in self._jobs]
@@ -248,6 +271,9 @@ class _Reduction:
             raise RankMismatch(
                 f"{here}: {error}", rank=rounds.rank, call=here, arrived=members
             ) from None
+        except _NO_RESULT as error:
+            kind = next(one for one in _NO_RESULT if isinstance(error, one))
+            raise kind(f"{self._note.label}: these values have no {self._op}: {error}") from error
 
     def _read(self, payload: bytes) -> Any:
         count = 0

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 from .arguments import require
+from .group import entered
 from .world import current, topology
 
 if TYPE_CHECKING:
@@ -48,20 +49,24 @@ class _Choice(NamedTuple):
     def _of(self, count: int) -> int:
         return count - 1 if self.number is None else self.number
 
-    def group(self) -> Group:
-        """Return the ranks that share the result."""
-        world = current()
-        return world.node_group if self.local else world.group
+    def sharing(self) -> tuple[Group, int]:
+        """Return the ranks that share the result, and whose it is.
 
-    def share(self, result: Any) -> Any:
-        """Return the chosen rank's result on every rank."""
-        group = self.group()
-        return group.send(self.call, result, group.ranks[self._of(len(group.ranks))])
-
-    def share_failure(self, error: BaseException) -> None:
-        """Let the others know that the chosen rank, this one, has raised."""
-        group = self.group()
-        group.send_failure(self.call, error, group.ranks[self._of(len(group.ranks))])
+        :raises ValueError: if not all of them are in the group that is entered: no one else calls.
+        """
+        world, within = current(), entered.get()
+        everybody = world.node_group if self.local else world.group
+        src = everybody.ranks[self._of(len(everybody.ranks))]
+        if within is None:
+            return everybody, src
+        needed = everybody.ranks if self.local else (src,)
+        if not set(needed) <= set(within.ranks):
+            raise ValueError(
+                f"{self.call}(share=True) runs on rank {src}, for ranks {list(everybody.ranks)}, "
+                f"and this is within a group of ranks {list(within.ranks)}: call it outside of the "
+                f"group's block, or use the group's own broadcast()"
+            )
+        return everybody if self.local else within, src
 
 
 @overload
@@ -74,7 +79,8 @@ def on_main(
     """Make a function run on rank 0 only; the others return `default`.
 
     With ``share=True`` all ranks call it together and all return rank 0's result; if it raises,
-    rank 0 raises that, and the others `PeerFailed` with its traceback. Works with and without
+    rank 0 raises that, and the others `PeerFailed` with its traceback. Within a group's block the
+    members share, and it is a `ValueError` if rank 0 is none of them. Works with and without
     parentheses, and on ``async def``.
     """
     choice = _Choice("on_main", False, 0)
@@ -138,28 +144,30 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
 
         @functools.wraps(fn)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            result = default
-            if choice.runs_here():
+            result, here = default, choice.runs_here()
+            shared = choice.sharing() if share else None
+            if here:
                 try:
                     result = await fn(*args, **kwargs)
                 except BaseException as error:
-                    if share:
-                        choice.share_failure(error)
+                    if shared is not None:
+                        shared[0].send_failure(choice.call, error, shared[1])
                     raise
-            return choice.share(result) if share else result
+            return result if shared is None else shared[0].send(choice.call, result, shared[1])
 
         return call_async
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = default
-        if choice.runs_here():
+        result, here = default, choice.runs_here()
+        shared = choice.sharing() if share else None
+        if here:
             try:
                 result = fn(*args, **kwargs)
             except BaseException as error:
-                if share:
-                    choice.share_failure(error)
+                if shared is not None:
+                    shared[0].send_failure(choice.call, error, shared[1])
                 raise
-        return choice.share(result) if share else result
+        return result if shared is None else shared[0].send(choice.call, result, shared[1])
 
     return call

@@ -125,11 +125,11 @@ class Group:
         :raises EncodingError: on `src`, if the object cannot travel; the others get `PeerFailed`.
         :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
         """
-        src = self.ranks[0] if src is None else int(operator.index(src))
-        self._check_src(src)
+        src = self._source(src)
         rounds = self._rounds
         note = rounds.note("broadcast", src=src)
         if self.alone:
+            exchange.check(rounds, note.label, obj)
             rounds.meet(note)
             value: Any = obj
         else:
@@ -144,6 +144,7 @@ class Group:
         rounds = self._rounds
         label = rounds.note("all_gather").label
         if self.alone:
+            exchange.check(rounds, label, obj)
             rounds.meet(Note(label))
             return [obj]
         return exchange.gather(rounds, label, obj, self._seconds(timeout))
@@ -245,6 +246,7 @@ class Group:
         rounds = self._rounds
         note = rounds.note(kind, src=src)
         if self.alone:
+            exchange.check(rounds, note.label, obj)
             rounds.meet(note)
             return obj
         return exchange.broadcast(rounds, note, obj, src, None, math.inf)  # type: ignore[no-any-return]
@@ -291,11 +293,16 @@ class Group:
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)
 
-    def _check_src(self, src: int) -> None:
-        if src not in self.ranks:
+    def _source(self, src: int | None) -> int:
+        try:
+            found = self.ranks[0] if src is None else int(operator.index(src))
+        except TypeError:
+            raise TypeError(f"src={src!r}: it takes a rank, a whole number") from None
+        if found not in self.ranks:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
+        return found
 
 
 def _flagged(note: Note, flag: bool, payload: bytes) -> Note:

@@ -121,14 +121,12 @@ class World:
         self._end(self, error)
 
     def new_group(self, ranks: Sequence[int]) -> Group:
-        """Return the group of `ranks`, having met all ranks of the world when it is a new one."""
+        """Return the group of `ranks`, having met all ranks of the world: the same for the same."""
         members = _members(ranks, self.world_size)
-        found = self._groups.get(members)
-        if found is None:
-            rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-            rounds.meet(Note(rounds.note("group", str(list(members))[:200]).label), self.timeout)
-            found = self._make_group(members)
-        return found
+        # Also for one that exists: a rank that asks for another one would be known by nothing else.
+        rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
+        rounds.meet(Note(rounds.note("group", str(list(members))[:200]).label), self.timeout)
+        return self._make_group(members)
 
     def join(self) -> None:
         """Meet all ranks for the first time, and check that they agree on what this run is.

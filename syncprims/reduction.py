@@ -25,6 +25,8 @@ class Beside(NamedTuple):
 
 
 OPS = ("sum", "mean", "min", "max", "prod")
+#: What can be made of moments, and of spans of time.
+_OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 
 
 def check_op(op: str) -> None:
@@ -36,31 +38,47 @@ def check_op(op: str) -> None:
         raise ValueError(f"op={op!r}: known reductions are {', '.join(OPS)}")
 
 
-def check_value(value: object, where: str = "value") -> None:
-    """Accept a number, an array, a tensor, or a dict, list or tuple of them.
+def check_value(value: object, op: str, where: str = "value") -> None:
+    """Accept a number, an array, a tensor, or a dict, list or tuple of them, that `op` can reduce.
 
     :raises TypeError: naming the first part that is none of these.
     """
     if is_dict(value):
         for key, part in value.items():
-            check_value(part, f"{where}[{key!r}]")
+            check_value(part, op, f"{where}[{key!r}]")
     elif is_list_or_tuple(value):
         for index, part in enumerate(value):
-            check_value(part, f"{where}[{index}]")
+            check_value(part, op, f"{where}[{index}]")
     elif is_array(value):
-        _check_array(value, where)
-    elif not (is_number(value) or is_tensor(value)):
+        _check_array(value, op, where)
+    elif is_tensor(value):
+        _check_tensor(value, op, where)
+    elif is_number(value):
+        if op in ("min", "max") and isinstance(value, complex):
+            raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
+    else:
         raise TypeError(
             f"{where} is a {type(value).__name__}; all_reduce takes numbers, numpy arrays, torch "
             f"tensors, and dicts, lists or tuples of them"
         )
 
 
-def _check_array(array: Any, where: str) -> None:
-    masked = hasattr(array, "mask")
-    if masked or array.dtype.kind in "SUV":
+def _check_array(array: Any, op: str, where: str) -> None:
+    masked, kind = hasattr(array, "mask"), array.dtype.kind
+    if masked or kind in "SUV":
         what = "masks some of its items" if masked else f"holds {array.dtype}"
         raise TypeError(f"{where} is an array that {what}; all_reduce takes arrays of numbers")
+    if op not in _OF_TIMES.get(kind, OPS):
+        raise TypeError(f"{where} is an array of {array.dtype}, which op={op!r} cannot reduce")
+
+
+def _check_tensor(tensor: Any, op: str, where: str) -> None:
+    if tensor.is_quantized:
+        raise TypeError(f"{where} is a quantized tensor; all_reduce takes one of plain numbers")
+    if op in ("min", "max") and tensor.is_complex():
+        raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
+    if op not in ("sum", "mean") and str(tensor.layout) != "torch.strided":
+        raise TypeError(f"{where} is {tensor.layout}; op={op!r} takes dense tensors")
 
 
 def reduce(
@@ -88,7 +106,8 @@ class _Reducer:
 
     def reduce(self, values: list[Any], where: str) -> Any:
         shapes = [_describe(value) for value in values]
-        if len({isinstance(value, Beside) for value in values}) > 1:  # dense here, and sparse there
+        alike = len(set(shapes)) == 1
+        if alike and len({isinstance(value, Beside) for value in values}) > 1:  # dense, and sparse
             kinds = ["plain" if isinstance(value, Beside) else "not plain" for value in values]
             shapes = [f"{shape}, {kind}" for shape, kind in zip(shapes, kinds, strict=True)]
         if any(shape != shapes[0] for shape in shapes):
@@ -262,8 +281,6 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
 
 
 def _reduce_sparse(values: list[Any], op: str) -> Any:
-    if op not in ("sum", "mean"):
-        raise TypeError(f"op={op!r}: of tensors that are {values[0].layout} only sum and mean")
     total = values[0]
     for value in values[1:]:
         total = total + value
@@ -293,9 +310,14 @@ def copy_into(out: Any, value: Any) -> Any:
     if not (is_array(value) or is_tensor(value)):
         raise TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
     if tuple(out.shape) != tuple(value.shape) or str(out.dtype) != str(value.dtype):
-        raise ValueError(f"out is an {_describe(out)}; what arrived is an {_describe(value)}")
+        raise ValueError(f"out is {_one(out)}; what arrived is {_one(value)}")
     if is_array(out):
         out[...] = value
     else:
         out.detach().copy_(value)
     return out
+
+
+def _one(value: Any) -> str:
+    said = _describe(value)
+    return f"{'an' if said[0] in 'aeiou' else 'a'} {said}"

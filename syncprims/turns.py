@@ -52,7 +52,7 @@ class MainFirst:
         if not self._goes_first or self._label is None:
             return
         self._rounds.inside_main_first -= 1
-        if error is not None:
+        if error is not None and not isinstance(error, GeneratorExit):
             self._rounds.fail(self._label, error)
         else:
             self._rounds.meet(Note(self._label), self._timeout)
@@ -84,7 +84,7 @@ class InTurn:
     ) -> None:
         rounds = self._rounds
         mine = rounds.members.index(rounds.rank)
-        if error is not None:
+        if error is not None and not isinstance(error, GeneratorExit):
             rounds.fail(self._labels[mine], error)
             return
         for label in self._labels[mine:]:

@@ -100,6 +100,9 @@ class Whereabouts:
         for rank in missing:
             word = _parse(self._backend.published(rank))
             if _wait_of(board) in word.get("waits", ()):
+                # Who waits for this rank, and not for that one, has to hear of it, too.
+                self._published, self.told = False, True
+                self._publish(word)
                 return errors.load(word["verdict"].encode())
         return None
 

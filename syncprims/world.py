@@ -20,7 +20,7 @@ from .arguments import seconds
 from .choice import choose, class_of
 from .endings import Endings, reason
 from .environment import detect, place_variables, read_settings
-from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed
+from .errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed, dump, load
 from .group import entered
 from .interface import Topology
 from .membership import World
@@ -110,6 +110,8 @@ def current(timeout: float | timedelta | None = None) -> World:
 
     With `timeout`, that of a primitive that starts it, the others have no longer to join.
 
+    :raises SyncError: as it did before, if a start has failed since the ranks could meet; then
+        only :func:`init` tries again.
     :raises WorldClosed: after :func:`shutdown`.
     :raises ForkedProcess: in a forked child, which is not a rank.
     """
@@ -269,10 +271,19 @@ def _start(
         state.world, state.ended, state.topology = world, None, place
         world.join()
     except BaseException as error:
-        _end(state, error) if state.world is not None else made.close(None)
-        state.ended = state.topology = None  # it never ran: another attempt may
+        met = state.world is not None
+        _end(state, error) if met else made.close(None)
+        # It never ran, and another `init` may try again. But where ranks may have met already, a
+        # mere call does not: it would take the place of the one that failed, out of step.
+        state.topology = None
+        state.ended = _as_before(error) if met and isinstance(error, SyncError) else None
         raise
     return world
+
+
+def _as_before(error: SyncError) -> Callable[[], SyncError]:
+    verdict = dump(error)
+    return lambda: load(verdict)
 
 
 def _end(state: _State, error: BaseException | None) -> None:
