@@ -272,7 +272,8 @@ class _Reduction:
                 f"{here}: {error}", rank=rounds.rank, call=here, arrived=members
             ) from None
         except _NO_RESULT as error:
-            kind = next(one for one in _NO_RESULT if isinstance(error, one))
+            # The builtin one: numpy's own cannot be made from a text.
+            kind = next(one for one in _NO_RESULT if one in type(error).__mro__)
             raise kind(f"{self._note.label}: these values have no {self._op}: {error}") from error
 
     def _read(self, payload: bytes) -> Any:

@@ -148,7 +148,7 @@ def test_a_world_of_one_refuses_what_could_not_travel(meeting_place: Path) -> No
             with pytest.raises(sp.EncodingError, match=r"tests/test_in_step.py:\d+\): ") as caught:
                 call()
             assert caught.value.rank == 0
-            assert caught.value.call in str(caught.value)
+            assert str(caught.value.call) in str(caught.value)
         return sp.broadcast("goes on")
 
     assert Ranks(Kind("single", 1), meeting_place).run(program) == ["goes on"]
