@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .commands import completion, config, doctor, env, run
+from .commands import completion, config, doctor, env, run, streams
 from .commands.parser import CommandParser
 from .errors import SyncError
 from .tracing import command as trace
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     2 is a wrong command line or environment, 130 an interrupt, 141 a pipe that nobody reads, 1 an
     output that cannot be written; `run` returns what its ranks do.
     """
+    streams.open_closed()
     try:
         options = parser().parse_args(argv)
         options.environ = os.environ

@@ -220,8 +220,8 @@ class _Run:
         if tail is not None:
             tail.extend(line.decode(errors="replace") for line in lines)
         data = b"".join(b"[rank %d] %b\n" % (rank, line) for line in lines)
-        # A closed pipe or a full disk behind us must not stop the ranks: we read on.
-        with self._voice, contextlib.suppress(OSError, ValueError):
+        # Whatever is wrong behind us must not stop the ranks, which wait for us to read on.
+        with self._voice, contextlib.suppress(Exception):
             sink.buffer.write(data)
             sink.flush()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import free_port
+from harness import CLOSING, free_port
 
 from syncprims import ConfigurationError
 from syncprims.cli import COMMANDS, main, parser
@@ -288,6 +288,29 @@ def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[st
             stderr=subprocess.PIPE, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "syncprims: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "told"),
+    [
+        (["env"], [1], 0, ""),
+        (["--version"], [1], 0, ""),
+        (["env", "--json"], [0, 1, 2], 0, ""),
+        (["config"], [0], 2, "nothing to write"),
+        (["trace", "nowhere"], [2], 2, ""),
+    ],
+    ids=str,
+)
+def test_closed_streams_are_no_traceback(
+    words: list[str], closed: list[int], code: int, told: str, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSING, str(closed), sys.executable, "-m", "syncprims", *words],
+        env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr
 
 
 def test_an_interrupt_is_one_line(

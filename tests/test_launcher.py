@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from harness import CLOSING
 
 from syncprims.environment import place_variables
 
@@ -269,6 +270,21 @@ def test_a_full_disk_behind_the_launcher_stops_nobody(script: Path, clean: dict[
             timeout=60, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]], ids=str)
+def test_closed_streams_stop_nobody(closed: list[int], script: Path, clean: dict[str, str]) -> None:
+    script.write_text(
+        "import sys, syncprims\n"
+        "for stream in (sys.stdout, sys.stderr):\n"
+        "    print('x' * 1_000_000, file=stream, flush=True)\n"  # more than a pipe holds
+        "syncprims.barrier()\n"
+    )
+    words = [sys.executable, "-c", CLOSING, str(closed), *command("-n", "2", str(script))]
+    done = subprocess.run(words, env=clean, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (len(done.stdout) > 2_000_000) == (1 not in closed)
+    assert (len(done.stderr) > 2_000_000) == (2 not in closed)
 
 
 def test_output_of_any_shape_arrives(script: Path, clean: dict[str, str]) -> None:
