@@ -153,7 +153,7 @@ def test_it_becomes_torchrun_with_what_it_was_told(tmp_path: Path, clean: dict[s
         "'--master-port', '1', '-m', 'train', '-x'] "
     )
     assert told.endswith(" 0,1,2,3 None")
-    assert also == f"torch False {started.pid}"  # the same process: signals reach it
+    assert also == f"nccl False {started.pid}"  # the same process: signals reach it
     assert started.returncode == 7
 
 
@@ -269,6 +269,15 @@ def test_the_page_has_every_command_and_flag() -> None:
     for family, _ in REFUSED:
         spelled = (f"--{family[0]}", f"--{family[0].rstrip('_')}", f"--{family[0]}*", family[0])
         assert any(name in page for name in spelled), family
+
+
+def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, str]) -> None:
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("there are devices here")
+    (tmp_path / "job.py").write_text("import syncprims\nsyncprims.barrier()\n")
+    done = call("run", "--gpus", "0", "job.py", env=clean, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "backend 'nccl' needs a CUDA device, and rank 0 has none" in done.stderr
 
 
 def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[str, str]) -> None:

@@ -166,7 +166,9 @@ def _backend(
     if said.backend is not None:
         _agree("backend", said.backend, "SYNCPRIMS_BACKEND", environ)
     named = said.backend or environ.get("SYNCPRIMS_BACKEND") or None
-    default = "file" if gpus is None and nodes == 1 else "torch"
+    default = "file" if nodes == 1 else "torch"
+    if gpus is not None:
+        default = "nccl"  # torch would do without devices where there are none, and say nothing
     name = named or default
     if name == "auto":
         return name
