@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output that cannot be written; `run` returns what its ranks do.
     """
     streams.open_closed()
+    streams.escape_unwritable()
     try:
         options = parser().parse_args(argv)
         options.environ = os.environ

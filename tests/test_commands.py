@@ -322,6 +322,14 @@ def test_closed_streams_are_no_traceback(
     assert told in done.stderr
 
 
+def test_what_an_output_cannot_spell_is_escaped(tmp_path: Path, clean: dict[str, str]) -> None:
+    place = {"SYNCPRIMS_RUN_ID": "jos\u00e9", "PYTHONIOENCODING": "ascii"}
+    done = call("env", env={**clean, **place}, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "SYNCPRIMS_RUN_ID" in done.stdout
+    assert r"jos\xe9" in done.stdout
+
+
 def test_an_interrupt_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -17,3 +18,9 @@ def open_closed() -> None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115, PTH123 - it stays
             os.set_inheritable(stream.fileno(), True)  # as a standard stream is
             setattr(sys, name, stream)
+
+
+def escape_unwritable() -> None:
+    r"""Let the standard output spell what its encoding lacks as ``\xe9``, as errors do anyway."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
