@@ -112,8 +112,7 @@ def check_findable(topology: Topology, settings: Settings) -> None:
     :raises ConfigurationError: naming what to set.
     """
     grouped = dist.is_available() and dist.is_initialized()
-    here = topology.launcher == "syncprims" and topology.num_nodes == 1
-    if grouped or (settings.store is not None and not here):
+    if grouped or settings.store is not None:
         return
     if topology.num_nodes > 1:
         raise ConfigurationError(
@@ -139,8 +138,8 @@ def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
     """
     prefix = f"syncprims/{topology.run_id or 'run'}"
     grouped = dist.is_available() and dist.is_initialized()
-    if topology.launcher == "syncprims" and topology.num_nodes == 1:
-        return None  # they share this host: `syncprims run` has started them on it
+    if topology.launcher == "syncprims" and topology.num_nodes == 1 and topology.run_id is not None:
+        return None  # they share this host, and `syncprims run` has named what they are there
     if settings.store is not None and (settings.agent_store or not grouped):
         source = StoreSource(*settings.store, prefix, settings.join_timeout)
         if not settings.agent_store:

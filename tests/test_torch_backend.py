@@ -93,6 +93,13 @@ def test_our_launcher_needs_no_store(backend: str, tmp_path: Path, meeting_place
     assert said == [[backend, [0, 1], [1, 3], True, False]] * 2
 
 
+def test_our_variables_set_by_hand_take_a_store_for_a_name(meeting_place: Path) -> None:
+    world = Ranks(Kind("gloo", 2), meeting_place)
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    gathered = world.run_alone(lambda: sp.all_gather(sp.get_rank()), SYNCPRIMS_RUN_ID="", **store)
+    assert gathered == [[0, 1]] * 2
+
+
 def test_the_programs_own_group_before_and_after(tmp_path: Path, meeting_place: Path) -> None:
     said = launched(
         torchrun(2),
