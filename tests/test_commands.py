@@ -271,6 +271,17 @@ def test_the_page_has_every_command_and_flag() -> None:
         assert any(name in page for name in spelled), family
 
 
+@pytest.mark.parametrize("line", ["run.yaml", "-n 2 other.toml --lr 0.1"])
+def test_a_file_in_the_place_of_the_script_is_told(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", *line.split()]) == 2
+    name = "run.yaml" if line == "run.yaml" else "other.toml"
+    assert f"name the file to write with -o {name}" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
 def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, str]) -> None:
     if pytest.importorskip("torch").cuda.is_available():
         pytest.skip("there are devices here")
