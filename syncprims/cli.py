@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("syncprims: interrupted", file=sys.stderr)  # noqa: T201
         return 130
     except OSError as error:  # nobody reads any more, or the disk is full
-        # Python flushes once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.drop_unwritable()
         if isinstance(error, BrokenPipeError):
             return 141
         print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201

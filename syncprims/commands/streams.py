@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import os
 import sys
+from typing import Any
 
 
 def open_closed() -> None:
@@ -22,5 +23,15 @@ def open_closed() -> None:
 
 def escape_unwritable() -> None:
     r"""Let the standard output spell what its encoding lacks as ``\xe9``, as errors do anyway."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    stream: Any = sys.stdout
+    with contextlib.suppress(AttributeError):  # a stand-in for it has no encoding
+        stream.reconfigure(errors="backslashreplace")
+
+
+def drop_unwritable() -> None:
+    """Let go of what a full disk or a closed pipe did not take: Python tries again at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
