@@ -194,9 +194,9 @@ def take_census(
         if missing:
             raise _never_came(top, missing, settings.join_timeout - left(), source.address)
     raise BackendUnavailable(
-        f"rank {top.rank} cannot reach the store at {source.address}: {why}. It is served by rank "
-        f"0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR and MASTER_PORT "
-        f"right and open from here?"
+        f"rank {top.rank} cannot reach the store at {source.address}: {source.refusal or why}. It "
+        f"is served by rank 0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR "
+        f"and MASTER_PORT right and open from here?"
     ) from why
 
 

@@ -43,12 +43,19 @@ class StoreLink:
         name: str,
         connect: Callable[[], Any],
         *,
+        before: Callable[[threading.Event], None] | None = None,
         every: float | None = None,
         pulse: Callable[[Any], None] | None = None,
     ) -> None:
-        """Connect at the first request; from then on, do `pulse` with the store every so often."""
+        """Connect at the first request; from then on, do `pulse` with the store every so often.
+
+        `before` that the store is waited for, where Python can still be heard: it returns when the
+        store is there, or raises when the event that it gets is set.
+        """
         self._name = name
         self._connect = connect
+        self._before = before
+        self._closing = threading.Event()
         self._every = every
         self._pulse = pulse
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -96,6 +103,7 @@ class StoreLink:
 
     def close(self) -> None:
         """End the thread, and with it the connection."""
+        self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
@@ -116,6 +124,8 @@ class StoreLink:
                 if self.broken is not None:
                     raise self.broken
                 if store is None:
+                    if self._before is not None:
+                        self._before(self._closing)
                     store = self._connect()
                 if self._every is not None and time.monotonic() >= next_pulse:
                     next_pulse = time.monotonic() + self._every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,12 +10,17 @@ import torch.distributed
 
 from syncprims.errors import BackendUnavailable, ConfigurationError
 
+from .store_link import StoreGone
+
 if TYPE_CHECKING:
+    import threading
+
     from syncprims.interface import Settings, Topology
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
 TRY_AGAIN = 0.05  # seconds between two attempts to reach a store
+_ONE_ATTEMPT = 0.5  # seconds: shorter than the farewell of a link whose thread is in one
 _FOREVER = timedelta(days=365)  # a wait ends with its answer; deadlines are the rank's own
 
 
@@ -28,6 +34,7 @@ class StoreSource:
     def __init__(self, host: str, port: int, prefix: str, join_timeout: float) -> None:
         self.address = f"{host}:{port}"
         self.served_by_rank_0 = False  #: so that rank 0 must leave last
+        self.refusal: OSError | None = None  #: what the last attempt to reach it has met
         self._host = host
         self._port = port
         self._prefix = prefix
@@ -38,6 +45,26 @@ class StoreSource:
     def host(self) -> str:
         """Where the store is served."""
         return self._host
+
+    def await_served(self, closing: threading.Event) -> None:
+        """Return once somebody listens there.
+
+        In C++ a connection would wait for that, and for longer than it was told to. A thread that
+        comes back from there while Python ends takes the process with it, by SIGABRT.
+
+        :raises StoreGone: if `closing` is set meanwhile.
+        """
+        if self.address in self._served:
+            return
+        while not closing.wait(TRY_AGAIN if self.refusal else 0):
+            try:
+                socket.create_connection((self._host, self._port), _ONE_ATTEMPT).close()
+            except OSError as error:  # nobody is there yet, or its name is not known yet
+                self.refusal = error
+            else:
+                self.refusal = None
+                return
+        raise StoreGone("it was given up")
 
     def connect(self) -> Any:
         """Return a new connection, for one thread; it blocks until the store is served."""
@@ -85,8 +112,7 @@ def check_findable(topology: Topology, settings: Settings) -> None:
     :raises ConfigurationError: naming what to set.
     """
     grouped = dist.is_available() and dist.is_initialized()
-    here = topology.launcher == "syncprims" and topology.num_nodes == 1
-    if grouped or (settings.store is not None and not here):
+    if grouped or settings.store is not None:
         return
     if topology.num_nodes > 1:
         raise ConfigurationError(
@@ -112,8 +138,8 @@ def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
     """
     prefix = f"syncprims/{topology.run_id or 'run'}"
     grouped = dist.is_available() and dist.is_initialized()
-    if topology.launcher == "syncprims" and topology.num_nodes == 1:
-        return None  # they share this host: `syncprims run` has started them on it
+    if topology.launcher == "syncprims" and topology.num_nodes == 1 and topology.run_id is not None:
+        return None  # they share this host, and `syncprims run` has named what they are there
     if settings.store is not None and (settings.agent_store or not grouped):
         source = StoreSource(*settings.store, prefix, settings.join_timeout)
         if not settings.agent_store:

@@ -115,6 +115,13 @@ class Shared:
         self.verdict: bytes | None = None
 
 
+def _for_tests() -> ConfigurationError:
+    return ConfigurationError(
+        "backend 'threads' is for tests, where ranks are threads of one process: "
+        "syncprims.testing.run_world starts them. For real ranks choose 'file' or 'torch'"
+    )
+
+
 class ThreadBackend(Backend):
     """A rank that is a thread."""
 
@@ -124,13 +131,15 @@ class ThreadBackend(Backend):
 
     def __init__(self, topology: Topology, settings: Settings, room: Room | None = None) -> None:
         if room is None:
-            raise ConfigurationError(
-                "backend 'threads' is for tests, where ranks are threads of one process: "
-                "syncprims.testing.run_world starts them. For real ranks choose 'file' or 'torch'"
-            )
+            raise _for_tests()
         super().__init__(topology, settings)
         self._room = room
         room.states[topology.rank] = "alive"
+
+    @classmethod
+    def check(cls, topology: Topology, settings: Settings) -> None:
+        """Refuse: only a test has a room for it."""
+        raise _for_tests()
 
     @classmethod
     def room(cls, referee: Referee, world_size: int) -> Room:

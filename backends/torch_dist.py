@@ -141,7 +141,9 @@ class TorchBackend(Backend):
 
     def _dial(self, source: StoreSource) -> tuple[StoreLink, StoreLink]:
         every = self.settings.heartbeat / BEATS
-        speaker = StoreLink("speaker", source.connect, every=every, pulse=self._pulse)
+        speaker = StoreLink(  # which is asked first, so that one of the two has to wait
+            "speaker", source.connect, before=source.await_served, every=every, pulse=self._pulse
+        )
         self._links = speaker, StoreLink("waiter", source.connect)
         return self._links
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .commands import completion, config, doctor, env, run
+from .commands import completion, config, doctor, env, run, streams
 from .commands.parser import CommandParser
 from .errors import SyncError
 from .tracing import command as trace
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     2 is a wrong command line or environment, 130 an interrupt, 141 a pipe that nobody reads, 1 an
     output that cannot be written; `run` returns what its ranks do.
     """
+    streams.open_closed()
+    streams.escape_unwritable()
     try:
         options = parser().parse_args(argv)
         options.environ = os.environ
@@ -42,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("syncprims: interrupted", file=sys.stderr)  # noqa: T201
         return 130
     except OSError as error:  # nobody reads any more, or the disk is full
-        # Python flushes once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.drop_unwritable()
         if isinstance(error, BrokenPipeError):
             return 141
         print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201

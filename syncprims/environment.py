@@ -30,12 +30,16 @@ class Launcher(NamedTuple):
     run_id: tuple[str, ...] = ()  #: together they tell this run, and this restart, from all others
     needs: tuple[str, ...] = ()  #: it only speaks where one of these is set
 
+    @property
+    def names(self) -> set[str]:
+        """The variables by which it says who a process is, and among how many."""
+        return {self.rank, *self.world_size, self.local_rank, self.local_world_size}
+
     def speaks(self, environ: Mapping[str, str]) -> bool:
         """Tell whether this launcher started the process (or half of it)."""
         if self.needs and not any(name in environ for name in self.needs):
             return False
-        names = (self.rank, *self.world_size, self.local_rank, self.local_world_size)
-        return any(name in environ for name in names)
+        return any(name in environ for name in self.names)
 
 
 LAUNCHERS = (
@@ -123,9 +127,13 @@ def detect(environ: Mapping[str, str]) -> Topology:
         launchers contradict each other.
     """
     chosen: tuple[Launcher, Topology] | None = None
+    heard: set[str] = set()  # PALS says its size by MPICH's variable: then it is no half of MPICH's
     for launcher in LAUNCHERS:
         if not launcher.speaks(environ) or _is_interactive(launcher, environ):
             continue
+        if launcher.names & environ.keys() <= heard:
+            continue
+        heard |= launcher.names
         found = launcher, _read(launcher, environ)
         if chosen is None:
             chosen = found

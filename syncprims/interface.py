@@ -312,7 +312,7 @@ class Backend(ABC):
     def check(cls, topology: Topology, settings: Settings) -> None:
         """Refuse what these alone show to be wrong, as the constructor would, and take no seat.
 
-        Optional: `syncprims env` asks, which starts nothing.
+        Optional: `syncprims env` asks, and `syncprims run` before it starts any rank.
         """
 
     @abstractmethod

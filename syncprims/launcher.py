@@ -48,7 +48,10 @@ class Launch(NamedTuple):
 
 
 def launch(what: Launch, environ: Mapping[str, str]) -> int:
-    """Run the command on every rank and return the exit code: 0, or that of the root cause."""
+    """Run the command on every rank and return the exit code: 0, or that of the root cause.
+
+    :raises OSError: if none failed, and not all that they wrote could be passed on.
+    """
     with _signals() as received, _scratch() as scratch:
         outer = place_variables()  # what an outer launcher said holds for us, not for our ranks
         common = {k: v for k, v in environ.items() if k not in outer}
@@ -160,6 +163,7 @@ class _Run:
         self._ranks: list[_Rank] = []
         self._pumps: list[threading.Thread] = []
         self._voice = threading.Lock()
+        self._unsaid: Exception | None = None  # why not all that the ranks said was passed on
         self._received = received
         self._first_failed: list[_Rank] = []
         try:
@@ -220,15 +224,21 @@ class _Run:
         if tail is not None:
             tail.extend(line.decode(errors="replace") for line in lines)
         data = b"".join(b"[rank %d] %b\n" % (rank, line) for line in lines)
-        # A closed pipe or a full disk behind us must not stop the ranks: we read on.
-        with self._voice, contextlib.suppress(OSError, ValueError):
-            sink.buffer.write(data)
-            sink.flush()
+        with self._voice:
+            try:
+                sink.buffer.write(data)
+                sink.flush()
+            except Exception as error:
+                # It must not stop the ranks, which wait for us to read on: it is told at the end.
+                self._unsaid = self._unsaid or error
 
     # -- waiting --------------------------------------------------------------------------------
 
     def wait(self) -> int:
-        """Wait for all ranks, end them if need be, report, and return the exit code."""
+        """Wait for all ranks, end them if need be, report, and return the exit code.
+
+        :raises OSError: if none failed, and not all that they wrote could be passed on.
+        """
         try:
             self._watch()
         finally:
@@ -242,7 +252,13 @@ class _Run:
                 pump.join(timeout=max(0.0, deadline - time.monotonic()))
         if self._received and not self._first_failed:
             return 128 + self._received[0]
-        return self._report()
+        code = self._report()
+        if code == 0 and self._unsaid is not None:
+            if not isinstance(self._unsaid, OSError):
+                raise self._unsaid
+            why = f"the ranks ended well, and what they wrote is lost: {self._unsaid.strerror}"
+            raise OSError(self._unsaid.errno, why)
+        return code
 
     def _watch(self) -> None:
         """Return when all have ended, or when none can be waited for any longer."""

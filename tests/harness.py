@@ -138,6 +138,15 @@ def await_end(pid: int) -> None:
         os.close(eye)
 
 
+#: A program that becomes its arguments, without the streams that the first of them lists: daemons
+#: start others that way.
+CLOSING = (
+    "import json, os, sys\n"
+    "for number in json.loads(sys.argv[1]): os.close(number)\n"
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
 class Died(Exception):
     """A rank ended without a result."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import free_port
+from harness import CLOSING, free_port
 
 from syncprims import ConfigurationError
 from syncprims.cli import COMMANDS, main, parser
@@ -153,7 +153,7 @@ def test_it_becomes_torchrun_with_what_it_was_told(tmp_path: Path, clean: dict[s
         "'--master-port', '1', '-m', 'train', '-x'] "
     )
     assert told.endswith(" 0,1,2,3 None")
-    assert also == f"torch False {started.pid}"  # the same process: signals reach it
+    assert also == f"nccl False {started.pid}"  # the same process: signals reach it
     assert started.returncode == 7
 
 
@@ -271,6 +271,26 @@ def test_the_page_has_every_command_and_flag() -> None:
         assert any(name in page for name in spelled), family
 
 
+@pytest.mark.parametrize("line", ["run.yaml", "-n 2 other.toml --lr 0.1"])
+def test_a_file_in_the_place_of_the_script_is_told(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", *line.split()]) == 2
+    name = "run.yaml" if line == "run.yaml" else "other.toml"
+    assert f"name the file to write with -o {name}" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, str]) -> None:
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("there are devices here")
+    (tmp_path / "job.py").write_text("import syncprims\nsyncprims.barrier()\n")
+    done = call("run", "--gpus", "0", "job.py", env=clean, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "backend 'nccl' needs a CUDA device, and rank 0 has none" in done.stderr
+
+
 def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -288,6 +308,37 @@ def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[st
             stderr=subprocess.PIPE, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "syncprims: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "told"),
+    [
+        (["env"], [1], 0, ""),
+        (["--version"], [1], 0, ""),
+        (["env", "--json"], [0, 1, 2], 0, ""),
+        (["config"], [0], 2, "nothing to write"),
+        (["trace", "nowhere"], [2], 2, ""),
+    ],
+    ids=str,
+)
+def test_closed_streams_are_no_traceback(
+    words: list[str], closed: list[int], code: int, told: str, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSING, str(closed), sys.executable, "-m", "syncprims", *words],
+        env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr
+
+
+def test_what_an_output_cannot_spell_is_escaped(tmp_path: Path, clean: dict[str, str]) -> None:
+    place = {"SYNCPRIMS_RUN_ID": "jos\u00e9", "PYTHONIOENCODING": "ascii"}
+    done = call("env", env={**clean, **place}, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "SYNCPRIMS_RUN_ID" in done.stdout
+    assert r"jos\xe9" in done.stdout
 
 
 def test_an_interrupt_is_one_line(

@@ -64,6 +64,7 @@ ERRORS: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("lonely", {"RANK": "0", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "single"},
      "ConfigurationError", ["WORLD_SIZE=2", "SYNCPRIMS_BACKEND=single"]),
     ("no such backend", {"SYNCPRIMS_BACKEND": "flie"}, "ConfigurationError", ["named 'flie'"]),
+    ("for tests alone", {"SYNCPRIMS_BACKEND": "threads"}, "ConfigurationError", ["run_world"]),
     ("two nodes on files", {**TORCHRUN, "SYNCPRIMS_BACKEND": "file"}, "ConfigurationError",
      ["'file'", "2 nodes"]),
     ("no name for the run", {"RANK": "0", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"},

@@ -88,6 +88,17 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
     ("mpirun", OPEN_MPI, ("Open MPI", 3, 4, 1, 2, 1, 2)),
     ("mpiexec of MPICH", MPICH, ("MPICH", 1, 2, 1, 2, 0, 1)),
     ("aprun of PALS", PALS, ("PALS", 3, 4, 1, 2, 1, 2)),
+    (
+        "PALS without MPICH's rank",  # its size is in the variable that MPICH has, too
+        {
+            "PALS_RANKID": "1",
+            "PMI_SIZE": "2",
+            "PALS_LOCAL_RANKID": "1",
+            "PALS_LOCAL_SIZE": "2",
+            "PALS_NODEID": "0",
+        },
+        ("PALS", 1, 2, 1, 2, 0, 1),
+    ),
     ("jsrun", LSF, ("LSF", 2, 4, 0, 2, 1, 2)),
     (
         "torchrun on each node of a SLURM step",

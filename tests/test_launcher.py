@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from harness import CLOSING
 
 from syncprims.environment import place_variables
 
@@ -261,14 +262,55 @@ def test_the_reason_of_an_earlier_world_is_not_shown(script: Path, clean: dict[s
     assert "handled" not in report
 
 
-def test_a_full_disk_behind_the_launcher_stops_nobody(script: Path, clean: dict[str, str]) -> None:
-    script.write_text("print('x' * 1_000_000)\n")
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_full_disk_behind_the_launcher_stops_nobody_and_is_told(
+    stream: str, script: Path, clean: dict[str, str]
+) -> None:
+    script.write_text(
+        f"import sys\nprint('x' * 1_000_000, file=sys.{stream})\n"
+        "open(sys.argv[1], 'a').write('.')\n"
+    )
+    done = script.with_name("done")
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            command("-n", "2", str(script)), env=clean, stdout=full, stderr=subprocess.PIPE,
-            timeout=60, check=False,
+        ended = subprocess.run(
+            command("-n", "2", str(script), str(done)), env=clean, timeout=60, check=False,
+            stdout=full if stream == "stdout" else subprocess.PIPE,
+            stderr=full if stream == "stderr" else subprocess.PIPE,
         )  # fmt: skip
+    assert (ended.returncode, done.read_text()) == (1, "..")
+    if stream == "stdout":
+        told = "the ranks ended well, and what they wrote is lost: No space left on device"
+        assert ended.stderr.decode() == f"syncprims: [Errno 28] {told}\n"
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody(script: Path, clean: dict[str, str]) -> None:
+    script.write_text("import sys\nprint('x')\nopen(sys.argv[1], 'a').write('.')\n")
+    done = script.with_name("done")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            command("-n", "2", str(script), str(done)), env=clean, timeout=60, check=False,
+            stdout=writer, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr, done.read_text()) == (141, b"", "..")
+
+
+@pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]], ids=str)
+def test_closed_streams_stop_nobody(closed: list[int], script: Path, clean: dict[str, str]) -> None:
+    script.write_text(
+        "import sys, syncprims\n"
+        "for stream in (sys.stdout, sys.stderr):\n"
+        "    print('x' * 1_000_000, file=stream, flush=True)\n"  # more than a pipe holds
+        "syncprims.barrier()\n"
+    )
+    words = [sys.executable, "-c", CLOSING, str(closed), *command("-n", "2", str(script))]
+    done = subprocess.run(words, env=clean, capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert (len(done.stdout) > 2_000_000) == (1 not in closed)
+    assert (len(done.stderr) > 2_000_000) == (2 not in closed)
 
 
 def test_output_of_any_shape_arrives(script: Path, clean: dict[str, str]) -> None:

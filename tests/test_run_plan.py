@@ -86,7 +86,8 @@ WRONG: list[tuple[list[str], dict[str, str], list[str]]] = [
      ["--mixed-precision bf16 contradicts SYNCPRIMS_MIXED_PRECISION=fp16"]),
     (["-n", "2", "--timeout", "5", "x"], {"SYNCPRIMS_TIMEOUT": "6"}, ["--timeout 5 contradicts"]),
     (["-n", "2", "--backend", "flie", "x"], {}, ["no backend named 'flie'"]),
-    (["-n", "2", "--backend", "single", "x"], {}, ["world of one", "2 ranks"]),
+    (["-n", "2", "--backend", "single", "x"], {}, ["world of one", "world_size=2"]),
+    (["-n", "2", "--backend", "threads", "x"], {}, ["'threads' is for tests", "run_world"]),
     (["-n", "2", "--num_processes", "4", "x"], {}, ["--ranks 2", "--num_processes 4"]),
     (["-n", "2", "--nodes", "2", "x"], {}, ["--rendezvous HOST:PORT"]),
     (["--num_processes", "5", "--nodes", "2", "x"], {}, ["5", "evenly to 2"]),
@@ -174,10 +175,11 @@ def test_devices_backend_and_threads_follow_from_each_other() -> None:
     assert variables("-n", "2", "--cpu")["CUDA_VISIBLE_DEVICES"] == ""
     chosen = variables("--gpus", "1,3", CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert chosen["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert chosen["SYNCPRIMS_BACKEND"] == "torch"
+    assert chosen["SYNCPRIMS_BACKEND"] == "nccl"  # which takes nothing else in silence
+    assert variables("--gpus", "0", "--backend", "torch")["SYNCPRIMS_BACKEND"] == "torch"
     assert plan("--gpus", "1,3", "x").ranks == 2
     everything = variables("-n", "2", "--multi_gpu", gpus=4)
-    assert everything["SYNCPRIMS_BACKEND"] == "torch"
+    assert everything["SYNCPRIMS_BACKEND"] == "nccl"
     assert "CUDA_VISIBLE_DEVICES" not in everything
     with pytest.raises(ConfigurationError, match="8 ranks on 4 CUDA devices"):
         variables("-n", "8", "--gpus", "all", gpus=4)
@@ -190,7 +192,7 @@ def test_devices_backend_and_threads_follow_from_each_other() -> None:
 
 def test_without_torch_it_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncprims.commands.plan.find_spec", lambda name: None)
-    with pytest.raises(BackendUnavailable, match=r"backend 'torch' needs torch.*--backend file"):
+    with pytest.raises(BackendUnavailable, match=r"backend 'nccl' needs torch.*--backend file"):
         plan("--gpus", "0,1", "x")
     with pytest.raises(BackendUnavailable, match="several nodes need torchrun"):
         plan("-n", "2", "--nodes", "2", "--rendezvous", "a:1", "x")
@@ -364,9 +366,8 @@ def test_accelerates_own_file_is_read_as_far_as_it_maps(tmp_path: Path) -> None:
     alone = plan("train.py", file=configfile.read(str(path)))
     assert (alone.ranks, alone.variables["CUDA_VISIBLE_DEVICES"]) == (4, "")
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
-    assert plan("train.py", file=configfile.read(str(path))).variables["SYNCPRIMS_BACKEND"] == (
-        "torch"
-    )
+    made = plan("train.py", file=configfile.read(str(path)))
+    assert made.variables["SYNCPRIMS_BACKEND"] == "nccl"
 
 
 def test_every_option_is_a_field() -> None:

@@ -93,6 +93,13 @@ def test_our_launcher_needs_no_store(backend: str, tmp_path: Path, meeting_place
     assert said == [[backend, [0, 1], [1, 3], True, False]] * 2
 
 
+def test_our_variables_set_by_hand_take_a_store_for_a_name(meeting_place: Path) -> None:
+    world = Ranks(Kind("gloo", 2), meeting_place)
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    gathered = world.run_alone(lambda: sp.all_gather(sp.get_rank()), SYNCPRIMS_RUN_ID="", **store)
+    assert gathered == [[0, 1]] * 2
+
+
 def test_the_programs_own_group_before_and_after(tmp_path: Path, meeting_place: Path) -> None:
     said = launched(
         torchrun(2),
@@ -211,6 +218,34 @@ def test_a_store_that_nobody_serves_is_told(meeting_place: Path) -> None:
 
     world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
     assert world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="1") == [None, "told"]
+
+
+def test_an_unreachable_store_ends_a_program_as_any_error_does(meeting_place: Path) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", "import syncprims; syncprims.barrier()"],
+        env=clean_environment(meeting_place, **place, SYNCPRIMS_JOIN_TIMEOUT="2"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr  # and not SIGABRT's
+    last = done.stderr.splitlines()[-1]
+    assert "cannot reach the store" in last
+    assert "Connection refused" in last
+    assert "c10d" not in done.stderr  # torch's C++ has nothing to report
+
+
+def test_a_store_that_is_served_later_is_met(meeting_place: Path, signs: Signs) -> None:
+    def program() -> Any:
+        if sp.get_rank() == 0:
+            signs.wait("first")
+        signs.give("first")
+        return sp.all_gather(sp.get_rank())
+
+    assert Ranks(Kind("torch", 2, hosts=2), meeting_place).run_alone(program) == [[0, 1]] * 2
 
 
 def test_worlds_one_after_another(meeting_place: Path) -> None:

@@ -68,7 +68,10 @@ def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # 
 
 def run(options: argparse.Namespace) -> int:
     """Write the file."""
-    values = {**(configfile.read(options.config) if options.config else {}), **said(options)}
+    told = said(options)
+    if "module" not in told:
+        _refuse_a_file_for_a_script(told.get("script"))
+    values = {**(configfile.read(options.config) if options.config else {}), **told}
     if not values:
         if not sys.stdin.isatty():
             raise ConfigurationError(
@@ -81,6 +84,14 @@ def run(options: argparse.Namespace) -> int:
     telling = {key: value for key, value in values.items() if not BY_KEY[key].note}
     _write(telling, options.output, force=options.force)
     return 0
+
+
+def _refuse_a_file_for_a_script(script: str | None) -> None:
+    if script is not None and Path(script).suffix in configfile.SUFFIXES:
+        raise ConfigurationError(
+            f"{script} stands where the script does, and is no Python: name the file to write with "
+            f"-o {script}, one to read with --config {script}"
+        )
 
 
 def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, Any]:

@@ -43,10 +43,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    readers: dict[str, Callable[[str], Any]] = {
-        ".yaml": _yaml, ".yml": _yaml, ".toml": _toml, ".json": json.loads,
-    }  # fmt: skip
-    reader = readers.get(path.suffix)
+    reader = _READERS.get(path.suffix)
     if reader is None:
         raise ConfigurationError(
             f"{path}: a file that describes a run is called *.yaml, *.toml or *.json"
@@ -83,6 +80,12 @@ def _toml(text: str) -> Any:
     import tomllib
 
     return tomllib.loads(text)
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _yaml, ".yml": _yaml, ".toml": _toml, ".json": json.loads,
+}  # fmt: skip
+SUFFIXES = frozenset(_READERS)  #: by which a file that describes a run is known
 
 
 # -- writing -----------------------------------------------------------------------------------

@@ -162,8 +162,8 @@ OPTIONS: tuple[Option, ...] = (
            "N", "-n"),
     Option("backend", word, PLACE,
            "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
-           "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else torch with --gpus or several "
-           "nodes, else file)", "NAME"),
+           "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
+           "with several nodes, else file)", "NAME"),
     Option("timeout", seconds, PLACE,
            "seconds after which a wait for other ranks is an error ($SYNCPRIMS_TIMEOUT)",
            "SECONDS"),

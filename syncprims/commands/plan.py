@@ -6,8 +6,9 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims.environment import place_variables
+from syncprims.environment import place_variables, read_settings
 from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.interface import Topology
 from syncprims.registry import backend_class
 
 from .options import BY_KEY, Options
@@ -166,7 +167,9 @@ def _backend(
     if said.backend is not None:
         _agree("backend", said.backend, "SYNCPRIMS_BACKEND", environ)
     named = said.backend or environ.get("SYNCPRIMS_BACKEND") or None
-    default = "file" if gpus is None and nodes == 1 else "torch"
+    default = "file" if nodes == 1 else "torch"
+    if gpus is not None:
+        default = "nccl"  # torch would do without devices where there are none, and say nothing
     name = named or default
     if name == "auto":
         return name
@@ -180,17 +183,15 @@ def _backend(
             )
         if name in _BY_TORCH:
             return name
-    spans = backend_class(name).spans_hosts
-    if nodes > 1 and not spans:
+    cls = backend_class(name)
+    if nodes > 1 and not cls.spans_hosts:
         raise ConfigurationError(
             f"backend {name!r} joins the ranks of one host, and --nodes says {nodes}; choose one "
             f"that spans hosts, as torch does"
         )
-    if name == "single" and ranks > 1:
-        raise ConfigurationError(
-            f"backend 'single' is a world of one, and there are to be {ranks} ranks; choose "
-            f"another backend, or start one rank"
-        )
+    launcher = "syncprims run" if nodes == 1 else "torchrun"
+    place = Topology(0, ranks * nodes, 0, ranks, 0, nodes, launcher, run_id="to be named")
+    cls.check(place, read_settings(environ))
     return name
 
 

@@ -37,7 +37,8 @@ Everything after the script belongs to the script. Flags override the file. Flag
 launch` are understood, with - or with _, or answered with what to do instead.
 
 exit code: 0 if all ranks ended well; that of the rank that failed first; 128 + n if it was killed
-by signal n, or the run was stopped by it; 2 if the command line or the environment is wrong."""
+by signal n, or the run was stopped by it; 2 if the command line or the environment is wrong; if all
+ended well and what they wrote was lost, 1 for a full disk, 141 for a pipe that nobody reads."""
 
 
 def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
