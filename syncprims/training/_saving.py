@@ -17,6 +17,7 @@ from .checkpoints import (
     offer_models,
     offer_weights,
     save_model,
+    save_object,
     save_state,
 )
 from .preparation import unwrap_model
@@ -32,25 +33,21 @@ if TYPE_CHECKING:
 def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
     """Write `obj` to the file `f` on rank 0, whole or not at all; the others go on at once.
 
-    With `safe_serialization`, `obj` is a dict of tensors and the file one of safetensors.
+    With `safe_serialization`, `obj` is a dict of tensors and the file one of safetensors. `f` may
+    also be something with ``write``, which then gets the bytes.
+
+    :raises CheckpointError: on rank 0, naming path and errno, if it cannot be written.
     """
     if not is_main():
         return
-    if hasattr(f, "write"):
-        torch.save(obj, f)
-        return
-    path = Path(f)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        if safe_serialization:
-            from safetensors.torch import save_file
+    if not hasattr(f, "write"):
+        save_object(obj, f, safe=safe_serialization)
+    elif safe_serialization:
+        from safetensors.torch import save as in_bytes
 
-            save_file({name: t.contiguous() for name, t in obj.items()}, beside, {"format": "pt"})
-        else:
-            torch.save(obj, beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        f.write(in_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
+    else:
+        torch.save(obj, f)
 
 
 class Saving:
