@@ -78,6 +78,12 @@ class PreparedLoader(DataLoader[T]):
         return size if shard is not None and self._plan.split else size * self._plan.ranks
 
     @property
+    def total_dataset_length(self) -> int:
+        """The items of the whole dataset, those of other ranks included."""
+        dataset: Any = self.loader.dataset
+        return len(dataset.dataset if isinstance(dataset, StreamShard) else dataset)
+
+    @property
     def even_batches(self) -> bool:
         """Whether all ranks get equally many batches; a change counts from the next iteration."""
         return self._plan.even
