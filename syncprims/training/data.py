@@ -81,7 +81,8 @@ class PreparedLoader(DataLoader[T]):
     def total_dataset_length(self) -> int:
         """The items of the whole dataset, those of other ranks included."""
         dataset: Any = self.loader.dataset
-        return len(dataset.dataset if isinstance(dataset, StreamShard) else dataset)
+        whole: Any = dataset.dataset if isinstance(dataset, StreamShard) else dataset
+        return len(whole)
 
     @property
     def even_batches(self) -> bool:
