@@ -25,12 +25,14 @@ def gather(tree: Any) -> Any:
     :raises RankMismatch: on all ranks, if structures, dtypes or other dimensions differ.
     """
     mine = _leaves(tree)
-    kinds = [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in mine]
+    places = [place for place, _ in leaves(tree, "tensor")]
+    kinds = [(p, str(t.dtype), list(t.shape[1:])) for p, t in zip(places, mine, strict=True)]
     rows = syncprims.all_gather((kinds, [leaf.cpu() for leaf in mine]))
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
         raise syncprims.RankMismatch(
-            f"gather() of tensors that differ in dtype, or beyond the first dimension:\n{lines}\n"
+            f"gather() of tensors that differ in place, dtype, or beyond the first dimension:\n"
+            f"{lines}\n"
             f"Pad them with pad_across_processes(), or gather objects."
         )
     joined = iter([torch.cat([row[i] for _, row in rows]) for i in range(len(mine))])
