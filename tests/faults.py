@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import warm  # noqa: F401
 from harness import Kind, Ranks
+from safetensors.torch import load_file
 from torch import nn
 
 import syncprims as sp
-from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
+from syncprims.training import (
+    Accelerator,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
 from syncprims.training.checkpoints import disk
 
 if TYPE_CHECKING:
@@ -196,6 +203,26 @@ def _load_state(path: str) -> int:
     return version
 
 
+def _save_object(path: str, version: int) -> None:
+    Accelerator(cpu=True).save(Net(version).state_dict(), path)
+
+
+def _save_safe_object(path: str, version: int) -> None:
+    Accelerator(cpu=True).save(Net(version).state_dict(), path, safe_serialization=True)
+
+
+def _load_object(path: str) -> int:
+    if not Path(path).exists():
+        raise sp.CheckpointError("nothing is there")
+    return one_version(torch.load(path, weights_only=True))
+
+
+def _load_safe_object(path: str) -> int:
+    if not Path(path).exists():
+        raise sp.CheckpointError("nothing is there")
+    return one_version(load_file(path))
+
+
 WAYS = {
     "single": (_save_single, _load_model),
     "shards": (_save_shards, _load_model),
@@ -209,8 +236,18 @@ SETUPS = {
     for name, (save, load) in WAYS.items()
     for ranks in (1, 2, 4)
 }
+SETUPS["object-1"] = Setup("object", 1, _save_object, _load_object)
+SETUPS["safe-object-1"] = Setup("safe-object", 1, _save_safe_object, _load_safe_object)
 NONE = 0  #: the version where nothing has been saved
 OLD, NEW = 1, 2
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy what is saved: a directory, or a file."""
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy(source, target)
 
 
 class Trial:
@@ -232,14 +269,14 @@ class Trial:
         self.reset()
         self.counts: list[int] = self._ranks.run(lambda: self._save(nothing))
         assert self.versions() == [NEW] * setup.ranks
-        shutil.copytree(self.path, self._new)
+        copy(self.path, self._new)
 
     def reset(self) -> None:
         """Let the directory be as before the save."""
         shutil.rmtree(self.path.parent, ignore_errors=True)
         self.path.parent.mkdir()
         if self.overwrite:
-            shutil.copytree(self._old, self.path)
+            copy(self._old, self.path)
 
     def _save(self, at: Callable[[int, str, tuple[Any, ...]], object]) -> int:
         with watched(at) as fake:

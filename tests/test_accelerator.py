@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from learning import alone, everywhere, feed, in_pairs, numbers, rows, small_model
+from safetensors.torch import load, load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims
-from syncprims.training import Accelerator, PreparedOptimizer
+from syncprims.training import Accelerator, CheckpointError, PreparedOptimizer
 
 if TYPE_CHECKING:
     from harness import Ranks
@@ -125,10 +127,12 @@ def test_tensors_of_all_ranks(world: Ranks) -> None:
 @in_pairs
 def test_tensors_that_cannot_be_joined_are_told(world: Ranks) -> None:
     def program() -> None:
-        Accelerator().gather(torch.ones(2, 3 + syncprims.get_rank()))
+        rank = syncprims.get_rank()
+        for tree in (torch.ones(2, 3 + rank), {"ab"[rank]: torch.ones(1)}):
+            with pytest.raises(syncprims.RankMismatch):
+                Accelerator().gather(tree)
 
-    for outcome in world.outcomes(program):
-        assert isinstance(outcome, syncprims.RankMismatch)
+    assert world.run(program) == [None] * 2
 
 
 @everywhere
@@ -218,9 +222,25 @@ def test_saving_writes_on_main_only(world: Ranks, tmp_path: Path) -> None:
     def program() -> None:
         a = Accelerator()
         a.save({"rank": torch.tensor(a.process_index)}, tmp_path / "x.bin")
-        a.save({"rank": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
+        before = os.umask(0o022)
+        try:
+            a.save({"rank": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
+        finally:
+            os.umask(before)
+        stream = io.BytesIO()
+        a.save({"rank": torch.ones(2)}, stream, safe_serialization=True)
+        assert bool(stream.getvalue()) == a.is_main_process
+        if a.is_main_process:
+            assert load(stream.getvalue())["rank"].tolist() == [1, 1]
+            for obj, said in (({"a": 1}, "'a' is <class 'int'>"), ([1], "a dict of tensors")):
+                with pytest.raises(CheckpointError, match=said):
+                    a.save(obj, tmp_path / "x.safetensors", safe_serialization=True)
+            with pytest.raises(CheckpointError, match=r"none/y\.bin: rank 0: FileNotFound"):
+                a.save(1, tmp_path / "none" / "y.bin")
 
     world.run(program)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o644
+    assert load_file(tmp_path / "x.safetensors")["rank"].tolist() == [1, 1]
     assert torch.load(tmp_path / "x.bin", weights_only=True) == {"rank": torch.tensor(0)}
     assert sorted(p.name for p in tmp_path.glob("x.*")) == ["x.bin", "x.safetensors"]
 

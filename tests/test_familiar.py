@@ -144,6 +144,60 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
 
 
 @everywhere
+def test_calls_that_ask_for_what_is_so_anyway(world: Ranks, tmp_path: Path) -> None:
+    def program() -> list[Any]:
+        job = Accelerator(cpu=True, project_dir=tmp_path, non_blocking=True)
+        plain: Any = unit_model()
+        sgd: Any = torch.optim.SGD(plain.parameters(), lr=1.0)
+        data: Any = feed(range(7), batch_size=1)
+        stream: Any = DataLoader(Shared(7), batch_size=1)
+        model, optimizer = job.prepare(plain, sgd, device_placement=[True, True])
+        assert job.prepare_model(model, None, evaluation_mode=False) is model
+        assert job.prepare_optimizer(optimizer, device_placement=True) is optimizer
+        loader = job.prepare_data_loader(data, device_placement=None, slice_fn_for_dispatch=None)
+        with job.autocast(autocast_handler=None), job.autocast(AutocastKwargs()):
+            pass
+        before = job.save_iteration
+        job.save_state(safe_serialization=True)
+        job.save_state(tmp_path / "own", True)
+        job.load_state(tmp_path / "own", load_kwargs=None)
+        assert job.should_save_model == job.is_local_main_process
+        mapped = unit_model()
+        mapped.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]  # pyright: ignore[reportArgumentType]
+        return [
+            (before, job.save_iteration, Accelerator(cpu=True).save_iteration),
+            (job.verify_device_map(model), job.verify_device_map(mapped), job.non_blocking),
+            (loader.total_dataset_length, job.prepare(stream).total_dataset_length),
+        ]
+
+    wanted = [(0, 1, 0), (False, True, True), (7, 7)]
+    assert world.run(program) == [wanted] * world.ranks
+
+
+@alone
+def test_arguments_that_are_not_offered_say_what_to_do(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        job: Any = Accelerator(cpu=True)
+        model = unit_model()
+        cases: list[tuple[Any, str]] = [
+            (lambda: job.prepare(model, model, device_placement=[True, False]), "move"),
+            (lambda: job.prepare_model(model, False), "move"),
+            (lambda: job.prepare_model(model, evaluation_mode=True), "requires_grad_"),
+            (lambda: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
+            (lambda: job.autocast(AutocastKwargs(enabled=False)), "torch.autocast"),
+            (lambda: job.trigger_sync_in_backward(model), "no_sync"),
+            (lambda: job.save_state(tmp_path / "x", False), "never pickle"),
+            (lambda: job.load_state(tmp_path / "x", {"a": 1}), "leave it out"),
+        ]
+        for call, said in cases:
+            with pytest.raises(TypeError, match=f"is not offered; instead: .*{said}"):
+                call()
+        assert not list(tmp_path.glob("x*"))
+
+    assert world.run(program) == [None]
+
+
+@everywhere
 def test_a_window_may_span_epochs(world: Ranks) -> None:
     def program() -> tuple[list[int], list[float]]:
         plugin = GradientAccumulationPlugin(4, sync_with_dataloader=False)
@@ -197,6 +251,19 @@ def test_figures_go_to_trackers_on_rank_0(world: Ranks) -> None:
 
     wanted = [{"lr": 1}, ({"loss": 2.0}, 3, {"commit": True}), "finished"]
     assert world.run(program) == [wanted, []]
+
+
+class Shared(IterableDataset[Any]):
+    """A stream that every rank may read, and that knows its length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+    def __len__(self) -> int:
+        return self.length
 
 
 class Once(IterableDataset[Any]):

@@ -16,6 +16,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
 from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches, to_device
@@ -253,6 +254,34 @@ def test_an_order_that_ranks_do_not_share_is_told(world: Ranks) -> None:
     for outcome in world.outcomes(program):
         assert isinstance(outcome, syncprims.RankMismatch)
         assert "order" in str(outcome)
+
+
+@in_pairs
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_sampler_that_shards_is_left_to_do_so(world: Ranks, batch_size: int | None) -> None:
+    def sampler() -> DistributedSampler[int]:
+        place = {"num_replicas": syncprims.get_world_size(), "rank": syncprims.get_rank()}
+        return DistributedSampler(range(12), seed=3, **place)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    def program() -> list[int]:
+        data = feed(range(12), batch_size=batch_size, sampler=sampler())
+        loader = Accelerator(cpu=True).prepare(data)
+        seen: list[int] = []
+        for epoch in range(2):
+            plain = sampler()
+            plain.set_epoch(epoch)
+            batches = list(loader)
+            assert len(loader) == len(batches)
+            assert torch.hstack([torch.as_tensor(b) for b in batches]).tolist() == list(plain)
+            seen += list(plain)
+        loader.set_epoch(0)
+        rest = torch.hstack([torch.as_tensor(b) for b in skip_first_batches(loader, 1)])
+        assert rest.tolist() == list(sampler())[batch_size or 1 :]
+        return seen
+
+    first, second = world.run(program)
+    assert sorted(first[:6] + second[:6]) == sorted(first[6:] + second[6:]) == list(range(12))
+    assert first[:6] != first[6:]
 
 
 @in_pairs

@@ -34,6 +34,15 @@ def refuse(others: dict[str, Any]) -> None:
             raise TypeError(f"Accelerator({name}=) is not offered; instead: {_INSTEAD[name]}")
 
 
+def only(usual: Any, asked: Any, call: str, instead: str) -> None:
+    """Accept an argument that asks for what is so anyway, or for nothing.
+
+    :raises TypeError: otherwise, saying what to do instead.
+    """
+    if asked is not None and asked != usual:
+        raise TypeError(f"{call} is not offered; instead: {instead}")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What both arguments and configuration objects may say; see :class:`Accelerator`."""

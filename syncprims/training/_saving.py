@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from syncprims import broadcast, is_main
+from syncprims import broadcast, is_local_main, is_main
 
+from ._familiar import only
 from .checkpoints import (
     Checkpoints,
     Registered,
@@ -17,6 +18,7 @@ from .checkpoints import (
     offer_models,
     offer_weights,
     save_model,
+    save_object,
     save_state,
 )
 from .preparation import unwrap_model
@@ -32,25 +34,21 @@ if TYPE_CHECKING:
 def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
     """Write `obj` to the file `f` on rank 0, whole or not at all; the others go on at once.
 
-    With `safe_serialization`, `obj` is a dict of tensors and the file one of safetensors.
+    With `safe_serialization`, `obj` is a dict of tensors and the file one of safetensors. `f` may
+    also be something with ``write``, which then gets the bytes.
+
+    :raises CheckpointError: on rank 0, naming path and errno, if it cannot be written.
     """
     if not is_main():
         return
-    if hasattr(f, "write"):
-        torch.save(obj, f)
-        return
-    path = Path(f)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        if safe_serialization:
-            from safetensors.torch import save_file
+    if not hasattr(f, "write"):
+        save_object(obj, f, safe=safe_serialization)
+    elif safe_serialization:
+        from safetensors.torch import save as in_bytes
 
-            save_file({name: t.contiguous() for name, t in obj.items()}, beside, {"format": "pt"})
-        else:
-            torch.save(obj, beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        f.write(in_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
+    else:
+        torch.save(obj, f)
 
 
 class Saving:
@@ -144,8 +142,25 @@ class Saving:
         """
         save_model(unwrap_model(model), save_directory, max_shard_size, safe_serialization)
 
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this is the first rank of its node, for scripts that write models themselves."""
+        return is_local_main()
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint in the project's directory."""
+        if self.project_dir is None:
+            return 0
+        latest = self._checkpoints().latest()
+        return 0 if latest is None else latest + 1
+
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, *, block: bool = True
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        block: bool = True,
     ) -> Save:
         """Save the job's whole state to a directory: whole, or not at all. Collective.
 
@@ -155,23 +170,27 @@ class Saving:
 
         :raises CheckpointError: on all ranks, if one cannot write its part.
         """
+        instead = "leave it out: a state is tensors and JSON, and never pickle"
+        only(True, safe_serialization, "save_state(safe_serialization=False)", instead)
         common, own = self.stateful(), self.rank_stateful()
         models, hooks = self._named_models(), self._before_saving
         if output_dir is not None:
             offer_weights(os.fspath(output_dir), hooks, models, common)
             return save_state(output_dir, common, rank_objects=own, block=block)
         kept = self._checkpoints()
-        latest = kept.latest()
-        step = 0 if latest is None else latest + 1
+        step = self.save_iteration
         offer_weights(kept.path(step), hooks, models, common)
         return kept.save(step, common, rank_objects=own, block=block)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: None = None
+    ) -> None:
         """Continue with the state in a directory, else with the project's latest. Collective.
 
         :raises CheckpointError: on all ranks, if there is none, it is not as it was saved, or it
             is of another number of ranks.
         """
+        only({}, load_kwargs, "load_state(load_kwargs=)", "leave it out: all comes back as it was")
         common, own = self.stateful(), self.rank_stateful()
         models, hooks = self._named_models(), self._before_loading
         if input_dir is not None:

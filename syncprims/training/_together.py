@@ -156,7 +156,7 @@ class Together:
         return gathering.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Fill the tensors with those of one rank, and return them."""
+        """Fill the tensors with those of one rank, and return them. See :func:`broadcast`."""
         return gathering.broadcast(tensor, from_process)
 
     def pad_across_processes(

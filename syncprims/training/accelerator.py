@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 from syncprims import get_world_size
 
 from . import gathering
-from ._familiar import Settings, refuse, understood
+from ._familiar import Settings, only, refuse, understood
 from ._saving import Saving
 from ._together import Together
 from ._trackers import Trackers
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 M = TypeVar("M", bound="nn.Module")
+Placement = bool | list[bool] | None  #: as Accelerate's `prepare` takes it
 
 
 class Accelerator(Together, Trackers, Saving):
@@ -107,11 +108,20 @@ class Accelerator(Together, Trackers, Saving):
     # -- training -------------------------------------------------------------------------------
 
     @overload
-    def prepare(self, obj: T, /) -> T: ...
+    def prepare(self, obj: T, /, *, device_placement: Placement = None) -> T: ...
     @overload
-    def prepare(self, *objects: *Ts) -> tuple[*Ts]: ...
-    def prepare(self, *objects: Any) -> Any:  # type: ignore[misc]
-        """Return models, optimizers, loaders and schedules prepared, in order. Collective."""
+    def prepare(self, *objects: *Ts, device_placement: Placement = None) -> tuple[*Ts]: ...
+    def prepare(self, *objects: Any, device_placement: Placement = None) -> Any:  # type: ignore[misc]
+        """Return models, optimizers, loaders and schedules prepared, in order. Collective.
+
+        :raises RankMismatch: on all ranks, if a model differs between them in more than its values.
+        :raises TypeError: if `device_placement` is for some of them another than the job's.
+        """
+        usual = self.preparation.device_placement
+        asked = device_placement if isinstance(device_placement, list) else [device_placement]
+        for one in asked:
+            instead = "Accelerator(device_placement=False), and move what is to be moved"
+            only(usual, one, "prepare(device_placement=) that differs from the job's", instead)
         made = self.preparation.all(objects)
         self._prepared += [
             obj
@@ -121,7 +131,32 @@ class Accelerator(Together, Trackers, Saving):
         ]
         return made[0] if len(made) == 1 else made
 
-    prepare_model = prepare_optimizer = prepare_scheduler = prepare_data_loader = prepare
+    def prepare_model(
+        self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> M:
+        """Return `model` prepared. Collective. See :meth:`prepare`."""
+        instead = "freeze it first: model.requires_grad_(False) is not wrapped"
+        only(False, evaluation_mode, "prepare_model(evaluation_mode=True)", instead)
+        return self.prepare(model, device_placement=device_placement)
+
+    def prepare_optimizer(self, optimizer: T, device_placement: bool | None = None) -> T:
+        """Return `optimizer` prepared. See :meth:`prepare`."""
+        return self.prepare(optimizer, device_placement=device_placement)
+
+    def prepare_scheduler(self, scheduler: T) -> T:
+        """Return `scheduler` prepared. See :meth:`prepare`."""
+        return self.prepare(scheduler)
+
+    def prepare_data_loader(
+        self,
+        data_loader: T,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: None = None,
+    ) -> T:
+        """Return `data_loader` prepared. Collective. See :meth:`prepare`."""
+        call = "prepare_data_loader(slice_fn_for_dispatch=)"
+        only(None, slice_fn_for_dispatch, call, "a collate_fn that makes lists of tensors")
+        return self.prepare(data_loader, device_placement=device_placement)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return a context around one micro-batch. See :meth:`Accumulator.accumulate`."""
@@ -185,8 +220,10 @@ class Accelerator(Together, Trackers, Saving):
         """The loss scaler of fp16."""
         return self.accumulator.precision.scaler
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """Return a context that computes in the job's precision."""
+        asked = autocast_handler.to_kwargs() if autocast_handler is not None else {}
+        only({}, asked, "autocast(autocast_handler=)", "use torch.autocast in the loop")
         return self.accumulator.precision.autocast()
 
     @property
@@ -197,6 +234,15 @@ class Accelerator(Together, Trackers, Saving):
     def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True) -> M:
         """Return the model inside of its wrappers. See :func:`unwrap_model`."""
         return unwrap_model(model, keep_fp32_wrapper)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether a part of `model` has been spread over several devices by a map."""
+        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> None:
+        """Raise TypeError: what a backward pass synchronizes is settled before its forward pass."""
+        instead = "run the last forward pass of a window outside of no_sync()"
+        only(None, model, "trigger_sync_in_backward()", instead)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything prepared; return a None for each of `objects`."""
@@ -221,6 +267,11 @@ class Accelerator(Together, Trackers, Saving):
     def dispatch_batches(self) -> bool:
         """Whether rank 0 reads for all."""
         return self.preparation.dispatch_batches
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device behind the training."""
+        return self.preparation.non_blocking
 
     @property
     def even_batches(self) -> bool:

@@ -14,6 +14,8 @@ from torch import distributed, nn
 
 from syncprims import all_reduce, broadcast, get_world_size
 
+from .likeness import check_alike, kind_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -86,8 +88,27 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def share_model(model: nn.Module, src: int = 0) -> None:
-    """Leave the parameters and buffers of rank `src` in `model` on every rank. Collective."""
+    """Leave the parameters and buffers of rank `src` in `model` on every rank. Collective.
+
+    :raises RankMismatch: on all ranks, if the models differ in more than their values: in names,
+        shapes, dtypes, or in what is frozen. Then they are as they were.
+    """
+    if get_world_size() > 1:
+        check_alike("the model", _described(model), "Build the same model on every rank.")
     _broadcast([*(p.data for p in model.parameters()), *model.buffers()], src)
+
+
+def _described(model: nn.Module) -> list[str]:
+    """Return a line for each parameter and buffer, in the order in which they travel."""
+    tensors = [
+        *((f"parameter {name!r}", p) for name, p in model.named_parameters()),
+        *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()),
+    ]
+    return [
+        f"{name}, {kind_of(tensor)}"
+        + ", frozen" * (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+        for name, tensor in tensors
+    ]
 
 
 def share_buffers(model: nn.Module, src: int = 0) -> None:

@@ -78,6 +78,13 @@ class PreparedLoader(DataLoader[T]):
         return size if shard is not None and self._plan.split else size * self._plan.ranks
 
     @property
+    def total_dataset_length(self) -> int:
+        """The items of the whole dataset, those of other ranks included."""
+        dataset: Any = self.loader.dataset
+        whole: Any = dataset.dataset if isinstance(dataset, StreamShard) else dataset
+        return len(whole)
+
+    @property
     def even_batches(self) -> bool:
         """Whether all ranks get equally many batches; a change counts from the next iteration."""
         return self._plan.even
@@ -172,7 +179,7 @@ class PreparedLoader(DataLoader[T]):
         if isinstance(sampler, _Skipping):
             sampler.skip = done
             order.begin_epoch(sampler.shard.batches, progress.seed, epoch)
-            self._check_order(sampler.shard.batches)
+            _check_order(sampler.shard)
             return iter(loader)
         if isinstance(dataset, IterableDataset) and progress.stream is not None and done:
             loader.load_state_dict(progress.stream)  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
@@ -185,13 +192,6 @@ class PreparedLoader(DataLoader[T]):
         return dispatched(
             lambda: self._begin(epoch, 0), self._plan, drop_last=self._drop_last, done=done
         )
-
-    def _check_order(self, batches: Any) -> None:
-        """Refuse an order of the user's own that ranks do not share, before it does harm."""
-        if get_world_size() == 1 or self._dispatch or order.is_known(batches) or _consumes(batches):
-            return
-        first = [list(b) if isinstance(b, list | tuple) else b for b in islice(batches, 2)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-        assert_same(first, f"the order of {type(batches).__name__}")
 
     def _place(self, batch: Any) -> Any:
         assert self.device is not None
@@ -228,6 +228,18 @@ class _Skipping:
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.shard), self.skip, None)
+
+
+def _check_order(shard: BatchShard) -> None:
+    """Refuse an order of the user's own that ranks do not share, before it does harm.
+
+    Where nothing is dealt out (a sampler shards by itself, one rank reads for all) they may differ.
+    """
+    batches: Any = shard.batches
+    if shard.plan.ranks == 1 or order.is_known(batches) or _consumes(batches):
+        return
+    first = [list(b) if isinstance(b, list | tuple) else b for b in islice(batches, 2)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    assert_same(first, f"the order of {type(batches).__name__}")
 
 
 def _consumes(batches: Any) -> bool:
@@ -310,9 +322,7 @@ def _rebuilt(loader: DataLoader[T], plan: Plan) -> DataLoader[T]:
         shard = BatchShard(sampler, plan)
         return kind(loader.dataset, batch_size=None, sampler=_Skipping(shard), **options)
     batches = order.own_sampler(loader.batch_sampler)
-    inner = getattr(batches, "sampler", None)
-    alone = order.is_sharded(inner) or order.is_sharded(batches)
-    shard = BatchShard(batches, Plan(0, 1, plan.even) if alone else plan)
+    shard = BatchShard(batches, Plan(0, 1, plan.even) if order.is_sharded(batches) else plan)
     return kind(loader.dataset, batch_sampler=_Skipping(shard), **options)
 
 

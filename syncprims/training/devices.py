@@ -12,7 +12,7 @@ import torch
 from syncprims import get_local_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def rank_device(*, cpu: bool = False) -> torch.device:
@@ -50,6 +50,22 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
                 object.__setattr__(made, field.name, part)  # frozen ones, too
         return made
     return tree
+
+
+def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what :func:`map_tensors` sees as leaves of `tree`, each with its place in ``name``."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(tree, list | tuple):
+        parts = [(f"{name}[{i}]", part) for i, part in enumerate(tree)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    elif isinstance(tree, Mapping):
+        parts = [(f"{name}[{key!r}]", part) for key, part in tree.items()]  # pyright: ignore[reportUnknownVariableType]
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        held = (field.name for field in fields(tree) if hasattr(tree, field.name))
+        parts = [(f"{name}.{field}", getattr(tree, field)) for field in held]
+    else:
+        yield name, tree
+    for place, part in parts:
+        yield from leaves(part, place)
 
 
 def like(tree: Any, mapped: dict[Any, Any]) -> Any:

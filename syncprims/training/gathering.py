@@ -8,7 +8,8 @@ import torch
 
 import syncprims
 
-from .devices import map_tensors
+from .devices import leaves, map_tensors
+from .likeness import check_alike, kind_of
 
 if TYPE_CHECKING:
     from .tracking import OpenLoaders
@@ -24,12 +25,14 @@ def gather(tree: Any) -> Any:
     :raises RankMismatch: on all ranks, if structures, dtypes or other dimensions differ.
     """
     mine = _leaves(tree)
-    kinds = [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in mine]
+    places = [place for place, _ in leaves(tree, "tensor")]
+    kinds = [(p, str(t.dtype), list(t.shape[1:])) for p, t in zip(places, mine, strict=True)]
     rows = syncprims.all_gather((kinds, [leaf.cpu() for leaf in mine]))
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
         raise syncprims.RankMismatch(
-            f"gather() of tensors that differ in dtype, or beyond the first dimension:\n{lines}\n"
+            f"gather() of tensors that differ in place, dtype, or beyond the first dimension:\n"
+            f"{lines}\n"
             f"Pad them with pad_across_processes(), or gather objects."
         )
     joined = iter([torch.cat([row[i] for _, row in rows]) for i in range(len(mine))])
@@ -37,16 +40,9 @@ def gather(tree: Any) -> Any:
 
 
 def _leaves(tree: Any) -> list[torch.Tensor]:
-    leaves: list[torch.Tensor] = []
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        leaves.append(tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach())
-        return tensor
-
-    map_tensors(take, tree)
     if not only_tensors(tree):
         raise TypeError("gather() takes tensors, and lists, tuples and mappings of them only")
-    return leaves
+    return [t.reshape(1) if t.ndim == 0 else t for t in _plain_leaves(tree)]
 
 
 def only_tensors(tree: Any) -> bool:
@@ -96,18 +92,41 @@ def _plain(tree: Any) -> Any:
 
 
 def broadcast(tree: Any, from_process: int = 0) -> Any:
-    """Fill the tensors of `tree` with those of one rank, and return it. Collective."""
-    sent = syncprims.broadcast([t.cpu() for t in _plain_leaves(tree)], from_process)
+    """Fill the tensors of `tree` with those of one rank, and return it. Collective.
+
+    A None among them stays one. Entries of mappings go by their names, in any order.
+
+    :raises RankMismatch: on all ranks, if structures, shapes or dtypes differ; nothing is filled.
+    :raises TypeError: on all ranks, if a leaf is something else.
+    """
+    places = sorted(leaves(tree, "tensor"), key=lambda found: found[0])
+    check_alike(
+        "what broadcast() fills",
+        [f"{place}: {_kind(leaf)}" for place, leaf in places],
+        "Pass tensors of the same shapes and dtypes everywhere, or use syncprims.broadcast().",
+    )
+    for place, leaf in places:
+        if leaf is not None and not isinstance(leaf, torch.Tensor):
+            raise TypeError(
+                f"broadcast() fills tensors in place, and {place} is of type "
+                f"{type(leaf).__name__}; syncprims.broadcast() returns any object"
+            )
+    tensors = [leaf.detach() for _, leaf in places if leaf is not None]
+    sends = syncprims.get_rank() == from_process
+    sent = syncprims.broadcast([t.cpu() for t in tensors] if sends else [], from_process)
     with torch.no_grad():
-        for mine, theirs in zip(_plain_leaves(tree), sent, strict=True):
+        for mine, theirs in zip(tensors, sent, strict=True):
             mine.copy_(theirs)
     return tree
 
 
+def _kind(leaf: Any) -> str:
+    return kind_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+
+
 def _plain_leaves(tree: Any) -> list[torch.Tensor]:
-    leaves: list[torch.Tensor] = []
-    map_tensors(lambda tensor: leaves.append(tensor.detach()), tree)
-    return leaves
+    found = (leaf for _, leaf in leaves(tree, ""))
+    return [leaf.detach() for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def pad_across_processes(
@@ -117,8 +136,7 @@ def pad_across_processes(
 
     One without that dimension stays as it is. Collective.
     """
-    leaves = [t for t in _plain_leaves(tree) if -t.ndim <= dim < t.ndim]
-    mine = [t.shape[dim] for t in leaves]
+    mine = [t.shape[dim] for t in _plain_leaves(tree) if -t.ndim <= dim < t.ndim]
     longest = iter([max(sizes) for sizes in zip(*syncprims.all_gather(mine), strict=True)])
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,10 @@ def generator_of(seed: int, epoch: int) -> torch.Generator:
 
 
 def is_sharded(sampler: Any) -> bool:
-    """Tell whether `sampler` gives each rank a part of its own already."""
-    return isinstance(sampler, DistributedSampler)
+    """Tell whether `sampler`, or the one it batches, gives each rank a part of its own already."""
+    while sampler is not None and not isinstance(sampler, DistributedSampler):
+        sampler = getattr(sampler, "sampler", None)
+    return sampler is not None
 
 
 def own_sampler(sampler: Any) -> Any:

@@ -72,6 +72,8 @@ class Preparation:
 
         On the torch backend, and where the program runs a ``torch.distributed`` group of all ranks,
         it comes wrapped in DDP. Collective.
+
+        :raises RankMismatch: on all ranks, if the models differ in more than their values.
         """
         if any(model is known for known in self.accumulator.models):
             return model

@@ -11,6 +11,7 @@ from .offering import SaveHook as SaveHook
 from .offering import offer_models as offer_models
 from .offering import offer_weights as offer_weights
 from .savemodel import save_model as save_model
+from .saveobject import save_object as save_object
 from .savestate import save_state as save_state
 from .saving import Saving as Saving
 from .steps import Checkpoints as Checkpoints

@@ -55,11 +55,15 @@ def write(
 ) -> Written:
     """Make the file `path` hold these tensors, tied ones under all their names; sync it."""
     own = {name: _own_storage(tensor.detach()) for name, tensor in tensors.items()}
-    state = {**own, **{other: own[name] for other, name in ties.items()}}
+    return write_any(path, {**own, **{other: own[name] for other, name in ties.items()}}, tell)
+
+
+def write_any(path: str, obj: Any, tell: Callable[[int], object] = lambda done: None) -> Written:
+    """Make the file `path` hold what `torch.save` makes of `obj`; return when the disk has it."""
     file = disk.NewFile(path)
     stream = _Stream(file, tell)
     try:
-        torch.save(state, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         file.finish()
     except BaseException:
         if stream.error is not None:
