@@ -84,7 +84,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
 
     `backend` and `timeout` (the default of every call, in seconds) may also come from
     ``SYNCPRIMS_BACKEND`` and ``SYNCPRIMS_TIMEOUT``. If the world runs already, it is returned.
-    ``with init(...):`` ends it with the block.
+    ``with init(...):`` ends it with the block. On the torch backends torch's own default group is
+    not made by this: :meth:`World.open_process_group` does, for a DDP of one's own.
 
     :raises ConfigurationError: if the environment or the arguments contradict themselves or each
         other, or the ranks disagree.
