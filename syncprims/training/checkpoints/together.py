@@ -7,13 +7,17 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
-from syncprims import CheckpointError, Failure, get_rank
+from syncprims import CheckpointError, Failure, get_node_rank, get_rank
 from syncprims.world import active_group
+
+from .directory import Named, check_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from .directory import Directory
 
 T = TypeVar("T")
 
@@ -90,9 +94,18 @@ class Team(NamedTuple):
     place: int  #: of this one among them
 
     @classmethod
-    def met(cls, doing: str) -> Team:
-        """Return the team, once all are there."""
-        ranks = _gather(doing, get_rank())
+    def met(cls, doing: str, directory: Directory | None = None) -> Team:
+        """Return the team, once all are there.
+
+        :raises CheckpointError: on all ranks, if they have other directories.
+        """
+        call = doing.partition(" ")[0]
+        group = active_group()  # first: a world that runs may know more of its hosts
+        given, path = directory or ("", "")
+        told = group.gather(call, [get_rank(), get_node_rank(), given, path])
+        named = [Named(*one) for one in cast("list[tuple[int, int, str, str]]", told)]
+        check_same(call, named)
+        ranks = [one.rank for one in named]
         return cls(ranks, ranks.index(get_rank()))
 
     @property
