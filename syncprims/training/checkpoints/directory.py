@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims import CheckpointError
 
@@ -24,7 +24,7 @@ class Directory(NamedTuple):
         :raises TypeError: if it is neither a str nor a path.
         :raises ValueError: if it is empty, which is easily meant for something else.
         """
-        given: object = os.fspath(directory)
+        given = os.fspath(cast("Any", directory))
         if not isinstance(given, str):
             raise TypeError(f"directory={directory!r}: it takes a str or a path")
         if not given:
