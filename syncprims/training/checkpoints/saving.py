@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,11 @@ class _Behind(Saving):
         self._given_up = threading.Event()
         self._abandoned = False
         # No daemon: a program that ends lets its last checkpoint be finished.
-        self._thread = threading.Thread(target=self._run, name="syncprims-save")
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,  # of the same rank
+            args=(self._run,),
+            name="syncprims-save",
+        )
 
     def start(self) -> None:
         """Begin to write."""
