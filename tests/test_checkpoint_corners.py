@@ -18,7 +18,7 @@ from keeping import Kept, on_some
 from torch import nn
 
 import syncprims as sp
-from syncprims.testing import run_world
+from syncprims.testing import explore, run_world
 from syncprims.training import (
     Checkpoints,
     load_checkpoint_in_model,
@@ -338,3 +338,42 @@ def test_a_directory_has_a_name(call: str, tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(error, match="directory="):
             SAVES[call](name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_nothing_is_left_of_a_failed_save_when_any_rank_raises(state: bool, tmp_path: Path) -> None:
+    model, where = nn.Linear(3, 3), tmp_path / "new"
+
+    def save() -> None:
+        if state:
+            save_state(where, {"model": model})
+        else:
+            save_model(model, where, max_shard_size=16)  # of which each rank writes one
+
+    def full(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if name == "write" and sp.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def program() -> None:
+        with pytest.raises(sp.CheckpointError, match=r"rank 1: .* No space left"):
+            save()
+        assert list(tmp_path.iterdir()) == []
+
+    with watched(full):
+        explore(program, 2, schedules=10)
+
+
+def test_what_cannot_be_saved_is_refused_in_whole_sentences(tmp_path: Path) -> None:
+    unnamed: Any = {1: Kept()}
+    with pytest.raises(TypeError, match="objects are saved under names, and 1 is a int"):
+        save_state(tmp_path / "s", unnamed)
+
+    def program() -> str:
+        with pytest.raises(sp.CheckpointError) as caught:
+            save_state(tmp_path / "s", {"it": Kept(object())})
+        return str(caught.value)
+
+    [said] = run_world(program, 1)
+    assert said.endswith(". What was there before still stands, and nothing else is left. "
+                         "Mend this, and save again.")  # fmt: skip
+    assert ".." not in said.removeprefix(f"save_state to {tmp_path}")

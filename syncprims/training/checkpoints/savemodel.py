@@ -18,7 +18,7 @@ from .seal import digest, sealed
 from .sharded import is_sharded, whole
 from .sharing import owners
 from .tensorfile import Written, content_digest, write
-from .together import STANDS, Team, check_alike, together
+from .together import STANDS, Team, check_alike, clearing, together
 from .weightfiles import (
     SAFE,
     TORCH,
@@ -70,13 +70,9 @@ def save_model(
         doing, lambda: list(_prepare(path)) if team.leads else [], advice=STANDS
     ).by_rank
     place = _Place(*prepared[0])
-    try:
+    with clearing(doing, lambda: disk.unmake_directories(place.made) if team.leads else None):
         job = _Job.of(plan, path, form, place, [one["digests"] for one in told])
         _save(doing, job, plan, team)
-    except BaseException:
-        if team.leads:
-            disk.unmake_directories(place.made)
-        raise
 
 
 def _save(doing: str, job: _Job, plan: _Plan, team: Team) -> None:

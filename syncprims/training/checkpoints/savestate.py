@@ -20,7 +20,7 @@ from .seal import digest
 from .sharded import box, is_sharded
 from .sharing import owners
 from .tensorfile import content_digest
-from .together import STANDS, Team, check_alike, together
+from .together import STANDS, Team, check_alike, clearing, together
 from .weightfiles import unused_version, versioned
 from .weights import shards
 
@@ -101,14 +101,10 @@ def begin(
         made.extend([Place.prepare(path)] if team.leads else [])
         return list(made[0]) if made else []
 
-    try:
+    with clearing(doing, lambda: [place.give_up() for place in made]):
         prepared = together(doing, prepare, advice=STANDS).by_rank
         job = _job(doing, team, Place(*prepared[0]), step, plan, told)._replace(after=after)
         return save_now(job) if block else save_behind(job)
-    except BaseException:
-        for place in made:
-            place.give_up()
-        raise
 
 
 class _Plan(NamedTuple):
