@@ -97,6 +97,12 @@ def test_faults_of_other_types_are_refused(kind: Any, wrong: dict[str, Any]) -> 
         kind(**wrong)
 
 
+def test_a_world_has_a_number_of_ranks() -> None:
+    for run in (run_world, explore):
+        with pytest.raises(TypeError, match="ranks is how many there are, and True is a bool"):
+            run(lambda: sp.barrier(), True)
+
+
 def test_a_delay_is_no_negative_time() -> None:
     with pytest.raises(ValueError, match="seconds are 0 or more"):
         Delay(0, seconds=-1)

@@ -111,6 +111,8 @@ def _check(
 ) -> None:
     require(ranks, int, "ranks is how many there are")
     assert isinstance(ranks, int)
+    if isinstance(ranks, bool):
+        raise TypeError(f"ranks is how many there are, and {ranks} is a bool")
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: a world has at least one")
     if not callable(fn):
