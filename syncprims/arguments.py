@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def require(value: object, kind: type, what: str) -> None:
+def require(value: object, kind: type | tuple[type, ...], what: str) -> None:
     """Accept a `value` of this type.
 
     :raises TypeError: otherwise, beginning with `what`.

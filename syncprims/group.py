@@ -54,9 +54,10 @@ class Group:
         # Whoever is alone waits for nobody, as long as the world is open.
         self.alone = rounds is not None and len(self.ranks) == 1  #: and open
         traced = rounds is not None and rounds.traced
-        self.silent = self.alone and not traced  #: so that its barriers are nothing at all
+        skips = self.alone and rounds is not None and not rounds.posts_alone
+        self.silent = skips and not traced  #: so that its barriers are nothing at all
         #: What is told of them else.
-        self.passing = rounds.pass_alone if rounds is not None and self.alone and traced else None
+        self.passing = rounds.pass_alone if rounds is not None and skips and traced else None
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"

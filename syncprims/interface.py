@@ -224,6 +224,8 @@ class Board(ABC):
     #: may be infinite. It keeps in :attr:`waiting_since` when a wait began.
     virtual_time: bool = False
     waiting_since: float = 0.0
+    #: Is a barrier of one member a round, too? It is where every round is looked at; else nothing.
+    posts_alone: bool = False
     #: Set by the core: until when it will ask again for the round that it waits for, once that has
     #: taken a moment; infinite if it has no deadline, None while it does not wait.
     waits_until: float | None = None

@@ -59,6 +59,7 @@ class Rounds:
         self.rank = rank
         self.local_rank = local_rank
         self.members = board.members
+        self.posts_alone = board.posts_alone
         self.settings = settings
         self._board = board
         self._first_look = math.inf if board.virtual_time else FIRST_LOOK

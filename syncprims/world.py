@@ -150,12 +150,24 @@ def active_group(timeout: float | timedelta | None = None) -> Group:
 
 
 def topology() -> Topology:
-    """Return this process's place, from the world if there is or was one, else the environment."""
+    """Return this process's place, from the world if there is or was one, else the environment.
+
+    :raises ConfigurationError: while ranks of this process are threads, in a test, in any other.
+    """
     world = _state.world
     if world is not None:
         return world.topology
     state = _mine()
+    if state is _state and state.guests:
+        raise _no_rank()
     return state.topology or _place(state.environ)
+
+
+def _no_rank() -> ConfigurationError:
+    return ConfigurationError(
+        "ranks of this process are threads, in a test, and this thread is none of them; call "
+        "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
+    )
 
 
 def _place(environ: Mapping[str, str]) -> Topology:
@@ -246,10 +258,7 @@ def _start(
     join_within: float | None = None,
 ) -> World:
     if state is _state and state.guests:
-        raise ConfigurationError(
-            "ranks of this process are threads, in a test, and this thread is none of them; call "
-            "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
-        )
+        raise _no_rank()
     environ = state.environ
     settings = read_settings(environ)
     if join_within is not None:

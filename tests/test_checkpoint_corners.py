@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from keeping import Kept, on_some
 from torch import nn
 
 import syncprims as sp
+from syncprims.testing import explore, run_world
 from syncprims.training import (
     Checkpoints,
     load_checkpoint_in_model,
@@ -25,6 +26,9 @@ from syncprims.training import (
     save_model,
     save_state,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def alone(meeting: Path, program: Any) -> Any:
@@ -278,3 +282,98 @@ def test_a_failure_behind_the_training_is_logged_when_it_happens(
     [said] = alone(meeting_place, program)
     assert "No space left" in said
     assert f"save_state to {tmp_path}/s" in said
+
+
+# -- the directory ------------------------------------------------------------------------------
+
+SAVES: dict[str, Callable[[Any], object]] = {
+    "save_model": lambda where: save_model(nn.Linear(2, 2), where),
+    "save_state": lambda where: save_state(where, {"it": Kept(1)}),
+    "Checkpoints": lambda where: Checkpoints(where).save(1, {"it": Kept(1)}),
+}
+
+
+@several(2)
+def test_ranks_that_save_to_other_directories_are_told_so(world: Ranks, tmp_path: Path) -> None:
+    """As where each takes the time of its own clock for a name."""
+    folder = tmp_path / "runs"
+
+    def program() -> list[str]:
+        said: list[str] = []
+        for save in SAVES.values():
+            with pytest.raises(sp.CheckpointError, match=r": rank 1 saves to .*/at-1") as caught:
+                save(folder / f"at-{sp.get_rank()}")
+            said.append(str(caught.value))
+        save_model(nn.Linear(2, 2), folder / "at")
+        return said
+
+    one, other = world.run(program)
+    assert one == other
+    assert [path.name for path in folder.iterdir()] == ["at"]
+
+
+@pytest.mark.parametrize("call", SAVES)
+def test_one_name_is_one_directory_on_several_hosts_only(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def program() -> None:
+        home = tmp_path / str(sp.get_rank())
+        home.mkdir(exist_ok=True)
+        os.chdir(home)
+        SAVES[call]("model")
+
+    run_world(program, ranks=2, nodes=2)
+    assert (tmp_path / "0/model").exists()
+    with pytest.raises(sp.CheckpointError, match=r"rank 1 saves to .*/1/model"):
+        run_world(program, ranks=2)
+
+
+@pytest.mark.parametrize("call", SAVES)
+def test_a_directory_has_a_name(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong: list[Any] = ["", b"model"]
+    for name, error in zip(wrong, (ValueError, TypeError), strict=True):
+        with pytest.raises(error, match="directory="):
+            SAVES[call](name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_nothing_is_left_of_a_failed_save_when_any_rank_raises(state: bool, tmp_path: Path) -> None:
+    model, where = nn.Linear(3, 3), tmp_path / "new"
+
+    def save() -> None:
+        if state:
+            save_state(where, {"model": model})
+        else:
+            save_model(model, where, max_shard_size=16)  # of which each rank writes one
+
+    def full(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if name == "write" and sp.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def program() -> None:
+        with pytest.raises(sp.CheckpointError, match=r"rank 1: .* No space left"):
+            save()
+        assert list(tmp_path.iterdir()) == []
+
+    with watched(full):
+        explore(program, 2, schedules=10)
+
+
+def test_what_cannot_be_saved_is_refused_in_whole_sentences(tmp_path: Path) -> None:
+    unnamed: Any = {1: Kept()}
+    with pytest.raises(TypeError, match="objects are saved under names, and 1 is a int"):
+        save_state(tmp_path / "s", unnamed)
+
+    def program() -> str:
+        with pytest.raises(sp.CheckpointError) as caught:
+            save_state(tmp_path / "s", {"it": Kept(object())})
+        return str(caught.value)
+
+    [said] = run_world(program, 1)
+    assert said.endswith(". What was there before still stands, and nothing else is left. "
+                         "Mend this, and save again.")  # fmt: skip
+    assert ".." not in said.removeprefix(f"save_state to {tmp_path}")

@@ -207,6 +207,35 @@ def test_the_order_goes_on_in_a_new_process(world: Ranks, seed: int | None, work
 
 
 @everywhere
+def test_a_loop_that_begins_with_the_loaders_epoch_has_them_all(world: Ranks) -> None:
+    """Wherever the state was saved, in the body of an epoch's last batch, too."""
+
+    def program() -> None:
+        def loop(loader: Any, states: list[Any]) -> list[Any]:
+            seen: list[Any] = []
+            for epoch in range(loader.state_dict()["epoch"], 3):
+                for batch in loader:
+                    seen.append(batch.tolist())
+                    states.append((len(seen), loader.state_dict()))
+                seen.append(f"end of epoch {epoch}")
+                states.append((len(seen), loader.state_dict()))
+            return seen
+
+        def loader() -> Any:
+            return prepare_data_loader(feed(range(12), batch_size=2, shuffle=True), seed=3)
+
+        states: list[Any] = []
+        whole = loop(loader(), states)
+        assert len(states) == len(whole)
+        for done, state in states:
+            again = loader()
+            again.load_state_dict(state)
+            assert whole[:done] + loop(again, []) == whole, state
+
+    assert world.run(program) == [None] * world.ranks
+
+
+@everywhere
 def test_first_batches_are_skipped_without_being_read(world: Ranks) -> None:
     def program() -> Any:
         class Read(torch.utils.data.Dataset[int]):

@@ -101,6 +101,47 @@ def test_a_body_runs_once_per_rank_with_fixtures_made_once(project: Project) -> 
     assert "test_one PASSED" in result.out  # one world: its name is the function's
 
 
+def test_lists_make_a_test_of_each_world(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        ran = []
+
+        @pytest.mark.world(
+            ranks=2, kind=["threads", "processes"], backend=["file", "torch"], schedules=[1, 5]
+        )
+        def test_each(request):
+            ran.append(sp.get_rank())
+            kind, _, which = request.node.callspec.id.split("-")
+            assert sp.current().backend_name == (kind if kind == "threads" else which)
+            sp.barrier()
+
+        def test_schedules():  # the first is tried twice
+            assert ran.count(0) == 1 + 6
+    """)
+    result = project.run("-v", "-p", "no:randomly")
+    assert result.counts(passed=5), result.out
+    for name in ("threads-2-1", "threads-2-5", "processes-2-file", "processes-2-torch"):
+        assert f"test_each[{name}] PASSED" in result.out
+
+
+@pytest.mark.parametrize(
+    "asked", ["schedules=0", "schedules='5'", "schedules=[1, True]", "ranks=[]"]
+)
+def test_a_mark_that_asks_for_no_world_is_an_error(project: Project, asked: str) -> None:
+    project.write(f"""
+        import pytest
+
+        @pytest.mark.world({asked})
+        def test_nothing():
+            pass
+    """)
+    result = project.run()
+    assert "schedules= is how many to try" in result.out or "no world to run in" in result.out
+    assert result.code != 0
+
+
 def test_a_deadlock_is_reported_with_output_by_rank_and_the_line_to_paste(project: Project) -> None:
     project.write(BUGGY)
     result = project.run()

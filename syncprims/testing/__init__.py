@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .contract import BackendContract as BackendContract
 from .errors import DeadlockError as DeadlockError
+from .errors import FaultMissed as FaultMissed
 from .errors import RankDied as RankDied
 from .errors import StallError as StallError
 from .errors import UncontrolledError as UncontrolledError

@@ -24,6 +24,13 @@ class RankDied(SyncError, RuntimeError):
     """The process of a rank ended without a result, and nobody else noticed."""
 
 
+class FaultMissed(SyncError, RuntimeError):
+    """A fault never struck, and nothing had ended the world before: its `at` is no such call.
+
+    A test with such a fault could not fail.
+    """
+
+
 class UncontrolledError(SyncError, RuntimeError):
     """The same seed gave two different runs: something in the test is not decided by it."""
 
@@ -36,5 +43,5 @@ class WorldAborted(BaseException):
     """Ends the threads of ranks when their world is given up."""
 
 
-for _kind in (DeadlockError, StallError, UnequalRounds, RankDied, UncontrolledError):
+for _kind in (DeadlockError, StallError, UnequalRounds, RankDied, FaultMissed, UncontrolledError):
     _kind.__module__ = "syncprims.testing"  # tracebacks show the name that users import

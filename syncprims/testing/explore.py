@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from syncprims.arguments import require
+
 from .ambient import ambient
 from .errors import StallError, UncontrolledError
-from .faults import Delay, Fault, Kill, Raise, Stop
+from .faults import Delay, Fault, Kill, Raise, Stop, kind_of
 from .runs import is_consequence
 from .schedules import Seed
-from .verdict import conclude
+from .verdict import conclude, refuse_missed
 from .worlds import run_once
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def explore(
         schedule (Burckhardt et al., ASPLOS 2010).
     :param check: called with each world's results; what it raises is a failure of that schedule.
     :raises UncontrolledError: if the same schedule gives two different runs.
+    :raises FaultMissed: if a fault never struck under any of them.
     """
     __tracebackhide__ = True
     if strategy not in ("random", "pct"):
@@ -73,6 +76,7 @@ def explore(
         if search.failures and until == schedules:
             until = number + 1 + _FURTHER
     search.raise_shortest()
+    search.refuse_missed()
     return Explored(search.tried, len(search.paths), search.steps)
 
 
@@ -99,6 +103,8 @@ class _Search:
         self.failures = 0
         self.steps = 0
         self.paths: set[int] = set()
+        self._missed = faults  # in every schedule so far
+        self._last: Run | None = None
 
     def prepare(self, seed: Seed, strategy: str, depth: int) -> Seed:
         """Return the first seed; PCT wants to know how many steps there are."""
@@ -114,6 +120,7 @@ class _Search:
         self.tried += 1
         self.steps = max(self.steps, run.steps)
         self.paths.add(hash(tuple(run.path())))
+        self._last, self._missed = run, [fault for fault in self._missed if fault in run.missed]
         try:
             results = conclude(run, ambient.get().replay(seed))
             if self._check is not None:
@@ -141,6 +148,12 @@ class _Search:
                 f"steps"
             )
             raise error
+
+    def refuse_missed(self) -> None:
+        """Raise if a fault has struck under no schedule."""
+        __tracebackhide__ = True
+        assert self._last is not None
+        refuse_missed(self._last, self._missed)
 
     def _run(self, seed: Seed) -> Run:
         return run_once(
@@ -210,6 +223,7 @@ def every_point(
     :param check: called with every point, to see what the fault has left behind.
     """
     __tracebackhide__ = True
+    require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
     chosen = Seed.read(seed) if seed is not None else ambient.get().seed or Seed.fresh()
     points: list[Point] = []
     for at in range(1, most + 1):
@@ -240,8 +254,7 @@ def _point(fault: Fault, run: Run) -> Point:
 def _is_expected(fault: Fault, error: BaseException) -> bool:
     """Tell whether an error is what such a fault does."""
     if isinstance(fault, Raise):
-        wanted = fault.error if isinstance(fault.error, type) else type(fault.error)
-        return isinstance(error, wanted)
+        return isinstance(error, kind_of(fault.error))
     if isinstance(fault, Stop) and isinstance(error, StallError):
         return True
     return isinstance(fault, Kill | Stop | Delay) and is_consequence(error)

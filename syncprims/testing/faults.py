@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from syncprims.arguments import require
 
 if TYPE_CHECKING:
     from syncprims.interface import Label
@@ -47,12 +49,17 @@ class Fault:
     kind of a call: ``at="epoch end"``, ``at="barrier"``. It happens once.
 
     :raises ValueError: if there is no such round.
+    :raises TypeError: if it is neither a number nor a name.
     """
 
     rank: int
     at: int | str = 1
 
     def __post_init__(self) -> None:
+        if type(self.rank) is not int or type(self.at) not in (int, str):
+            raise TypeError(
+                f"{self}: rank is a whole number, and at is one or the name or kind of a call"
+            )
         if self.rank < 0 or (isinstance(self.at, int) and self.at < 1):
             raise ValueError(f"{self}: ranks count from 0, and rounds from 1")
 
@@ -93,9 +100,21 @@ class Delay(Fault):
 
     seconds: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Refuse what is no time."""
+        super().__post_init__()
+        require(self.seconds, (int, float), "seconds is a number")
+        if not self.seconds >= 0:
+            raise ValueError(f"{self}: seconds are 0 or more")
+
     def do(self, victim: Victim) -> None:
         """Let it happen."""
         victim.sleep(self.seconds)
+
+
+def kind_of(error: BaseException | type[BaseException]) -> type[Any]:
+    """Return the class of what is raised."""
+    return error if isinstance(error, type) else type(error)
 
 
 @dataclass(frozen=True)
@@ -103,6 +122,12 @@ class Raise(Fault):
     """The call raises `error` on this rank."""
 
     error: BaseException | type[BaseException] = RuntimeError
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be raised."""
+        super().__post_init__()
+        if not issubclass(kind_of(self.error), BaseException):
+            raise TypeError(f"{self}: error is an exception, or a class of them")
 
     def do(self, victim: Victim) -> None:
         """Let it happen."""

@@ -29,20 +29,19 @@ def run_marked(
     passed = {
         name: value
         for name, value in options.items()
-        if name in ("backend", "seed", "faults", "timeout", "start", "nodes")
+        if name in ("seed", "faults", "timeout", "start", "nodes")
     }
-    schedules = options.get("schedules", 1)
     fn = functools.partial(_body, functools.partial(body, **arguments))
     if wanted.kind == "threads":
-        passed.pop("backend", None)  # it is for the worlds of processes beside
-        passed.pop("start", None)
-        if schedules > 1:
+        passed.pop("start", None)  # it is for the worlds of processes beside
+        if wanted.schedules > 1:
             from .explore import explore
 
-            explore(fn, wanted.ranks, schedules=schedules, **passed)
+            explore(fn, wanted.ranks, schedules=wanted.schedules, **passed)
             return
     else:
         passed.pop("seed", None)
+        passed["backend"] = wanted.backend
     run_world(fn, wanted.ranks, kind=wanted.kind, **passed)  # type: ignore[arg-type]
 
 

@@ -6,6 +6,7 @@ until a test asks for a world, and neither torch nor numpy even then.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -26,9 +27,12 @@ class Wanted(NamedTuple):
 
     ranks: int
     kind: str
+    backend: str | None  #: of processes
+    schedules: int  #: of threads
+    name: str
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.ranks}"
+        return self.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "world(ranks=4, kind='threads', backend=None, schedules=1, seed=None, faults=(), "
-        "timeout=60, start=None, nodes=1): run the body once per rank of a world; lists of ranks "
-        "and kinds make a test of each",
+        "timeout=60, start=None, nodes=1): run the body once per rank of a world; lists of ranks, "
+        "kinds, backends and schedules make a test of each",
     )
     text = config.getoption("world_seed")
     if text is None:
@@ -114,9 +118,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _worlds(mark: pytest.Mark) -> list[Wanted]:
     options = _options(mark)
     ranks, kinds = _several(options.get("ranks", 4)), _several(options.get("kind", "threads"))
-    if not ranks or not kinds:
+    backends, tried = _several(options.get("backend")), _several(options.get("schedules", 1))
+    if any(type(count) is not int or count < 1 for count in tried):
+        raise pytest.UsageError(f"{mark}: schedules= is how many to try, at least 1")
+    found: list[Wanted] = []
+    for kind, count in itertools.product(kinds, ranks):
+        # What the other kind of world takes would make the same test again.
+        of_kind = ([None], tried) if kind == "threads" else (backends, [1])
+        for backend, schedules in itertools.product(*of_kind):
+            name = f"{kind}-{count}"
+            name += f"-{backend}" if len(of_kind[0]) > 1 else ""
+            name += f"-{schedules}" if len(of_kind[1]) > 1 else ""
+            found.append(Wanted(count, kind, backend, schedules, name))
+    if not found:
         raise pytest.UsageError(f"{mark}: no world to run in")
-    return [Wanted(count, kind) for kind in kinds for count in ranks]
+    return found
 
 
 def _options(mark: pytest.Mark) -> dict[str, Any]:

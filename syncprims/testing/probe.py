@@ -132,6 +132,8 @@ class ProbedBackend(Backend):
 class ProbedBoard(Board):
     """A board that is looked at."""
 
+    posts_alone = True
+
     def __init__(self, inner: Board, probe: Probe) -> None:
         self.inner = inner  # not the base's: what it counts is counted by `inner`
         self.members = inner.members
@@ -139,6 +141,7 @@ class ProbedBoard(Board):
         self.virtual_time = inner.virtual_time
         self._probe = probe
         self._last: Seen | None = None
+        self._came = 0  # for this round
         self._until: float | None = None
 
     @property
@@ -160,7 +163,9 @@ class ProbedBoard(Board):
         """Post, unless a fault is in the way."""
         probe = self._probe
         probe.check_alive()
-        probe.arrive(self.members, note.label)
+        if self._came <= self.inner.posted:  # else once more, since its first note could not go up
+            self._came = self.inner.posted + 1
+            probe.arrive(self.members, note.label)
         self._last = Seen(self.members, note.label)
         self.inner.post(note)
         probe.witness.posted(probe.rank, self._last, self.inner.posted)

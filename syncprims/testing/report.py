@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from syncprims.callsite import users_part
 from syncprims.errors import SyncError
 
+from .faults import Raise, kind_of
 from .probe import JOIN
 from .runs import headline
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from .probe import Seen
     from .runs import Outcome, Run
+
+
+_SHOWN = 8  # calls of a rank, where they are listed
 
 
 def lines(run: Run) -> str:
@@ -35,7 +39,8 @@ def where(outcome: Outcome, ranks: int) -> str:
             return f"raised {headline(outcome.error)} before its first call"
         if isinstance(outcome.error, SyncError):
             return f"raised {_name(outcome)} in its {last}"
-        return f"raised {headline(outcome.error)} after its {last}"
+        when = "at" if _is_injected(outcome) else "after"
+        return f"raised {headline(outcome.error)} {when} its {last}"
     if outcome.end == "returned":
         return f"finished after its {last}" if last else "finished without a call"
     if outcome.end in ("killed", "stopped"):
@@ -95,6 +100,27 @@ def _call(seen: Seen | None, ranks: int) -> str:
         return "?"
     group = "" if len(seen.members) == ranks else f" in group {list(seen.members)}"
     return f"{seen.label}{group}"
+
+
+def _is_injected(outcome: Outcome) -> bool:
+    """Tell whether a rank's error is what a fault has let its last call raise."""
+    number, last = len(outcome.calls), outcome.last
+    return last is not None and any(
+        isinstance(fault, Raise)
+        and isinstance(outcome.error, kind_of(fault.error))
+        and fault.strikes(outcome.rank, number, last.label)
+        for fault in outcome.struck
+    )
+
+
+def calls(outcome: Outcome, ranks: int) -> str:
+    """Return ``came to 2 rounds: barrier (a.py:3), all_gather (a.py:4)``, each call once."""
+    if not outcome.calls:
+        return "made no call"
+    kinds = list(dict.fromkeys(_call(seen, ranks) for seen in outcome.calls))
+    shown = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
+    count = len(outcome.calls)
+    return f"came to {count} round{'s' * (count > 1)}: {shown}"
 
 
 def others(run: Run, but: Sequence[int]) -> str:

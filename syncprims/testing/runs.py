@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from syncprims.errors import TORN
 
+from .faults import Delay
 from .probe import Seen
 
 if TYPE_CHECKING:
@@ -52,12 +53,21 @@ class Run:
     gave_up: str = ""  #: why it was given up, if it was
     stacks: str = ""  #: of all ranks, then
     steps: int = 0  #: decisions of the schedule
+    faults: list[Fault] = field(default_factory=list["Fault"])  #: that were to happen
     trace: list[tuple[int, Seen]] = field(default_factory=list[tuple[int, Seen]])
 
     @property
     def struck(self) -> list[Fault]:
         """The faults that have happened."""
         return [fault for outcome in self.outcomes for fault in outcome.struck]
+
+    @property
+    def missed(self) -> list[Fault]:
+        """The faults that have not happened, unless something may have ended the world before."""
+        early = any(outcome.torn or outcome.end != "returned" for outcome in self.outcomes)
+        if early or any(not isinstance(fault, Delay) for fault in self.struck):
+            return []
+        return [fault for fault in self.faults if fault not in self.struck]
 
     def path(self) -> list[tuple[int, tuple[int, ...], bytes]]:
         """Return who posted what, one after another: equal for equal runs."""

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from syncprims.errors import PeerLost, SyncError
 
 from . import report
-from .errors import DeadlockError, RankDied, StallError, UnequalRounds
+from .errors import DeadlockError, FaultMissed, RankDied, StallError, UnequalRounds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .faults import Fault
     from .runs import Outcome, Run
 
 E = TypeVar("E", bound=BaseException)
@@ -53,6 +54,20 @@ def conclude(run: Run, replay: str = "") -> list[Any]:
     if not run.struck and not any(outcome.torn for outcome in run.outcomes):
         _check_equal_rounds(run, replay)
     return [outcome.result for outcome in run.outcomes]
+
+
+def refuse_missed(run: Run, missed: Sequence[Fault]) -> None:
+    """Raise if there are faults that should have struck."""
+    __tracebackhide__ = True
+    if not missed:
+        return
+    fault = missed[0]
+    came = report.calls(run.outcomes[fault.rank], len(run.outcomes))
+    raise FaultMissed(
+        f"{fault} never struck, and tests nothing: rank {fault.rank} {came}. Let at= be the number "
+        f"of a round, or the name or kind of a call",
+        rank=fault.rank,
+    )
 
 
 def _raise_causes(run: Run, causes: Sequence[Outcome], replay: str) -> NoReturn:

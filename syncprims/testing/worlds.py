@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncprims.arguments import require, seconds
@@ -10,7 +11,7 @@ from .ambient import ambient
 from .faults import Fault
 from .schedules import Seed
 from .threads import ThreadWorld
-from .verdict import conclude
+from .verdict import conclude, refuse_missed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,8 @@ def run_world(
     :raises UnequalRounds: if all ended well, but with different numbers of calls.
     :raises StallError: when `timeout` has passed, or all wait for a rank that a fault has stopped.
     :raises ExceptionGroup: if ranks raised exceptions of several types, none a consequence.
+    :raises FaultMissed: if a fault never struck, though nothing ended the world early.
+    :raises TypeError: if `fn` is no function, or an async one, which would not run.
     :raises ValueError: if there is no such kind of world, or a fault's rank is not in it.
     """
     __tracebackhide__ = True
@@ -70,7 +73,9 @@ def run_world(
         start=start,
         nodes=nodes,
     )
-    return conclude(run, around.replay(run.seed))
+    results = conclude(run, around.replay(run.seed))
+    refuse_missed(run, run.missed)
+    return results
 
 
 def run_once(
@@ -92,10 +97,13 @@ def run_once(
     limit = seconds(timeout)
     sink = ambient.get().sink()
     if kind == "threads":
-        return ThreadWorld(fn, ranks, seed, faults, sink, nodes, traced=traced).run(limit)
-    from .processes import ProcessWorld  # not before it is asked for
+        run = ThreadWorld(fn, ranks, seed, faults, sink, nodes, traced=traced).run(limit)
+    else:
+        from .processes import ProcessWorld  # not before it is asked for
 
-    return ProcessWorld(fn, ranks, backend or "file", faults, sink, start).run(limit)
+        run = ProcessWorld(fn, ranks, backend or "file", faults, sink, start).run(limit)
+    run.faults = faults
+    return run
 
 
 def _check(
@@ -103,10 +111,17 @@ def _check(
 ) -> None:
     require(ranks, int, "ranks is how many there are")
     assert isinstance(ranks, int)
+    if isinstance(ranks, bool):
+        raise TypeError(f"ranks is how many there are, and {ranks} is a bool")
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: a world has at least one")
     if not callable(fn):
         raise TypeError(f"fn={fn!r}: it takes a function, which every rank calls")
+    if _is_async(fn) or _is_async(getattr(fn, "__call__", None)):  # noqa: B004 - it can be called
+        raise TypeError(
+            f"fn={getattr(fn, '__qualname__', fn)} is async: its body would not run. Pass a plain "
+            f"function that runs it, as lambda: asyncio.run(...)"
+        )
     if kind not in ("threads", "processes"):
         raise ValueError(f"kind={kind!r}: it takes 'threads' or 'processes'")
     if kind == "threads" and backend not in (None, "threads"):
@@ -115,6 +130,10 @@ def _check(
         require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
         if fault.rank >= ranks:
             raise ValueError(f"{fault}: there are ranks 0 to {ranks - 1}")
+
+
+def _is_async(fn: object) -> bool:
+    return inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn)
 
 
 def _check_nodes(ranks: int, kind: str, nodes: int) -> None:

@@ -116,6 +116,9 @@ class PreparedLoader(DataLoader[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration go on where `state` was taken, with the very next batch.
 
+        If it was taken in the body of an epoch's last batch, none is left, and what comes after the
+        epoch is what goes on. A loop that begins with ``state_dict()["epoch"]`` is always right.
+
         :raises ValueError: in the middle of an epoch, if the world had another size.
         """
         if state["batch"] and state["world_size"] != self._plan.ranks:

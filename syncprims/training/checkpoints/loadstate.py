@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from syncprims import CheckpointError
 
 from . import disk, generators, manifest, tree
+from .directory import Directory
 from .meter import metered
 from .objects import check_fits, check_objects, give_back, targets
 from .refusal import refusal
@@ -24,6 +24,7 @@ from .stored import TensorFile
 from .together import Team, together
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from torch.distributed.tensor import DTensor
@@ -64,7 +65,7 @@ def load_state(
     """
     own = rank_objects or {}
     check_objects(objects, own)
-    path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
+    path = Directory.of(directory).path
     doing = f"load_state from {path}"
     finish_earlier()
     team = Team.met(doing)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from syncprims import CheckpointError
+from syncprims.arguments import require
 
 from .refusal import refusal
 from .sharded import is_sharded
@@ -39,10 +40,11 @@ class Stateful(Protocol):
 def check_objects(objects: Mapping[str, object], own: Mapping[str, object]) -> None:
     """Accept objects that can be saved and loaded, under names that files can have.
 
-    :raises TypeError: if something has no state.
+    :raises TypeError: if something has no state, or a name is no str.
     :raises ValueError: if a name is none for a file, or stands in both.
     """
     for name, thing in (*objects.items(), *own.items()):
+        require(name, str, "objects are saved under names")
         if not isinstance(thing, Stateful):
             raise TypeError(
                 f"{name!r} is a {type(thing).__name__}: it has no state_dict() and "

@@ -5,13 +5,13 @@ As Accelerate's hooks have it: a hook takes out of a list what it saves, or load
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
+from .directory import Directory
 from .objects import state_of
 from .together import Team, check_alike, together
 
@@ -50,7 +50,9 @@ def offer_weights(
     """
     if not hooks:
         return
-    directory = os.path.abspath(directory)  # noqa: PTH100 - a later chdir must not matter
+    where = Directory.of(directory)
+    directory, doing = where.path, f"save_state to {where.path}"
+    Team.met(doing, where)
     offered = [state_of(model) for model in models.values()]
 
     def offer() -> dict[int, Weights]:
@@ -65,7 +67,7 @@ def offer_weights(
             raise ValueError("a hook that puts other weights into the list takes none out of it")
         return left
 
-    told = together(f"save_state to {directory}", offer, list)
+    told = together(doing, offer, list)
     own = told.own
     for number, name in enumerate(models):
         if number in told.by_rank[0]:
@@ -86,7 +88,7 @@ def offer_models(
     """
     if not hooks:
         return
-    directory = os.path.abspath(directory)  # noqa: PTH100
+    directory = Directory.of(directory).path
     doing = f"load_state from {directory}"
 
     def offer() -> list[str]:

@@ -7,18 +7,18 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims import CheckpointError
 
 from . import disk, torchfile
+from .directory import Directory
 from .meter import metered
 from .seal import digest, sealed
 from .sharded import is_sharded, whole
 from .sharing import owners
 from .tensorfile import Written, content_digest, write
-from .together import STANDS, Team, check_alike, together
+from .together import STANDS, Team, check_alike, clearing, together
 from .weightfiles import (
     SAFE,
     TORCH,
@@ -32,6 +32,8 @@ from .weightfiles import (
 from .weights import parse_size, shards, tensors_of
 
 if TYPE_CHECKING:
+    import os
+
     import torch
     from torch import nn
 
@@ -54,26 +56,23 @@ def save_model(
 
     :raises CheckpointError: on all ranks, if a rank's part fails. Then the old model still stands,
         and nothing is left of the new one, unless the message says that it is in place.
-    :raises ValueError: if `max_shard_size` is no size.
+    :raises TypeError: if `directory` is neither a str nor a path.
+    :raises ValueError: if `max_shard_size` is no size, or `directory` is empty.
     """
     most = parse_size(max_shard_size)
-    path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
-    doing = f"save_model to {path}"
+    where = Directory.of(directory)
+    path, doing = where.path, f"save_model to {where.path}"
     form = SAFE if safe_serialization else TORCH
-    team = Team.met(doing)
+    team = Team.met(doing, where)
     plan, told = together(doing, lambda: _plan(model, most, team), _Plan.told, advice=STANDS)
     check_alike(doing, team.ranks, "models", [one["model"] for one in told])
     prepared = together(
         doing, lambda: list(_prepare(path)) if team.leads else [], advice=STANDS
     ).by_rank
     place = _Place(*prepared[0])
-    try:
+    with clearing(doing, lambda: disk.unmake_directories(place.made) if team.leads else None):
         job = _Job.of(plan, path, form, place, [one["digests"] for one in told])
         _save(doing, job, plan, team)
-    except BaseException:
-        if team.leads:
-            disk.unmake_directories(place.made)
-        raise
 
 
 def _save(doing: str, job: _Job, plan: _Plan, team: Team) -> None:

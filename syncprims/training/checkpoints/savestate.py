@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import operator
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import generators, tree
+from .directory import Directory
 from .job import File, Job, Place
 from .manifest import Item, Manifest
 from .objects import check_objects, state_of
@@ -20,11 +20,12 @@ from .seal import digest
 from .sharded import box, is_sharded
 from .sharing import owners
 from .tensorfile import content_digest
-from .together import STANDS, Team, check_alike, together
+from .together import STANDS, Team, check_alike, clearing, together
 from .weightfiles import unused_version, versioned
 from .weights import shards
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping
 
     import torch
@@ -58,16 +59,23 @@ def save_state(
 
     :raises CheckpointError: on all ranks, if a rank's part fails. Then the old checkpoint still
         stands, and nothing is left of the new one, unless the message says that it is in place.
-    :raises TypeError: if something has no ``state_dict`` and ``load_state_dict``.
-    :raises ValueError: if a name is none for a file.
+    :raises TypeError: if something has no ``state_dict`` and ``load_state_dict``, or `directory` is
+        neither a str nor a path.
+    :raises ValueError: if a name is none for a file, or `directory` is empty.
     """
     return begin(
-        directory, objects, rank_objects or {}, step=step, rng=rng, block=block, after=None
+        Directory.of(directory),
+        objects,
+        rank_objects or {},
+        step=step,
+        rng=rng,
+        block=block,
+        after=None,
     )
 
 
 def begin(
-    directory: str | os.PathLike[str],
+    directory: Directory,
     objects: Mapping[str, Stateful],
     own: Mapping[str, Stateful],
     *,
@@ -79,10 +87,10 @@ def begin(
     """Save as :func:`save_state`; then the leading rank calls `after`, where that is said."""
     check_objects(objects, own)
     step = None if step is None else operator.index(step)
-    path = os.path.abspath(os.fspath(directory))  # noqa: PTH100 - a later chdir must not matter
+    path = directory.path
     doing = f"save_state to {path}"
     finish_earlier()
-    team = Team.met(doing)
+    team = Team.met(doing, directory)
     plan, told = together(
         doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told, advice=STANDS
     )
@@ -93,14 +101,10 @@ def begin(
         made.extend([Place.prepare(path)] if team.leads else [])
         return list(made[0]) if made else []
 
-    try:
+    with clearing(doing, lambda: [place.give_up() for place in made]):
         prepared = together(doing, prepare, advice=STANDS).by_rank
         job = _job(doing, team, Place(*prepared[0]), step, plan, told)._replace(after=after)
         return save_now(job) if block else save_behind(job)
-    except BaseException:
-        for place in made:
-            place.give_up()
-        raise
 
 
 class _Plan(NamedTuple):

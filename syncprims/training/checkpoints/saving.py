@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from syncprims import current
 
 from .messages import collect, leave
-from .together import STANDS, Outcome, log, settle, together
+from .together import STANDS, Outcome, clearing, log, settle, together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,7 +92,11 @@ class _Behind(Saving):
         self._given_up = threading.Event()
         self._abandoned = False
         # No daemon: a program that ends lets its last checkpoint be finished.
-        self._thread = threading.Thread(target=self._run, name="syncprims-save")
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,  # of the same rank
+            args=(self._run,),
+            name="syncprims-save",
+        )
 
     def start(self) -> None:
         """Begin to write."""
@@ -113,19 +118,19 @@ class _Behind(Saving):
         del extras[_KEY]
         doing = self._job.doing
         self._has_written.wait()
-        try:
+        with clearing(doing, self._clear):
             together(doing, lambda: _again(self._written), advice=STANDS)
             self._end()
             together(
                 doing, lambda: _again(self._committed) if self._job.team.leads else None,
                 advice=STANDS,
             )  # fmt: skip
-        except BaseException:
-            self._given_up.set()
-            self._end()
-            if self._abandoned:
-                self._job.abandon()  # once more: now all ranks have written what they had to
-            raise
+
+    def _clear(self) -> None:
+        self._given_up.set()
+        self._end()
+        if self._abandoned:
+            self._job.abandon()  # once more: now all ranks have written what they had to
 
     def _end(self) -> None:
         """Return when the thread has done all it had to."""

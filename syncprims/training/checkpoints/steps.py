@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
 from syncprims import CheckpointError
 
 from . import disk, manifest
+from .directory import Directory
 from .job import remove_directory_or_report
 from .loadstate import Loaded, load_state
 from .savestate import begin
@@ -22,6 +22,7 @@ from .together import Team, log, together
 from .weightfiles import temporary, unique
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping
 
     from .objects import Stateful
@@ -67,7 +68,8 @@ class Checkpoints:
             raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
         if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
             raise ValueError(f"prefix={prefix!r}: it begins the name of a directory")
-        self.directory = os.path.abspath(os.fspath(directory))  # noqa: PTH100
+        self._where = Directory.of(directory)
+        self.directory = self._where.path
         self.keep_last = keep_last
         self.prefix = prefix
         self._before_save: list[Hook] = []
@@ -111,7 +113,7 @@ class Checkpoints:
         common, path = dict(objects), self.path(step)
         _call(f"save_state to {path}", self._before_save, path, common)
         return begin(
-            path, common, rank_objects or {},
+            self._where.joined(f"{self.prefix}{step}"), common, rank_objects or {},
             step=step, rng=rng, block=block, after=lambda: self._prune(step),
         )  # fmt: skip
 

@@ -6,14 +6,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
-from syncprims import CheckpointError, Failure, get_rank
+from syncprims import CheckpointError, Failure, SyncError, get_node_rank, get_rank
 from syncprims.world import active_group
 
+from .directory import Named, check_same
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
+
+    from .directory import Directory
 
 T = TypeVar("T")
 
@@ -83,6 +88,19 @@ def settle(
     return Told(own, [outcome["told"] for outcome in outcomes])
 
 
+@contextlib.contextmanager
+def clearing(doing: str, clear: Callable[[], object]) -> Generator[None]:
+    """If the block fails, raise once ``clear()`` is done: on all ranks, where all fail alike."""
+    try:
+        yield
+    except BaseException as error:
+        clear()
+        if isinstance(error, CheckpointError):  # of all ranks, which are in step
+            with contextlib.suppress(SyncError):
+                _gather(doing, None)
+        raise
+
+
 class Team(NamedTuple):
     """Those who save or load together: the ranks of the group that is entered, else all."""
 
@@ -90,9 +108,18 @@ class Team(NamedTuple):
     place: int  #: of this one among them
 
     @classmethod
-    def met(cls, doing: str) -> Team:
-        """Return the team, once all are there."""
-        ranks = _gather(doing, get_rank())
+    def met(cls, doing: str, directory: Directory | None = None) -> Team:
+        """Return the team, once all are there.
+
+        :raises CheckpointError: on all ranks, if they have other directories.
+        """
+        call = doing.partition(" ")[0]
+        group = active_group()  # first: a world that runs may know more of its hosts
+        given, path = directory or ("", "")
+        told = group.gather(call, [get_rank(), get_node_rank(), given, path])
+        named = [Named(*one) for one in cast("list[tuple[int, int, str, str]]", told)]
+        check_same(call, named)
+        ranks = [one.rank for one in named]
         return cls(ranks, ranks.index(get_rank()))
 
     @property
@@ -136,7 +163,7 @@ def _error(doing: str, failed: Sequence[dict[str, Any]], advice: str) -> Checkpo
     if len(ranks) > 1:
         message += f" (ranks {ranks[1:]} failed, too)"
     if advice and not first["refused"]:
-        message += f". {advice}"
+        message = f"{message.removesuffix('.')}. {advice}"
     return CheckpointError(
         message, path=first["path"], errno=first["errno"], rank=ranks[0], failures=failures
     )

@@ -1,0 +1,155 @@
+"""Faults strike what they name, or say so; and nothing passes because it never ran."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import pytest
+
+import syncprims as sp
+from syncprims.testing import (
+    Delay,
+    Fault,
+    FaultMissed,
+    Kill,
+    Raise,
+    Stop,
+    every_point,
+    explore,
+    run_world,
+)
+
+Kinds = Literal["threads", "processes"]
+both = pytest.mark.parametrize("kind", ["threads", "processes"])
+
+
+@both
+@pytest.mark.parametrize("error", [ValueError("x"), OSError(28, "x"), ConnectionError])
+def test_a_call_that_raises_is_of_the_round_it_was_made_in(kind: Kinds, error: Any) -> None:
+    def program() -> None:
+        sp.barrier("a")
+        sp.barrier("b")
+
+    with pytest.raises(error if isinstance(error, type) else type(error)) as caught:
+        run_world(program, 2, kind=kind, faults=[Raise(1, at=2, error=error)])
+    assert " at its round 2, barrier 'b'" in caught.value.__notes__[0]
+
+
+@both
+@pytest.mark.parametrize("fault", [Kill(1, at="never"), Delay(1, at=3), Raise(0, at="barier")])
+def test_a_fault_that_never_strikes_is_an_error(kind: Kinds, fault: Fault) -> None:
+    def program() -> None:
+        sp.barrier("a")
+        sp.barrier("b")
+
+    with pytest.raises(FaultMissed, match=r"came to 2 rounds: barrier 'a' ") as caught:
+        run_world(program, 2, kind=kind, faults=[fault])
+    assert str(fault) in str(caught.value)
+    assert caught.value.rank == fault.rank
+
+
+def test_a_fault_may_miss_a_world_that_has_ended_early() -> None:
+    def program() -> str:
+        try:
+            sp.barrier()
+        except sp.PeerLost:
+            return "lost"
+        sp.barrier("second")
+        return "both"
+
+    assert run_world(program, 2, faults=[Kill(1), Delay(0, at="second")]) == ["lost", None]
+    with pytest.raises(ZeroDivisionError):
+        run_world(lambda: 1 // 0, 2, faults=[Kill(1)])
+
+
+@both
+def test_faults_strike_every_call_of_a_world_of_one(kind: Kinds) -> None:
+    struck: list[str] = []
+
+    def program() -> None:
+        sp.barrier()
+        struck.append("passed")
+        with sp.group([0]) as alone:
+            alone.barrier()
+        sp.all_gather(1)
+
+    assert run_world(program, 1, kind=kind, faults=[Kill(0, at="barrier")]) == [None]
+    assert struck == []
+    with pytest.raises(OSError, match="full"):
+        run_world(program, 1, kind=kind, faults=[Raise(0, at=2, error=OSError("full"))])
+    with pytest.raises(FaultMissed, match="rank 0 came to 3 rounds"):
+        run_world(program, 1, kind=kind, faults=[Kill(0, at=4)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (Kill, {"rank": 1, "at": 1.5}), (Kill, {"rank": "1"}), (Stop, {"rank": 0, "at": True}),
+        (Delay, {"rank": 0, "seconds": "1"}), (Raise, {"rank": 0, "error": "boo"}),
+        (Raise, {"rank": 0, "error": int}),
+    ],
+)  # fmt: skip
+def test_faults_of_other_types_are_refused(kind: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        kind(**wrong)
+
+
+def test_a_world_has_a_number_of_ranks() -> None:
+    for run in (run_world, explore):
+        with pytest.raises(TypeError, match="ranks is how many there are, and True is a bool"):
+            run(lambda: sp.barrier(), True)
+
+
+def test_a_delay_is_no_negative_time() -> None:
+    with pytest.raises(ValueError, match="seconds are 0 or more"):
+        Delay(0, seconds=-1)
+
+
+async def _never_awaited() -> None:
+    sp.barrier()
+
+
+class _Async:
+    async def __call__(self) -> None:
+        sp.barrier()
+
+
+@pytest.mark.parametrize("fn", [_never_awaited, functools.partial(_never_awaited), _Async()])
+def test_async_functions_are_refused(fn: Any) -> None:
+    runs: list[Any] = [run_world, explore, functools.partial(every_point, fault=Kill(1))]
+    for run in runs:
+        with pytest.raises(TypeError, match="is async"):
+            run(fn, ranks=2)
+
+
+# -- threads of the user's own --------------------------------------------------------------------
+
+
+def test_a_thread_that_is_no_rank_is_told_so() -> None:
+    asked = (sp.get_rank, sp.get_world_size, sp.is_main)
+
+    def answers() -> list[Any]:
+        return [ask() for ask in asked]
+
+    def program() -> list[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            for ask in asked:
+                with pytest.raises(sp.ConfigurationError, match="this thread is none of them"):
+                    pool.submit(ask).result()
+            return pool.submit(contextvars.copy_context().run, answers).result()
+
+    assert run_world(program, 3) == [[rank, 3, rank == 0] for rank in range(3)]
+    assert answers() == [0, 1, True]
+
+
+def test_a_fault_that_no_schedule_meets_is_an_error() -> None:
+    with pytest.raises(FaultMissed, match=r"Kill\(rank=0, at='never'\) never struck"):
+        explore(lambda: sp.barrier(), 2, schedules=3, faults=[Delay(1), Kill(0, at="never")])
+
+
+def test_only_a_fault_strikes_at_every_point() -> None:
+    with pytest.raises(TypeError, match="a fault is a Kill, Raise, Delay or Stop, and 2 is a int"):
+        every_point(lambda: sp.barrier(), 2)  # type: ignore[arg-type]
