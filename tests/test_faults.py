@@ -80,8 +80,8 @@ def test_faults_strike_every_call_of_a_world_of_one(kind: Kinds) -> None:
     assert struck == []
     with pytest.raises(OSError, match="full"):
         run_world(program, 1, kind=kind, faults=[Raise(0, at=2, error=OSError("full"))])
-    with pytest.raises(FaultMissed, match="rank 0 came to 3 rounds"):
-        run_world(program, 1, kind=kind, faults=[Kill(0, at=4)])
+    with pytest.raises(FaultMissed, match="rank 0 came to 4 rounds"):
+        run_world(program, 1, kind=kind, faults=[Kill(0, at=5)])
 
 
 @pytest.mark.parametrize(
