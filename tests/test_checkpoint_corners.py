@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from syncprims.training import (
     save_model,
     save_state,
 )
+from syncprims.training.checkpoints import manifest, saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -377,3 +379,30 @@ def test_what_cannot_be_saved_is_refused_in_whole_sentences(tmp_path: Path) -> N
     assert said.endswith(". What was there before still stands, and nothing else is left. "
                          "Mend this, and save again.")  # fmt: skip
     assert ".." not in said.removeprefix(f"save_state to {tmp_path}")
+
+
+def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
+    meeting_place: Path, tmp_path: Path
+) -> None:
+    """The thread goes on, and so do those of the other ranks: they need what is there."""
+
+    def program() -> int | None:
+        def start_and_be_interrupted(self: Any) -> None:
+            start(self)
+            raise KeyboardInterrupt
+
+        start, path = saving._Behind.start, tmp_path / "state"
+        model = nn.Linear(100, 100)
+        if sp.is_main():
+            saving._Behind.start = start_and_be_interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                save_state(path, {"model": model}, step=7, block=False)
+        else:
+            save_state(path, {"model": model}, step=7, block=False)
+        for thread in threading.enumerate():
+            if thread.name == "syncprims-save":
+                thread.join()
+        return manifest.read(str(path)).step if sp.is_main() else None
+
+    assert Ranks(Kind("file", 2), meeting_place, patience=20).run(program) == [7, None]
+    assert not [one for one in tmp_path.iterdir() if ".tmp-" in one.name]

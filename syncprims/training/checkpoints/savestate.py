@@ -10,12 +10,14 @@ import json
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncprims import current
+
 from . import generators, tree
 from .directory import Directory
 from .job import File, Job, Place
 from .manifest import Item, Manifest
 from .objects import check_objects, state_of
-from .saving import Saving, finish_earlier, save_behind, save_now
+from .saving import Saving, finish_earlier, is_under_way, save_behind, save_now
 from .seal import digest
 from .sharded import box, is_sharded
 from .sharing import owners
@@ -95,13 +97,19 @@ def begin(
         doing, lambda: _Plan.of(objects, own, rng, team), _Plan.told, advice=STANDS
     )
     check_alike(doing, team.ranks, "states", [one["what"] for one in told])
+    extras = current().extras
     made: list[Place] = []  # by the leading rank, which takes it away if anything happens
 
     def prepare() -> list[Any]:
         made.extend([Place.prepare(path)] if team.leads else [])
         return list(made[0]) if made else []
 
-    with clearing(doing, lambda: [place.give_up() for place in made]):
+    def clear() -> None:
+        if not is_under_way(extras):  # else its thread writes there, and those of other ranks
+            for place in made:
+                place.give_up()
+
+    with clearing(doing, clear):
         prepared = together(doing, prepare, advice=STANDS).by_rank
         job = _job(doing, team, Place(*prepared[0]), step, plan, told)._replace(after=after)
         return save_now(job) if block else save_behind(job)

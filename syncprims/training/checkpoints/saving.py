@@ -61,6 +61,12 @@ def finish_earlier() -> None:
         earlier.wait()
 
 
+def is_under_way(extras: Mapping[str, Any]) -> bool:
+    """Tell whether a world has a save that a thread has begun, and nobody has waited for."""
+    saving = extras.get(_KEY)
+    return isinstance(saving, _Behind) and saving.begun
+
+
 class Saving:
     """A save; it is done, or becomes so."""
 
@@ -91,6 +97,7 @@ class _Behind(Saving):
         self._has_ended = threading.Event()
         self._given_up = threading.Event()
         self._abandoned = False
+        self.begun = False  #: then the thread sees to what it has not finished, and nobody else
         # No daemon: a program that ends lets its last checkpoint be finished.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,  # of the same rank
@@ -100,6 +107,7 @@ class _Behind(Saving):
 
     def start(self) -> None:
         """Begin to write."""
+        self.begun = True  # before: a signal's handler may raise in there, and the thread run on
         self._thread.start()
 
     @property
