@@ -46,14 +46,15 @@ def test_main_first_can_be_local_or_a_groups(world: Ranks) -> None:
 
 @in_processes
 def test_main_does_not_wait_for_the_others_bodies(world: Ranks, signs: Signs) -> None:
-    def program() -> None:
+    def program() -> int:
         with sp.main_first():
             if not sp.is_main():
                 signs.wait("main is past it")
         if sp.is_main():
             signs.give("main is past it")
+        return sp.get_rank()
 
-    world.run(program)
+    assert world.run(program) == list(range(world.ranks))
 
 
 def test_ranks_take_turns(world: Ranks, tmp_path: Path) -> None:
