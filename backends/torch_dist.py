@@ -30,7 +30,7 @@ from .stores import TRY_AGAIN, StoreSource, check_findable, find_store
 from .two_level import Ties, TwoLevelBoard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -159,9 +159,8 @@ class TorchBackend(Backend):
     def board(self, members: Sequence[int]) -> Board:
         """Return the board of `members`: on one host shared memory alone, else two-level."""
         board = self._board(members)
-        hosts, host_of = self._census.hosts, self._census.host_of
-        # NCCL wants a device for each rank, and its first group takes all ranks of the world.
-        if self.needs != "gloo" and all(hosts[host_of[rank]].devices for rank in members):
+        if self._may_use_nccl({self._census.host_of[rank] for rank in members}):
+            # Its first group takes all ranks of the world.
             board.devices = NcclEngine(members, self.topology.world_size, self._open_default)
         return board
 
@@ -188,6 +187,16 @@ class TorchBackend(Backend):
         self._boards.append(board)
         return board
 
+    def _may_use_nccl(self, hosts: Iterable[int]) -> bool:
+        """Tell whether NCCL is to serve the ranks of these hosts: it wants a device for each rank.
+
+        Where ranks see but one device each, these may be different ones (``srun --gpus-per-task``)
+        or the same: whoever names NCCL says that they differ, and else NCCL refuses them itself.
+        """
+        if self.needs is not None:
+            return self.needs == "nccl"
+        return all(self._census.hosts[host].devices for host in hosts)
+
     def open_process_group(self) -> None:
         """Make torch's default group if there is none: it serves DDP, and the program itself."""
         if not dist.is_initialized():
@@ -203,7 +212,7 @@ class TorchBackend(Backend):
         else:
             store = dist.FileStore(str(self._local.path_for("default-group")), top.world_size)
         options: dict[str, Any] = {"backend": "gloo"}
-        if self.needs != "gloo" and all(host.devices for host in self._census.hosts):
+        if self._may_use_nccl(range(len(self._census.hosts))):
             index = torch.cuda.current_device()
             if index == 0 and top.local_rank < torch.cuda.device_count():
                 index = top.local_rank  # nobody has chosen: one for each

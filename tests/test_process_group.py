@@ -46,6 +46,37 @@ def test_it_is_opened_once_and_ends_with_its_world(hosts: int, meeting_place: Pa
     world.check_nothing_left()
 
 
+@pytest.mark.parametrize(("engine", "sees", "chosen"), [
+    ("torch", 0, "gloo"), ("torch", 1, "gloo"), ("torch", 2, "cpu:gloo,cuda:nccl"),
+    ("gloo", 2, "gloo"), ("nccl", 2, "cpu:gloo,cuda:nccl"),
+    ("nccl", 1, "cpu:gloo,cuda:nccl"),  # perhaps each its own; NCCL refuses two on the same
+])  # fmt: skip
+def test_its_engine_is_the_one_asked_for_or_the_one_that_the_devices_allow(
+    engine: str, sees: int, chosen: str, meeting_place: Path
+) -> None:
+    def program() -> Any:
+        import torch
+        import torch.distributed as dist
+
+        torch.cuda.device_count = lambda: sees
+        torch.cuda.is_available = lambda: sees > 0
+        torch.cuda.current_device = lambda: 0
+        begin, options = dist.init_process_group, {}
+
+        def note(**given: Any) -> None:
+            options.update(given)
+            begin("gloo", **{k: v for k, v in given.items() if k not in ("backend", "device_id")})
+
+        dist.init_process_group = note
+        with sp.init() as world:
+            world.open_process_group()
+        return options["backend"], options.get("device_id", torch.device("cpu")).index
+
+    found = Ranks(Kind(engine, 2), meeting_place).run_alone(program)
+    device = (lambda rank: rank if sees == 2 else 0) if "nccl" in chosen else (lambda _: None)
+    assert found == [(chosen, device(rank)) for rank in range(2)]
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_nobody_has_it_before_all_have_it(hosts: int, meeting_place: Path, signs: Signs) -> None:
     """One that had, and left, would break what the others still connect to."""
