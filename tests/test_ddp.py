@@ -218,13 +218,18 @@ def test_wrapped_models_are_saved_and_loaded_bare(
 def test_one_that_wrapped_by_hand_keeps_the_wrapper(
     grouped: Callable[[Program], list[Any]],
 ) -> None:
-    def program() -> tuple[bool, bool]:
+    def program() -> list[bool]:
         job = Accelerator(cpu=True)
-        mine = DistributedDataParallel(small_model())
+        compiled: Any = torch.compile(small_model(), backend="eager")
+        mine = DistributedDataParallel(compiled)
         model = job.prepare(mine)
-        return model is mine, job.unwrap_model(model) is mine.module
+        return [
+            model is mine,
+            job.unwrap_model(model) is compiled._orig_mod,
+            job.unwrap_model(model, keep_torch_compile=True) is compiled,
+        ]
 
-    assert grouped(program) == [(True, True)] * 2
+    assert grouped(program) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("buffers", [False, True])

@@ -231,9 +231,11 @@ class Accelerator(Together, Trackers, Saving):
         """Whether an optimizer's last step met an overflow, on some rank."""
         return any(optimizer.step_was_skipped for optimizer in self.accumulator.optimizers)
 
-    def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True) -> M:
+    def unwrap_model(
+        self, model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+    ) -> M:
         """Return the model inside of its wrappers. See :func:`unwrap_model`."""
-        return unwrap_model(model, keep_fp32_wrapper)
+        return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a part of `model` has been spread over several devices by a map."""

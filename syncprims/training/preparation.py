@@ -152,21 +152,23 @@ def prepare(*objects: Any, accumulator: Accumulator, **options: Any) -> Any:  # 
     return made[0] if len(made) == 1 else made
 
 
-def unwrap_model(model: M, keep_fp32_wrapper: bool = True) -> M:
+def unwrap_model(model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> M:
     """Return the model inside of DDP and of what is compiled.
 
     With `keep_fp32_wrapper` False its autocast is taken off, too: of the very model in training.
+    With `keep_torch_compile` what is compiled inside of DDP is returned compiled.
     """
     found: Any = model
     while True:
         if isinstance(found, DistributedDataParallel):
             found = found.module
-        elif hasattr(found, "_orig_mod"):
+        elif hasattr(found, "_orig_mod") and not keep_torch_compile:
             found = found._orig_mod
         else:
             break
     if not keep_fp32_wrapper:
-        plain_forward(found)
+        for part in (found, getattr(found, "_orig_mod", found)):
+            plain_forward(part)
     return found  # type: ignore[no-any-return]
 
 
