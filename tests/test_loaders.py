@@ -306,6 +306,9 @@ def test_a_sampler_that_shards_is_left_to_do_so(world: Ranks, batch_size: int | 
         loader.set_epoch(0)
         rest = torch.hstack([torch.as_tensor(b) for b in skip_first_batches(loader, 1)])
         assert rest.tolist() == list(sampler())[batch_size or 1 :]
+        dealt = feed(range(12), batch_size=batch_size, sampler=sampler())
+        with pytest.raises(ValueError, match="a share of the data only"):
+            prepare_data_loader(dealt, dispatch_batches=True)
         return seen
 
     first, second = world.run(program)

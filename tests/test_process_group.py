@@ -61,13 +61,15 @@ def test_its_engine_is_the_one_asked_for_or_the_one_that_the_devices_allow(
         torch.cuda.device_count = lambda: sees
         torch.cuda.is_available = lambda: sees > 0
         torch.cuda.current_device = lambda: 0
-        begin, options = dist.init_process_group, {}
+        group: Any = dist
+        begin = group.init_process_group
+        options: dict[str, Any] = {}
 
         def note(**given: Any) -> None:
             options.update(given)
             begin("gloo", **{k: v for k, v in given.items() if k not in ("backend", "device_id")})
 
-        dist.init_process_group = note
+        group.init_process_group = note
         with sp.init() as world:
             world.open_process_group()
         return options["backend"], options.get("device_id", torch.device("cpu")).index

@@ -271,7 +271,8 @@ def prepare_data_loader(
     `dispatch_batches` rank 0 reads, and sends the others theirs: for streams that no two readers
     see alike.
 
-    :raises ValueError: if batches cannot be cut as asked.
+    :raises ValueError: if batches cannot be cut as asked, or a sampler that shards is to be dealt
+        out by rank 0.
     :raises RankMismatch: in an epoch, if a sampler of your own gives the ranks different orders.
     """
     if isinstance(loader, PreparedLoader):
@@ -279,6 +280,11 @@ def prepare_data_loader(
     plan = Plan(get_rank(), get_world_size(), even_batches, split_batches)
     seed = order.common_seed(seed, loader.generator or _generator(loader))
     dispatch = dispatch_batches and plan.ranks > 1
+    if dispatch and order.is_sharded(loader.batch_sampler or loader.sampler):
+        raise ValueError(
+            "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
+            "of the data only; drop the sampler, or dispatch_batches"
+        )
     return PreparedLoader(
         _rebuilt(loader, Plan(0, 1, even_batches) if dispatch else plan),
         plan,
