@@ -256,10 +256,13 @@ def rename(source: str, target: str) -> None:
     os.rename(source, target)  # noqa: PTH104
 
 
-def remove(path: str) -> None:
-    """Remove a file; nothing happens if there is none."""
-    with contextlib.suppress(FileNotFoundError):
+def remove(path: str) -> bool:
+    """Remove a file, and tell whether there was one."""
+    try:
         os.unlink(path)  # noqa: PTH108
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def remove_directory(path: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncprims import CheckpointError
 
 from . import disk, manifest
-from .messages import is_leftover
+from .messages import is_leftover, stop_listening
 from .meter import metered
 from .seal import parse
 from .tensorfile import Written, write
@@ -116,7 +116,8 @@ class Job(NamedTuple):
             remove_or_report(f"{self.place.folder}/{file.name}")
 
     def abandon(self) -> None:
-        """Remove what is left of a save that has failed; done by the leading rank."""
+        """Remove what is left of a save that has failed; done by the leading rank first."""
+        stop_listening(self)
         place = self.place
         place.give_up()
         if place.fresh:

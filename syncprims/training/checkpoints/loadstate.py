@@ -19,13 +19,14 @@ from .meter import metered
 from .objects import check_fits, check_objects, give_back, targets
 from .refusal import refusal
 from .saving import finish_earlier
+from .seal import digest
 from .sharded import box, like
 from .stored import TensorFile
 from .together import Team, together
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.tensor import DTensor
 
@@ -58,8 +59,9 @@ def load_state(
     number it is refused, or, with `any_world_size`, those are left as they are. Tensors spread over
     ranks are cut anew. All ranks call it. Nothing in a checkpoint is run.
 
-    :raises CheckpointError: on all ranks, naming the file, what was expected and what was found.
-        Then no object is changed, unless one of them refuses its state: the message says so.
+    :raises CheckpointError: on all ranks, naming the file, what was expected and what was found;
+        or the ranks that found another checkpoint than the rest. Then no object is changed, unless
+        one of them refuses its state: the message says so.
     :raises TypeError: for objects as :func:`save_state`.
     :raises ValueError: for names as :func:`save_state`.
     """
@@ -75,9 +77,21 @@ def load_state(
             reader = _Reader(path, team, objects, own, files, strict=strict)
             return reader.read(rng=rng, any_world_size=any_world_size)
 
-    found = together(doing, read, lambda _: None).own
+    found, seals = together(doing, read, _Found.seal)
+    _check_same(doing, team, seals)
     together(doing, lambda: found.give_back({**objects, **own}))
     return Loaded(path, found.manifest.step, len(found.manifest.ranks))
+
+
+def _check_same(doing: str, team: Team, seals: Sequence[str]) -> None:
+    other = [rank for rank, seal in zip(team.ranks, seals, strict=True) if seal != seals[0]]
+    if other:
+        raise CheckpointError(
+            f"{doing}: ranks {other} have found another checkpoint than rank {team.ranks[0]}. "
+            f"Every rank loads the same one: pass the same directory, and the same step; where "
+            f"hosts have disks of their own, copy the checkpoint to each.",
+            rank=other[0],
+        )
 
 
 class _Found(NamedTuple):
@@ -87,6 +101,10 @@ class _Found(NamedTuple):
     manifest: Manifest
     states: dict[str, Any]
     rng: dict[str, Any] | None
+
+    def seal(self) -> str:
+        """Return what only this checkpoint, and whatever copy of it, has."""
+        return digest(self.manifest.dump())
 
     def give_back(self, objects: Mapping[str, Stateful]) -> None:
         """Give all objects their states back, and the random numbers last."""

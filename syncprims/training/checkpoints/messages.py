@@ -2,6 +2,10 @@
 
 A save behind the training cannot meet the others: they are training. So each rank leaves a file
 that says what its part came to, and the leading one looks for them until all are there.
+
+A file of its own, without content, says that it listens. When it gives up that goes first, and
+then all that the save has made; when it has heard everybody, that goes last. So a rank that is
+late, and finds nobody listening and its own word still there, knows that the save is not to be.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from .weightfiles import remove_or_report, temporary
 if TYPE_CHECKING:
     from .job import Job
 
+_LEADING = 0  # place in a team
 _LONGEST = 64 << 20  # bytes
 _GRACE = 60.0  # seconds that a program that has ended lets the other ranks have
 _LEFTOVER = re.compile(
@@ -37,15 +42,36 @@ def _path(job: Job, place: int, ending: str = "") -> str:
     return f"{folder}/{temporary(f'{manifest.NAME}.told-{place}{ending}', token)}"
 
 
+def listen(job: Job) -> None:
+    """Let the other ranks know that the leading one, which calls this, waits for their words."""
+    disk.write_small(_path(job, _LEADING), b"")
+
+
+def stop_listening(job: Job) -> None:
+    """Let ranks that are late know that nobody waits for them."""
+    remove_or_report(_path(job, _LEADING))
+
+
 def leave(job: Job, said: dict[str, Any]) -> None:
-    """Let the leading rank know what this rank's part came to."""
-    part = _path(job, job.team.place, "-part")
+    """Let the leading rank know what this rank's part came to.
+
+    :raises CheckpointError: if it has given up; then nothing is left of the save.
+    """
+    part, word = _path(job, job.team.place, "-part"), _path(job, job.team.place)
     try:
         disk.write_small(part, sealed(said)[0])
-        disk.rename(part, _path(job, job.team.place))
+        disk.rename(part, word)
     except BaseException:
         remove_or_report(part)
         raise
+    # By the removal, which only one can make: what a network file system says is there may be gone.
+    if not disk.exists(_path(job, _LEADING)) and disk.remove(word):
+        job.abandon()
+        raise _given_up(job)
+
+
+def _given_up(job: Job) -> CheckpointError:
+    return CheckpointError(f"{job.doing}: given up, since a rank's part has failed")
 
 
 def collect(job: Job, own: dict[str, Any], given_up: threading.Event) -> list[dict[str, Any]]:
@@ -66,7 +92,12 @@ def collect(job: Job, own: dict[str, Any], given_up: threading.Event) -> list[di
         if len(said) == len(job.team.ranks):
             break
         if given_up.wait(pause):
-            raise CheckpointError(f"{job.doing}: given up, since a rank's part has failed")
+            raise _given_up(job)
+        if not disk.exists(_path(job, _LEADING)):
+            raise CheckpointError(
+                f"{job.doing}: another save, or a person, has removed {job.place.folder} or files "
+                f"in it while ranks still wrote there"
+            )
         pause = min(2 * pause, 0.1)
         if threading.main_thread().is_alive():
             continue
@@ -74,6 +105,6 @@ def collect(job: Job, own: dict[str, Any], given_up: threading.Event) -> list[di
         if time.monotonic() - ended > _GRACE:
             late = [rank for i, rank in enumerate(job.team.ranks) if i not in said]
             raise CheckpointError(f"{job.doing}: ranks {late} have not finished their part")
-    for place in said:
+    for place in sorted(said, reverse=True):  # the leading rank's last
         disk.remove(_path(job, place))
     return [said[place] for place in sorted(said)]

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncprims import current
+from syncprims.world import active_group
 
-from .messages import collect, leave
+from .messages import collect, leave, listen
 from .together import STANDS, Outcome, clearing, log, settle, together
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .job import File, Job
 
 _KEY = "training.saving"  # among the world's belongings
+_WAIT = "Saving.wait"  # the call under whose name ranks wait for each other, whoever makes it
 
 
 def save_now(job: Job) -> Saving:
@@ -42,12 +44,19 @@ def save_behind(job: Job) -> Saving:
     """Copy what this rank writes, and return while that is being done."""
 
     def copy() -> list[File]:
+        if job.team.leads:
+            listen(job)
         return [file._replace(tensors=_copies(file.tensors)) for file in job.own()]
 
-    copied = together(job.doing, copy, lambda _: None, advice=STANDS).own
-    saving = _Behind(job._replace(files=copied))
-    current().extras[_KEY] = saving
-    saving.start()
+    extras = current().extras
+    try:
+        copied = together(job.doing, copy, lambda _: None, advice=STANDS).own
+        saving = extras[_KEY] = _Behind(job._replace(files=copied))
+        saving.start()
+    except BaseException:
+        if job.team.leads and not is_under_way(extras):
+            job.abandon()
+        raise
     return saving
 
 
@@ -79,7 +88,7 @@ class Saving:
         return True
 
     def wait(self) -> None:
-        """Return when the checkpoint is durable. All ranks call it.
+        """Return when the checkpoint is durable. All ranks that save it call it.
 
         :raises CheckpointError: on all ranks, if a rank's part has failed; once.
         """
@@ -91,6 +100,7 @@ class _Behind(Saving):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._job = job
+        self._group = active_group()  # in which it is waited for, wherever that is
         self._written: Outcome[Any] | None = None
         self._committed: Outcome[Any] | None = None
         self._has_written = threading.Event()
@@ -116,7 +126,7 @@ class _Behind(Saving):
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is durable. All ranks call it.
+        """Return when the checkpoint is durable. All ranks that save it call it.
 
         :raises CheckpointError: on all ranks, if a rank's part has failed; once.
         """
@@ -124,15 +134,13 @@ class _Behind(Saving):
         if extras.get(_KEY) is not self:
             return  # it was waited for before
         del extras[_KEY]
-        doing = self._job.doing
+        doing, leads = self._job.doing, self._job.team.leads
         self._has_written.wait()
-        with clearing(doing, self._clear):
-            together(doing, lambda: _again(self._written), advice=STANDS)
+        with self._group, clearing(doing, self._clear):
+            together(doing, lambda: _again(self._written), call=_WAIT, advice=STANDS)
             self._end()
-            together(
-                doing, lambda: _again(self._committed) if self._job.team.leads else None,
-                advice=STANDS,
-            )  # fmt: skip
+            committed = (lambda: _again(self._committed)) if leads else (lambda: None)
+            together(doing, committed, call=_WAIT, advice=STANDS)
 
     def _clear(self) -> None:
         self._given_up.set()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Hook = Callable[[str, dict[str, Stateful]], object]
 
-_STEP = re.compile(r"0|[1-9]\d{0,17}")
+_STEP = re.compile(r"0|[1-9][0-9]*")
 
 
 class Registered:
@@ -54,6 +54,7 @@ class Checkpoints:
     Of the complete ones, the last `keep_last` are kept (all, with None); the one just saved is
     always among them, and nothing goes before that is durable.
 
+    :raises TypeError: if `keep_last` is no whole number.
     :raises ValueError: if `keep_last` is below 1, or `prefix` is no beginning of a file's name.
     """
 
@@ -64,6 +65,7 @@ class Checkpoints:
         keep_last: int | None = None,
         prefix: str = "step-",
     ) -> None:
+        keep_last = None if keep_last is None else operator.index(keep_last)
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
         if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
@@ -156,17 +158,22 @@ class Checkpoints:
         return Registered(self._before_load, hook)
 
     def _prune(self, saved: int) -> None:
-        """Remove the oldest, and what killed saves have left; what cannot be is reported."""
-        gone = re.compile(rf"\.{re.escape(self.prefix)}\d+\.tmp-[0-9a-f]{{16}}")
+        """Remove the oldest, and what killed saves of such have left; report what cannot be."""
+        if self.keep_last is None:
+            return
         try:
-            for name in disk.names(self.directory):
-                if gone.fullmatch(name):
-                    remove_directory_or_report(f"{self.directory}/{name}")
-            if self.keep_last is None:
-                return
-            others = [step for step in self.steps() if step != saved]
-            for step in others[: max(0, len(others) - self.keep_last + 1)]:
+            steps = self.steps()
+            others = [step for step in steps if step != saved]
+            gone = others[: max(0, len(others) - self.keep_last + 1)]
+            for step in gone:
                 self._remove(step)
+            # Of later steps somebody else may be saving one, right now.
+            oldest = min((step for step in steps if step not in gone), default=saved)
+            left = re.compile(rf"\.{re.escape(self.prefix)}([0-9]+)\.tmp-[0-9a-f]{{16}}")
+            for name in disk.names(self.directory):
+                match = left.fullmatch(name)
+                if match is not None and int(match[1]) < oldest:
+                    remove_directory_or_report(f"{self.directory}/{name}")
         except OSError as error:
             log().warning("older checkpoints in %s stay: %s", self.directory, error)
 

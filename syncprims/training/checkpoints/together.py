@@ -56,22 +56,27 @@ def together(
     part: Callable[[], T],
     tell: Callable[[T], Any] = lambda result: result,
     *,
+    call: str = "",
     advice: str = "",
 ) -> Told[T]:
     """Return what ``part()`` returned here, and ``tell`` of that from each rank, in rank order.
 
-    `part` does not synchronize. However long the others take, they are waited for. `doing` begins
-    with the user's call, under whose name ranks wait here. `advice` says what to do where the
-    system's own words do not.
+    `part` does not synchronize. However long the others take, they are waited for, under the name
+    of the user's `call`, with which `doing` begins if nothing else is said. `advice` says what to
+    do where the system's own words do not.
 
     :raises CheckpointError: on all ranks and in the same words, if it raised on any.
     """
     mine = Outcome.of(part, tell)
-    return settle(doing, mine, _gather(doing, mine.plain), advice)
+    return settle(doing, mine, _gather(call or _call(doing), mine.plain), advice)
 
 
-def _gather(doing: str, value: Any) -> list[Any]:
-    return active_group().gather(doing.partition(" ")[0], value)
+def _call(doing: str) -> str:
+    return doing.partition(" ")[0]
+
+
+def _gather(call: str, value: Any) -> list[Any]:
+    return active_group().gather(call, value)
 
 
 def settle(
@@ -97,7 +102,7 @@ def clearing(doing: str, clear: Callable[[], object]) -> Generator[None]:
         clear()
         if isinstance(error, CheckpointError):  # of all ranks, which are in step
             with contextlib.suppress(SyncError):
-                _gather(doing, None)
+                _gather(_call(doing), None)
         raise
 
 
@@ -113,7 +118,7 @@ class Team(NamedTuple):
 
         :raises CheckpointError: on all ranks, if they have other directories.
         """
-        call = doing.partition(" ")[0]
+        call = _call(doing)
         group = active_group()  # first: a world that runs may know more of its hosts
         given, path = directory or ("", "")
         told = group.gather(call, [get_rank(), get_node_rank(), given, path])
