@@ -151,6 +151,7 @@ class PreparedLoader(DataLoader[T]):
         try:
             batches = self._dispatched(epoch, done) if self._dispatch else self._begin(epoch, done)
             placed = self.device is not None and _can_be_elsewhere(self.device)
+            shard = self._shard
             streamed = isinstance(self.loader.dataset, IterableDataset)
             stateful = streamed and not self._dispatch and hasattr(self.loader, "state_dict")
             after = next(batches, _END)
@@ -159,9 +160,8 @@ class PreparedLoader(DataLoader[T]):
                 stream = self.loader.state_dict() if stateful else None  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
                 after = next(batches, _END)
                 progress.batch, progress.stream = progress.batch + 1, stream
-                if after is _END:
-                    cursor.at_end = True
-                    cursor.real = None if self._shard is None else self._shard.real
+                cursor.at_end = after is _END
+                cursor.real = None if shard is None else shard.real.get(progress.batch - 1)
                 if isinstance(batch, Counted):
                     batch, cursor.real = batch
                 self._loaders.advance(cursor)
