@@ -407,6 +407,17 @@ def test_metrics_of_workers_that_end_apart_have_no_padding(world: Ranks) -> None
     assert [sorted(seen) for seen in world.run(program)] == [list(range(20))] * world.ranks
 
 
+@in_pairs
+def test_workers_that_give_batches_as_they_come_are_refused(world: Ranks) -> None:
+    def program() -> int:
+        with pytest.raises(ValueError, match="in_order=False lets 2 workers"):
+            prepare_data_loader(DataLoader(Stream(4), num_workers=2, in_order=False))
+        one: Any = DataLoader(Stream(4), num_workers=1, in_order=False)
+        return len(list(prepare_data_loader(one)))
+
+    assert world.run(program) == [2, 2]
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     x: torch.Tensor

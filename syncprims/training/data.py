@@ -271,12 +271,17 @@ def prepare_data_loader(
     `dispatch_batches` rank 0 reads, and sends the others theirs: for streams that no two readers
     see alike.
 
-    :raises ValueError: if batches cannot be cut as asked, or a sampler that shards is to be dealt
-        out by rank 0.
+    :raises ValueError: if batches cannot be cut as asked, a sampler that shards is to be dealt out
+        by rank 0, or workers hand batches out as they come (``in_order=False``).
     :raises RankMismatch: in an epoch, if a sampler of your own gives the ranks different orders.
     """
     if isinstance(loader, PreparedLoader):
         return loader
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        raise ValueError(
+            f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
+            f"in which no rank could resume its place or tell the padding; leave in_order out"
+        )
     plan = Plan(get_rank(), get_world_size(), even_batches, split_batches)
     seed = order.common_seed(seed, loader.generator or _generator(loader))
     dispatch = dispatch_batches and plan.ranks > 1
