@@ -27,8 +27,7 @@ from .preparation import unwrap_model
 if TYPE_CHECKING:
     from torch import nn
 
-    from .checkpoints import LoadHook, SaveHook
-    from .checkpoints import Saving as Save
+    from .checkpoints import LoadHook, SaveHook, Saving
     from .preparation import Preparation
 
 
@@ -52,8 +51,8 @@ def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
         torch.save(obj, f)
 
 
-class Saving:
-    """The saving half of an Accelerator."""
+class Checkpointing:
+    """The part of an Accelerator that saves and loads."""
 
     preparation: Preparation
 
@@ -162,7 +161,7 @@ class Saving:
         safe_serialization: bool = True,
         *,
         block: bool = True,
-    ) -> Save:
+    ) -> Saving:
         """Save the job's whole state to a directory: whole, or not at all. Collective.
 
         Without `output_dir` it is the next ``checkpoint_N`` in ``checkpoints`` of the project's
