@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -145,6 +146,22 @@ CLOSING = (
     "for number in json.loads(sys.argv[1]): os.close(number)\n"
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
+
+
+#: A program that goes on with all descriptors below 1024 taken: `select` knows none above.
+CROWDED = (
+    "import os, resource, sys\n"
+    "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+    "resource.setrlimit(resource.RLIMIT_NOFILE, (1200, hard))\n"
+    "while os.open(os.devnull, os.O_RDONLY) < 1023: pass\n"
+)
+
+
+def skip_unless_crowded() -> None:
+    """Skip a test that needs :data:`CROWDED` where so many descriptors are not to be had."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"a process here has {hard} descriptors at most, and none above 1023")
 
 
 class Died(Exception):

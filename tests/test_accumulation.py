@@ -698,3 +698,25 @@ def test_clearing_is_left_to_an_optimizer_with_a_way_of_its_own(world: Ranks) ->
         return [own.cleared, seen, "Optimizer.zero_grad#SGD.zero_grad" in marks]
 
     assert world.run(program) == [[2, [None, 0.0, None, 0.0], True]]
+
+
+@alone
+def test_what_is_forgotten_comes_into_no_new_window(world: Ranks) -> None:
+    """Neither do windows that were loaded, and not met again yet."""
+
+    def program() -> tuple[float, bool]:
+        old, new = Accumulator(2), Accumulator(2)
+        model = unit_model()
+        with old.accumulate(model):
+            old.backward(model(100 * ones()).mean())
+        new.load_state_dict(old.state_dict())
+        new.forget()
+        model = unit_model()
+        with new.accumulate(model):
+            new.backward(model(ones()).mean())
+        first = new.sync_gradients
+        with new.accumulate(model):
+            new.backward(model(ones()).mean())
+        return gradient(model), first
+
+    assert world.run(program) == [(1.0, False)]

@@ -138,6 +138,23 @@ def test_an_empty_directory_that_is_there_stays_the_one_it_is(world: Ranks, tmp_
     assert link.is_symlink()
 
 
+def test_a_directory_that_somebody_makes_at_the_same_moment_is_used(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> float:
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "mkdir" and Path(args[0]).name in ("run", "more"):
+                Path(args[0]).mkdir()
+
+        it = Kept()
+        with watched(at):
+            save_state(tmp_path / "run" / "more" / "s", {"it": Kept(1.5)})
+        load_state(tmp_path / "run" / "more" / "s", {"it": it})
+        return float(it.state)
+
+    assert alone(meeting_place, program) == 1.5
+
+
 def test_a_file_system_that_cannot_sync_directories_is_used(
     tmp_path: Path, meeting_place: Path
 ) -> None:

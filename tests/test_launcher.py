@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from harness import CLOSING
+from harness import CLOSING, CROWDED, skip_unless_crowded
 
 from syncprims.environment import place_variables
 
@@ -82,6 +82,19 @@ def test_ranks_meet_and_their_lines_are_prefixed(script: Path, clean: dict[str, 
     assert done.code == 0
     assert sorted(done.out.splitlines()) == [f"[rank {r}] {said}" for r in range(3)]
     assert sorted(done.err.splitlines()) == [f"[rank {r}] to stderr" for r in range(3)]
+
+
+def test_descriptors_may_have_any_number(script: Path, clean: dict[str, str]) -> None:
+    skip_unless_crowded()
+    script.write_text("import os; print('hello from', os.environ['RANK'])\n")
+    words = ["run", "-n", "2", str(script)]
+    source = f"{CROWDED}from syncprims.cli import main\nsys.exit(main({words!r}))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=clean, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {r}] hello from {r}" for r in range(2)]
 
 
 def test_variables_are_set_in_both_dialects(script: Path, clean: dict[str, str]) -> None:

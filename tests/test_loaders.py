@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 from learning import alone, everywhere, feed, in_pairs, items, with_others
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -407,6 +408,17 @@ def test_metrics_of_workers_that_end_apart_have_no_padding(world: Ranks) -> None
     assert [sorted(seen) for seen in world.run(program)] == [list(range(20))] * world.ranks
 
 
+@in_pairs
+def test_workers_that_give_batches_as_they_come_are_refused(world: Ranks) -> None:
+    def program() -> int:
+        with pytest.raises(ValueError, match="in_order=False lets 2 workers"):
+            prepare_data_loader(DataLoader(Stream(4), num_workers=2, in_order=False))
+        one: Any = DataLoader(Stream(4), num_workers=1, in_order=False)
+        return len(list(prepare_data_loader(one)))
+
+    assert world.run(program) == [2, 2]
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     x: torch.Tensor
@@ -420,3 +432,40 @@ def test_dataclasses_are_moved_with_what_they_hold(world: Ranks) -> None:
         return type(moved).__name__, moved.x.device.type, moved.word
 
     assert world.run(program) == [("Pair", "meta", "a")]
+
+
+class Graph:
+    """What knows by itself how to move."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(device.type)
+
+
+class Edge(NamedTuple):
+    start: torch.Tensor
+    to: torch.Tensor
+
+
+@alone
+def test_what_moves_itself_is_asked_to_wherever_it_is(world: Ranks) -> None:
+    def program() -> list[Any]:
+        batch: Any = {
+            "graphs": [Graph(), (Graph(),)],
+            "words": pack_sequence([torch.ones(2), torch.ones(1)]),
+            "edge": Edge(torch.ones(1), torch.ones(1)),
+            "kind": Graph,
+        }
+        moved = to_device(batch, torch.device("meta"))
+        first, (second,) = moved["graphs"]
+        words = moved["words"]
+        assert moved["kind"] is Graph
+        assert words.batch_sizes.device.type == "cpu"
+        assert to_device(Graph(), torch.device("meta")).device == "meta"
+        return [one.device for one in (first, second)] + [
+            one.device.type for one in (words.data, *moved["edge"])
+        ]
+
+    assert world.run(program) == [["meta"] * 5]

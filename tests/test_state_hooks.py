@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from faults import watched
+from harness import PATIENCE, Signs
 from learning import everywhere, in_pairs
 from torch import nn
 
 import syncprims as sp
-from syncprims.training import Accelerator
+from syncprims.training import Accelerator, Checkpoints
 
 if TYPE_CHECKING:
     from harness import Ranks
+
+list_steps = Checkpoints.steps
 
 
 def job(folder: Path | None = None) -> tuple[Accelerator, nn.Module, nn.Module]:
@@ -153,3 +160,79 @@ def test_ranks_whose_hooks_leave_different_models_are_told(world: Ranks, tmp_pat
         return "told"
 
     assert world.run(program) == ["told"] * 2
+
+
+# -- the number of the next checkpoint ----------------------------------------------------------
+
+
+def is_inside(thread: threading.Thread, function: str) -> bool:
+    """Tell whether a thread is inside of a call of this function."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
+
+
+@everywhere
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_save_behind_the_training_keeps_its_number(
+    world: Ranks, hooked: bool, tmp_path: Path
+) -> None:
+    """The next save, or load, takes its own number when that is done, and not before."""
+
+    def program() -> Any:
+        made, first, second = job(tmp_path)
+        if hooked:
+            made.register_load_state_pre_hook(lambda models, directory: None)
+        main, asked = threading.current_thread(), threading.Event()
+
+        def hold(number: int, name: str, args: tuple[Any, ...]) -> None:
+            """Let what is written behind be done when the next call waits, or has its number."""
+            deadline = time.monotonic() + PATIENCE
+            while threading.current_thread() is not main and not asked.is_set():
+                if is_inside(main, "finish_earlier"):
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+        def steps(checkpoints: Checkpoints) -> list[int]:
+            found = list_steps(checkpoints)
+            asked.set()
+            return found
+
+        found: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch, watched(hold):
+            patch.setattr(Checkpoints, "steps", steps)
+            for value in (1, 2):
+                fill(value, first, second)
+                found.append(Path(made.save_state(block=False).path).name)
+                asked.clear()
+            fill(0, first, second)
+            made.load_state()
+        return found, values(first, second)
+
+    assert world.run(program) == [(["checkpoint_0", "checkpoint_1"], [2, 2])] * world.ranks
+
+
+@in_pairs
+def test_all_ranks_save_under_the_number_that_main_finds(world: Ranks, tmp_path: Path) -> None:
+    signs, late = Signs(tmp_path), tmp_path / "checkpoints" / "checkpoint_7"
+
+    def program() -> str:
+        made, _, _ = job(tmp_path)
+        made.save_state()
+
+        def steps(checkpoints: Checkpoints) -> list[int]:
+            if not sp.is_main():
+                signs.wait("listed")
+                late.mkdir(exist_ok=True)
+                (late / "checkpoint.json").touch()
+            found = list_steps(checkpoints)
+            signs.give("listed")
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoints, "steps", steps)
+            return Path(made.save_state().path).name
+
+    assert world.run(program) == ["checkpoint_1"] * 2

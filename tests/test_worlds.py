@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+from harness import CROWDED, skip_unless_crowded
 
 import syncprims as sp
 from syncprims.testing import (
@@ -100,6 +102,19 @@ def test_ranks_are_threads_of_this_process_or_processes() -> None:
 def test_functions_of_a_test_file_reach_every_kind_of_process(start: Any) -> None:
     found = run_world(at_top_level, 2, kind="processes", start=start)
     assert [rank for rank, _ in found] == [0, 1]
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+def test_descriptors_may_have_any_number(start: str) -> None:
+    skip_unless_crowded()
+    source = (
+        f"{CROWDED}import syncprims\nfrom syncprims.testing import run_world\n"
+        f"print(run_world(syncprims.get_rank, 2, kind='processes', start={start!r}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "[0, 1]\n", done.stderr
 
 
 @pytest.mark.parametrize("start", ["forkserver", "spawn"])

@@ -94,14 +94,16 @@ class _Children:
         self.pids = pids
         self._popen = popen or []
         self._eyes: dict[int, int] = {}  # pidfd -> rank
+        self._poll = select.poll()  # `select` itself knows no descriptor from 1024 up
         if hasattr(os, "pidfd_open"):
             self._eyes = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
+        for eye in self._eyes:
+            self._poll.register(eye, select.POLLIN)
 
     def ended(self, within: float) -> dict[int, int]:
         """Return the exit codes of ranks that have ended since."""
         if self._eyes:
-            found, _, _ = select.select([*self._eyes], [], [], within)
-            ranks = [self._forget(eye) for eye in found]
+            ranks = [self._forget(eye) for eye, _ in self._poll.poll(within * 1000)]
         else:
             threading.Event().wait(min(within, 0.005))
             flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -109,6 +111,7 @@ class _Children:
         return {rank: self._reap(rank) for rank in ranks}
 
     def _forget(self, eye: int) -> int:
+        self._poll.unregister(eye)
         os.close(eye)
         return self._eyes.pop(eye)
 
@@ -132,14 +135,16 @@ class _Served:
         self._server = server
         self._left = set(range(ranks))
         self._text = b""
+        assert server.stdout is not None
+        self._pipe = server.stdout.fileno()
+        self._poll = select.poll()
+        self._poll.register(self._pipe, select.POLLIN)
 
     def ended(self, within: float) -> dict[int, int]:
         """Return the exit codes of ranks that have ended since."""
-        assert self._server.stdout is not None
-        pipe = self._server.stdout.fileno()
-        if not select.select([pipe], [], [], within)[0]:
+        if not self._poll.poll(within * 1000):
             return {}
-        data = os.read(pipe, 65536)
+        data = os.read(self._pipe, 65536)
         if not data:  # it is gone, and so are they
             return {rank: self._server.wait() for rank in self._left}
         *lines, self._text = (self._text + data).split(b"\n")

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from syncprims import broadcast, is_local_main, is_main
+from syncprims import is_local_main, is_main
 
 from ._familiar import only
 from .checkpoints import (
     Checkpoints,
     Registered,
+    agreed_steps,
     load_state,
     offer_models,
     offer_weights,
@@ -26,8 +27,7 @@ from .preparation import unwrap_model
 if TYPE_CHECKING:
     from torch import nn
 
-    from .checkpoints import LoadHook, SaveHook
-    from .checkpoints import Saving as Save
+    from .checkpoints import LoadHook, SaveHook, Saving
     from .preparation import Preparation
 
 
@@ -51,8 +51,8 @@ def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
         torch.save(obj, f)
 
 
-class Saving:
-    """The saving half of an Accelerator."""
+class Checkpointing:
+    """The part of an Accelerator that saves and loads."""
 
     preparation: Preparation
 
@@ -161,7 +161,7 @@ class Saving:
         safe_serialization: bool = True,
         *,
         block: bool = True,
-    ) -> Save:
+    ) -> Saving:
         """Save the job's whole state to a directory: whole, or not at all. Collective.
 
         Without `output_dir` it is the next ``checkpoint_N`` in ``checkpoints`` of the project's
@@ -178,7 +178,7 @@ class Saving:
             offer_weights(os.fspath(output_dir), hooks, models, common)
             return save_state(output_dir, common, rank_objects=own, block=block)
         kept = self._checkpoints()
-        step = self.save_iteration
+        step = max(agreed_steps(kept, f"save_state to {kept.directory}"), default=-1) + 1
         offer_weights(kept.path(step), hooks, models, common)
         return kept.save(step, common, rank_objects=own, block=block)
 
@@ -198,8 +198,9 @@ class Saving:
             load_state(input_dir, common, rank_objects=own)
             return
         kept = self._checkpoints()
-        step = broadcast(kept.latest()) if hooks else None
-        if step is not None:
+        step = None
+        if hooks and (steps := agreed_steps(kept, f"load_state from {kept.directory}")):
+            step = steps[-1]
             offer_models(kept.path(step), hooks, models, common)
         kept.load(common, step, rank_objects=own)
 

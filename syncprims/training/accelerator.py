@@ -9,7 +9,7 @@ from syncprims import get_world_size
 
 from . import gathering
 from ._familiar import Settings, only, refuse, understood
-from ._saving import Saving
+from ._saving import Checkpointing
 from ._together import Together
 from ._trackers import Trackers
 from .accumulation import Accumulator
@@ -34,7 +34,7 @@ M = TypeVar("M", bound="nn.Module")
 Placement = bool | list[bool] | None  #: as Accelerate's `prepare` takes it
 
 
-class Accelerator(Together, Trackers, Saving):
+class Accelerator(Together, Trackers, Checkpointing):
     """One job on this rank: what Accelerate's object of this name offers, on every backend.
 
     `mixed_precision` None is ``SYNCPRIMS_MIXED_PRECISION``, else ``"no"``. `seed` fixes the order

@@ -292,6 +292,7 @@ class Accumulator:
         self.schedules.clear()
         self._windows.clear()
         self._recent.clear()
+        self._loaded.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what windows hold that are not full, with this rank's own gradients."""

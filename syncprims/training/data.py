@@ -151,6 +151,7 @@ class PreparedLoader(DataLoader[T]):
         try:
             batches = self._dispatched(epoch, done) if self._dispatch else self._begin(epoch, done)
             placed = self.device is not None and _can_be_elsewhere(self.device)
+            shard = self._shard
             streamed = isinstance(self.loader.dataset, IterableDataset)
             stateful = streamed and not self._dispatch and hasattr(self.loader, "state_dict")
             after = next(batches, _END)
@@ -159,9 +160,8 @@ class PreparedLoader(DataLoader[T]):
                 stream = self.loader.state_dict() if stateful else None  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
                 after = next(batches, _END)
                 progress.batch, progress.stream = progress.batch + 1, stream
-                if after is _END:
-                    cursor.at_end = True
-                    cursor.real = None if self._shard is None else self._shard.real
+                cursor.at_end = after is _END
+                cursor.real = None if shard is None else shard.real.get(progress.batch - 1)
                 if isinstance(batch, Counted):
                     batch, cursor.real = batch
                 self._loaders.advance(cursor)
@@ -271,16 +271,21 @@ def prepare_data_loader(
     `dispatch_batches` rank 0 reads, and sends the others theirs: for streams that no two readers
     see alike.
 
-    :raises ValueError: if batches cannot be cut as asked, or a sampler that shards is to be dealt
-        out by rank 0.
+    :raises ValueError: if batches cannot be cut as asked, a sampler that shards is to be dealt out
+        by rank 0, or workers hand batches out as they come (``in_order=False``).
     :raises RankMismatch: in an epoch, if a sampler of your own gives the ranks different orders.
     """
     if isinstance(loader, PreparedLoader):
         return loader
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        raise ValueError(
+            f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
+            f"in which no rank could resume its place or tell the padding; leave in_order out"
+        )
     plan = Plan(get_rank(), get_world_size(), even_batches, split_batches)
     seed = order.common_seed(seed, loader.generator or _generator(loader))
     dispatch = dispatch_batches and plan.ranks > 1
-    if dispatch and order.is_sharded(loader.batch_sampler or loader.sampler):
+    if dispatch and any(map(order.is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
             "of the data only; drop the sampler, or dispatch_batches"

@@ -28,25 +28,32 @@ def rank_device(*, cpu: bool = False) -> torch.device:
     return torch.device(found.type, get_local_rank() % max(1, torch.accelerator.device_count()))
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+def _is_tensor(tree: Any) -> bool:
+    return isinstance(tree, torch.Tensor)
+
+
+def map_tensors(
+    function: Callable[[Any], Any], tree: Any, is_one: Callable[[Any], bool] = _is_tensor
+) -> Any:
     """Return `tree` with every tensor replaced by ``function(tensor)``; other leaves stay.
 
-    Lists, tuples, named tuples, mappings and dataclasses keep their types.
+    Lists, tuples, named tuples, mappings and dataclasses keep their types. Where `is_one` says that
+    something is to be replaced, it is not looked into.
     """
-    if isinstance(tree, torch.Tensor):
+    if is_one(tree):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, part) for part in tree))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return type(tree)(*(map_tensors(function, part, is_one) for part in tree))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(function, part) for part in tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return type(tree)(map_tensors(function, part, is_one) for part in tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(tree, Mapping):
-        mapped = {key: map_tensors(function, part) for key, part in tree.items()}  # pyright: ignore[reportUnknownVariableType]
+        mapped = {key: map_tensors(function, part, is_one) for key, part in tree.items()}  # pyright: ignore[reportUnknownVariableType]
         return like(tree, mapped)  # pyright: ignore[reportUnknownArgumentType]
     if is_dataclass(tree) and not isinstance(tree, type):
         made = copy.copy(tree)
         for field in fields(tree):
             if hasattr(tree, field.name):
-                part = map_tensors(function, getattr(tree, field.name))
+                part = map_tensors(function, getattr(tree, field.name), is_one)
                 object.__setattr__(made, field.name, part)  # frozen ones, too
         return made
     return tree
@@ -81,8 +88,16 @@ def like(tree: Any, mapped: dict[Any, Any]) -> Any:
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     """Return `batch` with its tensors on `device`, in lists, tuples, mappings and dataclasses.
 
-    Anything else that has ``.to(device)`` is asked to move itself.
+    Anything else in it that has ``.to(device)`` is asked to move itself.
     """
-    if not isinstance(batch, torch.Tensor | list | tuple | dict) and hasattr(batch, "to"):
-        return batch.to(device)
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
+
+    def move(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return one.to(device, non_blocking=non_blocking)
+        return one.to(device)
+
+    return map_tensors(move, batch, _moves)
+
+
+def _moves(tree: Any) -> bool:
+    return callable(getattr(tree, "to", None)) and not isinstance(tree, type)

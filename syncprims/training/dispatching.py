@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Round(NamedTuple):
     """What all ranks get at once."""
 
-    parts: list[Any]  #: by rank; fewer than ranks in an uneven last round
+    parts: list[Any]  #: by rank; perhaps fewer than ranks
     real: int | None  #: items of the round that are no padding, if it has any
+    is_last: bool = False  #: it is known that no other comes
 
 
 def dispatched(
@@ -47,8 +48,8 @@ def dispatched(
     while (found := read()) is not None:
         if plan.rank < len(found.parts):
             yield Counted(found.parts[plan.rank], found.real)
-        if len(found.parts) < plan.ranks:
-            return  # it was the last, and who got nothing must not ask alone
+        if found.is_last:
+            return  # who got nothing must not ask alone
 
 
 class _Reader:
@@ -58,39 +59,68 @@ class _Reader:
         self.batches: Iterator[Any] | None = None
         self._plan = plan
         self._drop_last = drop_last
-        self._first: Any = None  # what an even last round goes on with
-        self._size = 0  # items of a full round
+        self._ahead: list[Any] = []  # read to see whether there is more
+        self._first: list[Any] = []  # the first round: what an even last one goes on with
+        self._size = 0  # items of the first batch
+        self._mixed = False  # others that are not the last have other sizes
 
     def round(self) -> Round | None:
-        """Return the next round; None after the last one."""
+        """Return the next round; None after the last one.
+
+        Of batches of mixed sizes it holds what :mod:`.sharding` would give the ranks.
+        """
         ranks, split = self._plan.ranks, self._plan.split
-        assert self.batches is not None
-        held = list(islice(self.batches, 1 if split else ranks))
-        held = [batch.batch if isinstance(batch, Counted) else batch for batch in held]
+        held = self._take(1 if split else ranks)
         if not held:
             return None
         sizes = [length(batch) for batch in held]
-        if not self._size:
-            self._first = held[0] if len(held) == 1 else joined(held)
-            self._size = -(-sizes[0] // ranks) * ranks if split else sizes[0] * ranks
-        if not split and len(held) == ranks and sum(sizes) == self._size:
-            return Round(held, None)
-        return self._cut(held[0] if len(held) == 1 else joined(held), sum(sizes))
+        if not self._first:
+            self._first, self._size = held, sizes[0]
+        *others, last = sizes
+        is_odd = last != self._size or (not split and len(held) < ranks)
+        is_last = is_odd and self._is_over()  # else nothing is read that may be long in coming
+        self._mixed |= any(size != self._size for size in others)
+        self._mixed |= last > self._size or (last < self._size and not is_last)
+        if split:
+            return self._split(held[0], last, is_last)
+        if len(held) == ranks and (self._mixed or last == self._size):
+            return Round(held, None, is_last)
+        if self._drop_last and len(held) < ranks:
+            return None
+        if not self._mixed:
+            whole, count = joined(held), sum(sizes)
+            return self._cut(whole, count, self._size, joined(self._first), is_last)
+        if not self._plan.even:
+            return Round(held, None, is_last)
+        more = islice(cycle(self._first), ranks - len(held))
+        return Round([*held, *more], sum(sizes), is_last)
 
-    def _cut(self, whole: Any, count: int) -> Round | None:
-        ranks, part = self._plan.ranks, self._size // self._plan.ranks
-        real = None
-        if count < self._size:
-            if self._drop_last:
-                return None
-            if self._plan.even:
-                real = count
-                while count < self._size:
-                    more = piece(self._first, 0, self._size - count)
-                    count += length(more)
-                    whole = joined([whole, more])
-        starts = range(0, min(count, part * ranks), part)
-        return Round([piece(whole, at, min(at + part, count)) for at in starts], real)
+    def _take(self, number: int) -> list[Any]:
+        assert self.batches is not None
+        taken = [*self._ahead, *islice(self.batches, number - len(self._ahead))]
+        self._ahead = []
+        return [batch.batch if isinstance(batch, Counted) else batch for batch in taken]
+
+    def _is_over(self) -> bool:
+        self._ahead = self._take(1)
+        return not self._ahead
+
+    def _split(self, batch: Any, count: int, is_last: bool) -> Round:
+        size, more = (count, batch) if self._mixed else (self._size, self._first[0])
+        return self._cut(batch, count, -(-size // self._plan.ranks), more, is_last)
+
+    def _cut(self, whole: Any, count: int, part: int, more: Any, is_last: bool) -> Round:
+        """Return parts of one size; `more` is what an even round goes on with."""
+        part = max(1, part)
+        full, real = part * self._plan.ranks, None
+        if 0 < count < full and self._plan.even:
+            real = count
+            while count < full:
+                added = piece(more, 0, full - count)
+                count += length(added)
+                whole = joined([whole, added])
+        starts = range(0, count, part)
+        return Round([piece(whole, at, min(at + part, count)) for at in starts], real, is_last)
 
 
 def length(batch: Any) -> int:

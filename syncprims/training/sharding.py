@@ -3,17 +3,24 @@
 In rounds of one batch per rank. With `even`, a last round that is not full goes on at the
 beginning of the data, so that all ranks have as many batches, all of one size. Without, nothing is
 repeated: ranks may have a batch more than others, and a smaller last one.
+
+A sampler may make batches of mixed sizes, as of length buckets. They stay as they are: what a last
+round lacks is whole batches from the beginning, and one that is cut for all ranks repeats its own
+items, if need be.
 """
 
 from __future__ import annotations
 
-from itertools import cycle, islice
+from itertools import chain, cycle, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+
+_END: Any = object()  # no batch is this one
 
 
 class Plan(NamedTuple):
@@ -36,7 +43,8 @@ class BatchShard:
         self.plan = plan
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
-        self.real: int | None = None  #: items of the last round that are no padding, if it has any
+        #: by the number of a batch of this rank, its round's items that are no padding, if some are
+        self.real: dict[int, int] = {}
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             raise ValueError(
                 f"split_batches: a batch of {self.batch_size} cannot be cut into {plan.ranks} "
@@ -62,64 +70,83 @@ class BatchShard:
         return total if last > self.plan.rank * self.batch_size // self.plan.ranks else total - 1
 
     def __iter__(self) -> Iterator[Any]:
-        self.real = None
-        return self._split() if self.plan.split else self._deal()
+        self.real = {}
+        return self._split(self.real) if self.plan.split else self._deal(self.real)
 
-    def _deal(self) -> Iterator[Any]:
+    def _deal(self, real: dict[int, int]) -> Iterator[Any]:
         rank, ranks, even, _ = self.plan
         first: list[Any] = []  # the first round: what a last one goes on with
-        size = self.batch_size
-        single = False
+        size = self.batch_size  # of all but the last; None where they differ, or nobody says
+        rounds = 0
         current: list[Any] = []
-        for batch in self.batches:
-            single = not isinstance(batch, list | tuple)
-            size = size or (1 if single else len(batch))
+        for batch, is_last in _told_apart(self.batches):
+            if not is_last and _count(batch) != size:
+                size = None
             if len(first) < ranks:
                 first.append(batch)
             current.append(batch)
-            if len(current) == ranks and (single or len(batch) == size or self.batch_size is None):
+            if len(current) == ranks and not is_last:
                 yield current[rank]
                 current = []
-        if not current or self.drop_last:
+                rounds += 1
+        if self.drop_last and len(current) < ranks:
             return
-        if not even or ranks == 1:
-            if rank < len(current):
-                yield current[rank]
-            return
-        self.real = len(current) if single else sum(map(len, current))
-        yield self._filled(current, first, single, size or 1)[rank]
+        if current and even and ranks > 1:
+            count = sum(map(_count, current))
+            current = self._filled(current, first, size)
+            if count < sum(map(_count, current)):
+                real[rounds] = count
+        if rank < len(current):
+            yield current[rank]
 
-    def _filled(self, current: list[Any], first: list[Any], single: bool, size: int) -> list[Any]:
-        """Return a last round, gone on with from the beginning."""
-        ranks = self.plan.ranks
-        if single or self.batch_size is None:  # a batch of unknown size is repeated whole
-            return [*current, *islice(cycle(first), ranks - len(current))]
+    def _filled(self, current: list[Any], first: list[Any], size: int | None) -> list[Any]:
+        """Return a last round, gone on with from the beginning: what is new comes last in it."""
+        missing = self.plan.ranks - len(current)
+        if size is None or not _is_batch(current[-1]):  # batches are repeated whole
+            return [*current, *islice(cycle(first), missing)]
         more = cycle([item for batch in first for item in batch])
-        rounds = [list(batch) for batch in current]
-        rounds += [[] for _ in range(ranks - len(current))]
-        for batch in rounds:
-            batch += islice(more, size - len(batch))
-        return rounds
+        *full, last = current
+        return [
+            *full,
+            [*last, *islice(more, max(0, size - len(last)))],
+            *(list(islice(more, size)) for _ in range(missing)),
+        ]
 
-    def _split(self) -> Iterator[Any]:
+    def _split(self, real: dict[int, int]) -> Iterator[Any]:
         rank, ranks, even, _ = self.plan
-        first: list[Any] | None = None
-        for batch in self.batches:
-            if not isinstance(batch, list | tuple):
+        first: list[Any] = []
+        size = self.batch_size
+        parts = 0
+        for batch, is_last in _told_apart(self.batches):
+            if not _is_batch(batch):
                 raise ValueError("split_batches cuts batches, and this loader has single items")
-            items: list[Any] = list(batch)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            items = list(batch)
             first = first or items
-            size = self.batch_size or -(-len(items) // ranks) * ranks
-            part = size // ranks
-            if len(items) < size:
-                if self.drop_last:
-                    return
-                if even and ranks > 1:
-                    self.real = len(items)
-                    items += islice(cycle(first), size - len(items))
-            mine = items[rank * part : (rank + 1) * part]
-            if mine:
+            if not is_last and len(items) != size:
+                size = None
+            part = max(-(-len(items) // ranks), (size or 0) // ranks)
+            missing = part * ranks - len(items)
+            if even and ranks > 1 and missing:
+                real[parts] = len(items)
+                items += islice(cycle([*(first if size else items)]), missing)
+            if mine := items[rank * part : (rank + 1) * part]:
                 yield mine
+                parts += 1
+
+
+def _told_apart(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch, and whether it is the last."""
+    for batch, after in pairwise(chain(batches, [_END])):
+        yield batch, after is _END
+
+
+def _is_batch(batch: Any) -> bool:
+    """Tell a batch of indices from a single one."""
+    return isinstance(batch, list | tuple) or getattr(batch, "ndim", 0) > 0
+
+
+def _count(batch: Any) -> int:
+    return len(batch) if _is_batch(batch) else 1
 
 
 class Marked(NamedTuple):

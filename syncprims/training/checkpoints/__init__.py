@@ -16,3 +16,4 @@ from .savestate import save_state as save_state
 from .saving import Saving as Saving
 from .steps import Checkpoints as Checkpoints
 from .steps import Registered as Registered
+from .steps import agreed_steps as agreed_steps

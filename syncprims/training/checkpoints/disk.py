@@ -220,10 +220,11 @@ def make_directory(path: str) -> list[str]:
     try:
         try:
             os.mkdir(path)  # noqa: PTH102
+            made.append(path)
         except FileExistsError:
-            what = "there is something else in place of a directory"
-            raise OSError(errno.ENOTDIR, what, path) from None
-        made.append(path)
+            if not is_directory(path):  # else somebody has made it meanwhile
+                what = "there is something else in place of a directory"
+                raise OSError(errno.ENOTDIR, what, path) from None
         sync_directory(parent)
     except BaseException:
         unmake_directories(made)

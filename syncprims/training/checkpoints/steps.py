@@ -127,10 +127,7 @@ class Checkpoints:
         :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
             message then names an older one, which is not loaded by itself.
         """
-        finish_earlier()
-        doing = f"Checkpoints.load from {self.directory}"
-        team = Team.met(doing)
-        steps = together(doing, self.steps, lambda found: found if team.leads else None).by_rank[0]
+        steps = agreed_steps(self, f"Checkpoints.load from {self.directory}")
         if step is None:
             step = max(steps, default=None)
         if step is None:
@@ -183,6 +180,15 @@ class Checkpoints:
         away = f"{self.directory}/{temporary(name, unique())}"
         disk.rename(f"{self.directory}/{name}", away)
         remove_directory_or_report(away)
+
+
+def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
+    """Return the steps that the leading rank finds, once no save is under way. Collective."""
+    finish_earlier()
+    team = Team.met(doing)
+    told = together(doing, checkpoints.steps, lambda found: found if team.leads else None)
+    steps: list[int] = told.by_rank[0]
+    return steps
 
 
 def _call(doing: str, hooks: list[Hook], path: str, objects: dict[str, Stateful]) -> None:
