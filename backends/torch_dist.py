@@ -19,8 +19,9 @@ from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology
 
 from .census import Census, Host, devices, take_census
+from .default_group import DefaultGroup
 from .departures import Departures
-from .engines import LONG, GlooEngine, NcclEngine
+from .engines import GlooEngine, NcclEngine
 from .fates import End
 from .file_lock import FileBackend
 from .heartbeat import BEATS, Heartbeat
@@ -57,7 +58,7 @@ class TorchBackend(Backend):
         self._word_said = False
         self._left_since: dict[int, float] = {}  # ranks of this host that have finished
         self._spoken_for: set[tuple[int, TwoLevelBoard]] = set()
-        self._opened = False  # torch's default group, by us: then it is ours to close
+        self._default = DefaultGroup()
         self._heard: dict[int, tuple[float, bytes]] = {}
         self._source = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
@@ -203,7 +204,7 @@ class TorchBackend(Backend):
             self._open_default()
 
     def _open_default(self) -> None:
-        """Make torch's default group, its device named so that NCCL need not guess."""
+        """Make torch's default group, its device chosen if it is to be NCCL's."""
         top, several = self.topology, len(self._census.hosts) > 1
         store: Any
         if several:
@@ -211,16 +212,12 @@ class TorchBackend(Backend):
             store = dist.PrefixStore(f"{self._census.token}/default", self._source.connect())
         else:
             store = dist.FileStore(str(self._local.path_for("default-group")), top.world_size)
-        options: dict[str, Any] = {"backend": "gloo"}
+        device: int | None = None
         if self._may_use_nccl(range(len(self._census.hosts))):
-            index = torch.cuda.current_device()
-            if index == 0 and top.local_rank < torch.cuda.device_count():
-                index = top.local_rank  # nobody has chosen: one for each
-            options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
-        dist.init_process_group(
-            **options, store=store, rank=top.rank, world_size=top.world_size, timeout=LONG
-        )
-        self._opened = True
+            device = torch.cuda.current_device()
+            if device == 0 and top.local_rank < torch.cuda.device_count():
+                device = top.local_rank  # nobody has chosen: one for each
+        self._default.open(store, top, device)
 
     # -- words --------------------------------------------------------------------------------
 
@@ -292,6 +289,7 @@ class TorchBackend(Backend):
     def close(self, failure: bytes | None = None) -> None:
         """Tell the other hosts and this one how this rank ends. Who serves the store goes last."""
         ties = self._ties
+        in_peace = failure is None and not self._is_torn()
         if ties is not None:
             with contextlib.suppress(StoreGone, RuntimeError):
                 ties.speaker.ask(lambda store: self._say_end(store, failure), _LAST_WORD)
@@ -308,10 +306,16 @@ class TorchBackend(Backend):
         self._hang_up()
         for board in self._boards:
             board.close()
-        if self._opened and dist.is_initialized():
-            dist.destroy_process_group()
-        self._local.close(failure)
-        self._let_go()
+        # Whoever waits for this rank hears of its end first: that of the group may wait for them.
+        self._local.say_end(failure)
+        try:
+            self._default.close(in_peace=in_peace)
+        finally:  # and the group's store may lie in the directory that is cleared now
+            self._local.close(failure)
+            self._let_go()
+
+    def _is_torn(self) -> bool:
+        return self._local.is_torn() or any(board.is_torn() for board in self._boards)
 
     def _say_end(self, store: Any, failure: bytes | None) -> None:
         assert self._ties is not None
@@ -333,6 +337,7 @@ class TorchBackend(Backend):
         """Let go of everything in a forked child: the threads are not there."""
         for board in self._boards:
             board.close()
+        self._default.abandon()
         self._local.abandon()
         self._boards.clear()
 

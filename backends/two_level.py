@@ -339,6 +339,10 @@ class TwoLevelBoard(Board):
                 self._verdict = self._relay.is_cut()
         return self._verdict
 
+    def is_torn(self) -> bool:
+        """Tell whether this rank has met a verdict here; unlike :meth:`verdict`, ask nobody."""
+        return self._verdict is not None
+
     # -- ends -----------------------------------------------------------------------------------
 
     def say_end(self, store: Any, end: End) -> None:
