@@ -18,7 +18,7 @@ import torch.distributed
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology
 
-from .census import Census, Host, devices, take_census
+from .census import Census, Host, devices, take_census, unreachable
 from .default_group import DefaultGroup
 from .departures import Departures
 from .engines import GlooEngine, NcclEngine
@@ -123,11 +123,23 @@ class TorchBackend(Backend):
         place = Topology(seat, len(mine.ranks), seat, len(mine.ranks), 0, 1, top.launcher)
         run_id = f"{census.token}-{host_of[top.rank]}"
         self._local = FileBackend(place._replace(run_id=run_id), self.settings)
+        try:
+            self._tie_up(source, census, speaker, waiter)
+        except BaseException:
+            self._local.close()
+            raise
+
+    def _tie_up(
+        self, source: StoreSource, census: Census, speaker: StoreLink, waiter: StoreLink
+    ) -> None:
+        """Take up the ties to other hosts, and give them the first sign of life."""
+        host_of = census.host_of
+        host = host_of[self.topology.rank]
         with self._local.table() as table:
-            heartbeat = Heartbeat(table, census.token, host_of[top.rank], self.settings.heartbeat)
+            heartbeat = Heartbeat(table, census.token, host, self.settings.heartbeat)
         self._ties = Ties(
             seats=self._local.seats,
-            host=host_of[top.rank],
+            host=host,
             host_of=host_of,
             names=[host.name for host in census.hosts],
             store=source.address,
@@ -136,9 +148,12 @@ class TorchBackend(Backend):
             heartbeat=heartbeat,
             ring=self._ring,
         )
-        speaker.ask(heartbeat.beat, self.settings.join_timeout)
         self._departures = Departures(census.token, host_of)
         self._heartbeat = heartbeat
+        try:
+            speaker.ask(heartbeat.beat, self.settings.join_timeout)
+        except StoreGone as error:
+            raise unreachable(self.topology, source, error) from error
 
     def _dial(self, source: StoreSource) -> tuple[StoreLink, StoreLink]:
         every = self.settings.heartbeat / BEATS
