@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -420,6 +421,33 @@ def test_large_objects_pass_by_the_store(size: int, meeting_place: Path) -> None
 
     world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
     assert world.run(program) == [(True, [2], True, [0, size, 2, 3])] * 4
+
+
+def test_a_round_minds_no_fate_that_arrives_meanwhile(meeting_place: Path) -> None:
+    def program() -> list[int]:
+        fates = vars(sp.current().group._rounds._board)["_elsewhere"]  # what a link's thread keeps
+        over = threading.Event()
+
+        def arrive() -> None:
+            number = first = 1 << 40  # rounds that are far away
+            while not over.is_set():
+                fates[number] = b""
+                number += 1
+                if number - first > 2000:
+                    del fates[first]
+                    first += 1
+
+        thread = threading.Thread(target=arrive)
+        thread.start()
+        sys.setswitchinterval(1e-6)
+        try:
+            return [sp.all_reduce(1) for _ in range(50)]
+        finally:
+            sys.setswitchinterval(0.005)
+            over.set()
+            thread.join()
+
+    assert Ranks(Kind("torch", 2, hosts=2), meeting_place).run(program) == [[2] * 50] * 2
 
 
 def test_sums_are_those_of_one_host_bit_for_bit(meeting_place: Path) -> None:
