@@ -193,11 +193,16 @@ def take_census(
                 return census
         if missing:
             raise _never_came(top, missing, settings.join_timeout - left(), source.address)
-    raise BackendUnavailable(
+    raise unreachable(top, source, why) from why
+
+
+def unreachable(top: Topology, source: StoreSource, why: StoreGone) -> BackendUnavailable:
+    """Return what tells that there is no store, or none any more."""
+    return BackendUnavailable(
         f"rank {top.rank} cannot reach the store at {source.address}: {source.refusal or why}. It "
         f"is served by rank 0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR "
         f"and MASTER_PORT right and open from here?"
-    ) from why
+    )
 
 
 def _attend(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
+import os
 import socket
 import time
 from datetime import timedelta
@@ -36,6 +37,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.00002, 0.001  # seconds between two looks at a 
 _ELSEWHERE = "192.0.2.1"  # of nobody (RFC 5737): where packets to the world would go
 
 
+def keep(thing: object) -> None:
+    """Leave `thing` as it is, to the process's end: nothing destroys it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 class GlooEngine(Engine):
     """Gloo among the members of one board, connected when the first bytes are to be carried."""
 
@@ -53,6 +59,7 @@ class GlooEngine(Engine):
         self._index = index
         self._count = count
         self._interfaces = interfaces
+        self._process = os.getpid()  # which has the group's threads
         self._group: Any = None
         self._under_way: Any = None
         self._closed = False
@@ -78,10 +85,11 @@ class GlooEngine(Engine):
         """End what is under way, and let go of the group."""
         self._closed = True
         group, self._group = self._group, None
-        if group is None or self._under_way is None:
+        if group is None:
             return
-        # Its end would wait for a peer that may be gone. It is left as it is, to the process's end.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        # Its end would wait for a peer that may be gone, or in a forked child for its threads.
+        if self._under_way is not None or os.getpid() != self._process:
+            keep(group)
 
     def _finish(self, work: Any) -> None:
         # Not by `wait`: a thread that is in there when Python ends takes the process down with it.

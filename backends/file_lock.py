@@ -100,11 +100,19 @@ class FileBackend(Backend):
         with self._telling_of_the_disk(), _locked(self._base, self._run_path.name):
             yield self._table
 
-    def close(self, failure: bytes | None = None) -> None:
-        """Say how this rank ends, and clear away what nobody needs any more."""
+    def is_torn(self) -> bool:
+        """Tell whether a group of this rank is broken."""
+        return any(board.verdict() is not None for board in self._boards)
+
+    def say_end(self, failure: bytes | None) -> None:
+        """Say how this rank ends; it may take its time until it leaves."""
         self.seats.say_end(failure)
         for board in self._boards:
             board.wake()  # who still waits for this rank hears it now
+
+    def close(self, failure: bytes | None = None) -> None:
+        """Say how this rank ends, and clear away what nobody needs any more."""
+        self.say_end(failure)
         self.seats.leave()
         self._let_go()
         name = self._run_path.name

@@ -115,14 +115,15 @@ class StoreLink:
         while True:
             job = None
             with contextlib.suppress(queue.Empty):
-                wait = None if self._every is None else max(0.0, next_pulse - time.monotonic())
+                beats = self._every is not None and self.broken is None
+                wait = max(0.0, next_pulse - time.monotonic()) if beats else None
                 job = self._jobs.get(timeout=wait)
                 if job is None:
                     return
             self._busy_since = time.monotonic()
             try:
                 if self.broken is not None:
-                    raise self.broken
+                    raise StoreGone(str(self.broken))  # itself it would grow by a frame each time
                 if store is None:
                     if self._before is not None:
                         self._before(self._closing)

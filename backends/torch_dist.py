@@ -18,9 +18,10 @@ import torch.distributed
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology
 
-from .census import Census, Host, devices, take_census
+from .census import Census, Host, devices, take_census, unreachable
+from .default_group import DefaultGroup
 from .departures import Departures
-from .engines import LONG, GlooEngine, NcclEngine
+from .engines import GlooEngine, NcclEngine
 from .fates import End
 from .file_lock import FileBackend
 from .heartbeat import BEATS, Heartbeat
@@ -57,7 +58,7 @@ class TorchBackend(Backend):
         self._word_said = False
         self._left_since: dict[int, float] = {}  # ranks of this host that have finished
         self._spoken_for: set[tuple[int, TwoLevelBoard]] = set()
-        self._opened = False  # torch's default group, by us: then it is ours to close
+        self._default = DefaultGroup()
         self._heard: dict[int, tuple[float, bytes]] = {}
         self._source = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
@@ -122,11 +123,23 @@ class TorchBackend(Backend):
         place = Topology(seat, len(mine.ranks), seat, len(mine.ranks), 0, 1, top.launcher)
         run_id = f"{census.token}-{host_of[top.rank]}"
         self._local = FileBackend(place._replace(run_id=run_id), self.settings)
+        try:
+            self._tie_up(source, census, speaker, waiter)
+        except BaseException:
+            self._local.close()
+            raise
+
+    def _tie_up(
+        self, source: StoreSource, census: Census, speaker: StoreLink, waiter: StoreLink
+    ) -> None:
+        """Take up the ties to other hosts, and give them the first sign of life."""
+        host_of = census.host_of
+        host = host_of[self.topology.rank]
         with self._local.table() as table:
-            heartbeat = Heartbeat(table, census.token, host_of[top.rank], self.settings.heartbeat)
+            heartbeat = Heartbeat(table, census.token, host, self.settings.heartbeat)
         self._ties = Ties(
             seats=self._local.seats,
-            host=host_of[top.rank],
+            host=host,
             host_of=host_of,
             names=[host.name for host in census.hosts],
             store=source.address,
@@ -135,9 +148,12 @@ class TorchBackend(Backend):
             heartbeat=heartbeat,
             ring=self._ring,
         )
-        speaker.ask(heartbeat.beat, self.settings.join_timeout)
         self._departures = Departures(census.token, host_of)
         self._heartbeat = heartbeat
+        try:
+            speaker.ask(heartbeat.beat, self.settings.join_timeout)
+        except StoreGone as error:
+            raise unreachable(self.topology, source, error) from error
 
     def _dial(self, source: StoreSource) -> tuple[StoreLink, StoreLink]:
         every = self.settings.heartbeat / BEATS
@@ -203,7 +219,7 @@ class TorchBackend(Backend):
             self._open_default()
 
     def _open_default(self) -> None:
-        """Make torch's default group, its device named so that NCCL need not guess."""
+        """Make torch's default group, its device chosen if it is to be NCCL's."""
         top, several = self.topology, len(self._census.hosts) > 1
         store: Any
         if several:
@@ -211,16 +227,12 @@ class TorchBackend(Backend):
             store = dist.PrefixStore(f"{self._census.token}/default", self._source.connect())
         else:
             store = dist.FileStore(str(self._local.path_for("default-group")), top.world_size)
-        options: dict[str, Any] = {"backend": "gloo"}
+        device: int | None = None
         if self._may_use_nccl(range(len(self._census.hosts))):
-            index = torch.cuda.current_device()
-            if index == 0 and top.local_rank < torch.cuda.device_count():
-                index = top.local_rank  # nobody has chosen: one for each
-            options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
-        dist.init_process_group(
-            **options, store=store, rank=top.rank, world_size=top.world_size, timeout=LONG
-        )
-        self._opened = True
+            device = torch.cuda.current_device()
+            if device == 0 and top.local_rank < torch.cuda.device_count():
+                device = top.local_rank  # nobody has chosen: one for each
+        self._default.open(store, top, device)
 
     # -- words --------------------------------------------------------------------------------
 
@@ -292,6 +304,7 @@ class TorchBackend(Backend):
     def close(self, failure: bytes | None = None) -> None:
         """Tell the other hosts and this one how this rank ends. Who serves the store goes last."""
         ties = self._ties
+        in_peace = failure is None and not self._is_torn()
         if ties is not None:
             with contextlib.suppress(StoreGone, RuntimeError):
                 ties.speaker.ask(lambda store: self._say_end(store, failure), _LAST_WORD)
@@ -308,10 +321,16 @@ class TorchBackend(Backend):
         self._hang_up()
         for board in self._boards:
             board.close()
-        if self._opened and dist.is_initialized():
-            dist.destroy_process_group()
-        self._local.close(failure)
-        self._let_go()
+        # Whoever waits for this rank hears of its end first: that of the group may wait for them.
+        self._local.say_end(failure)
+        try:
+            self._default.close(in_peace=in_peace)
+        finally:  # and the group's store may lie in the directory that is cleared now
+            self._local.close(failure)
+            self._let_go()
+
+    def _is_torn(self) -> bool:
+        return self._local.is_torn() or any(board.is_torn() for board in self._boards)
 
     def _say_end(self, store: Any, failure: bytes | None) -> None:
         assert self._ties is not None
@@ -333,6 +352,7 @@ class TorchBackend(Backend):
         """Let go of everything in a forked child: the threads are not there."""
         for board in self._boards:
             board.close()
+        self._default.abandon()
         self._local.abandon()
         self._boards.clear()
 

@@ -153,7 +153,7 @@ class TwoLevelBoard(Board):
             return None
         notes = decode_notes(fate[1:], self.local.own(number))
         self._last = {m: note.label for m, note in zip(self.members, notes, strict=True)}
-        for old in [n for n in self._elsewhere if n <= number]:
+        for old in [n for n in list(self._elsewhere) if n <= number]:  # the links add to it
             self._elsewhere.pop(old, None)
         for old in [n for n in self._brought if n <= number]:
             del self._brought[old]
@@ -338,6 +338,10 @@ class TwoLevelBoard(Board):
             if fate[:1] != COMPLETE and self._verdict is None:
                 self._verdict = self._relay.is_cut()
         return self._verdict
+
+    def is_torn(self) -> bool:
+        """Tell whether this rank has met a verdict here; unlike :meth:`verdict`, ask nobody."""
+        return self._verdict is not None
 
     # -- ends -----------------------------------------------------------------------------------
 

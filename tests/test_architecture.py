@@ -167,6 +167,7 @@ def test_heavy_libraries_are_imported_only_in_the_rooms_made_for_them() -> None:
         "file_lock": {"filelock"},
         "census": {"torch"},
         "stores": {"torch"},
+        "default_group": {"torch"},
         "engines": {"numpy", "torch"},
         "torch_dist": {"torch"},
     }

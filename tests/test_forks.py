@@ -225,6 +225,34 @@ def test_a_child_forked_in_the_middle_of_a_wait_is_no_rank_and_does_no_harm(
     assert not any(meeting_place.iterdir())
 
 
+def test_a_child_forked_after_data_has_passed_between_hosts_is_free_at_once(
+    meeting_place: Path, report: Pipe
+) -> None:
+    """It does not have the threads that carried them, and must not wait for their end."""
+
+    def child() -> None:
+        with pytest.raises(sp.ForkedProcess):
+            sp.barrier()
+        report.tell("free")
+
+    def program() -> Any:
+        data = np.arange(400_000)
+        assert (sp.broadcast(data) == data).all()
+        if sp.get_rank() == 1:
+            pid = plainly(child)
+            try:
+                assert report.hear() == "free"
+                await_end(pid)
+            finally:
+                os.kill(pid, signal.SIGKILL)  # as it cannot do by itself if it hangs in the fork
+                os.waitpid(pid, 0)
+        return int(sp.broadcast(data, src=1).sum())
+
+    world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
+    assert world.run(program) == [sum(range(400_000))] * 2
+    world.check_nothing_left()
+
+
 HEAD = """
 import select, threading
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -248,6 +250,33 @@ def test_a_store_that_is_served_later_is_met(meeting_place: Path, signs: Signs) 
     assert Ranks(Kind("torch", 2, hosts=2), meeting_place).run_alone(program) == [[0, 1]] * 2
 
 
+@pytest.mark.parametrize("missing", ["the store", "room"])
+def test_who_sits_down_and_then_cannot_go_on_leaves_nothing(
+    missing: str, meeting_place: Path
+) -> None:
+    def program() -> Any:
+        from importlib import import_module
+
+        heartbeat = import_module("syncprims.backends.heartbeat").Heartbeat
+
+        def fail(*_: Any) -> None:
+            if missing == "room":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            raise RuntimeError("Connection reset by peer")
+
+        what = "cannot hold" if missing == "room" else "cannot reach the store"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(heartbeat, "__init__" if missing == "room" else "beat", fail)
+            with pytest.raises(sp.BackendUnavailable, match=what):
+                sp.init()
+        with sp.init():
+            return sp.all_gather(sp.get_rank())
+
+    world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
+    assert world.run_alone(program) == [[0, 1]] * 2
+    world.check_nothing_left()
+
+
 def test_worlds_one_after_another(meeting_place: Path) -> None:
     def program() -> list[list[int]]:
         seen: list[list[int]] = []
@@ -392,6 +421,33 @@ def test_large_objects_pass_by_the_store(size: int, meeting_place: Path) -> None
 
     world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
     assert world.run(program) == [(True, [2], True, [0, size, 2, 3])] * 4
+
+
+def test_a_round_minds_no_fate_that_arrives_meanwhile(meeting_place: Path) -> None:
+    def program() -> list[int]:
+        fates = vars(sp.current().group._rounds._board)["_elsewhere"]  # what a link's thread keeps
+        over = threading.Event()
+
+        def arrive() -> None:
+            number = first = 1 << 40  # rounds that are far away
+            while not over.is_set():
+                fates[number] = b""
+                number += 1
+                if number - first > 2000:
+                    del fates[first]
+                    first += 1
+
+        thread = threading.Thread(target=arrive)
+        thread.start()
+        sys.setswitchinterval(1e-6)
+        try:
+            return [sp.all_reduce(1) for _ in range(50)]
+        finally:
+            sys.setswitchinterval(0.005)
+            over.set()
+            thread.join()
+
+    assert Ranks(Kind("torch", 2, hosts=2), meeting_place).run(program) == [[2] * 50] * 2
 
 
 def test_sums_are_those_of_one_host_bit_for_bit(meeting_place: Path) -> None:
