@@ -11,6 +11,7 @@ from .arguments import require
 from .errors import ConfigurationError, Failure, PeerFailed, SyncTimeout
 from .group import Group
 from .interface import Note
+from .members import members_name
 from .rounds import Rounds
 from .steps import Steps
 from .version import version
@@ -125,7 +126,7 @@ class World:
         members = _members(ranks, self.world_size)
         # Also for one that exists: a rank that asks for another one would be known by nothing else.
         rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-        rounds.meet(Note(rounds.note("group", str(list(members))[:200]).label), self.timeout)
+        rounds.meet(Note(rounds.note("group", members_name(members)).label), self.timeout)
         return self._make_group(members)
 
     def join(self) -> None:

@@ -13,8 +13,9 @@ from . import errors
 from .callsite import describe, users_frame
 from .errors import ConcurrentCall, ForkedProcess, WorldClosed
 from .interface import Label
+from .members import members_text
 from .rounds import Rounds
-from .tracefile import END, ENTRY, FURTHER, POSTED, RESULT, ROUND, WAITING, members_text
+from .tracefile import END, ENTRY, FURTHER, POSTED, RESULT, ROUND, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
