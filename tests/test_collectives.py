@@ -412,6 +412,19 @@ def test_dtypes_of_scalars_must_agree_and_pythons_numbers_mix(world: Ranks) -> N
     assert world.run(program) == [(1.5, 3)] * 2
 
 
+@several(2)
+def test_numpys_bools_and_numbers_mix_as_pythons_do(world: Ranks) -> None:
+    def program() -> Any:
+        first, other = np.True_, np.float64(0.5)
+        return [
+            sp.all_reduce(first if sp.get_rank() == turn else other, op)
+            for op in ("sum", "mean", "prod", "max")
+            for turn in (0, 1)
+        ]
+
+    assert world.run(program) == [[1.5, 1.5, 0.75, 0.75, 0.5, 0.5, 1, 1]] * 2
+
+
 def test_arguments_of_other_types(world: Ranks) -> None:
     def program() -> None:
         for timeout in (np.int64(30), np.float32(30)):
