@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .arguments import require
-from .errors import ConfigurationError, Failure, PeerFailed, SyncTimeout
+from .errors import ConfigurationError, Failure, PeerFailed, SyncError, SyncTimeout
 from .group import Group
 from .interface import Note
 from .members import members_name
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from .errors import SyncError
     from .interface import Backend, Board, Settings, Topology
     from .traced import TracedRounds
     from .tracefile import Recorder
@@ -126,8 +125,19 @@ class World:
         members = _members(ranks, self.world_size)
         # Also for one that exists: a rank that asks for another one would be known by nothing else.
         rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-        rounds.meet(Note(rounds.note("group", members_name(members)).label), self.timeout)
-        return self._make_group(members)
+        note = rounds.note("group", members_name(members))
+
+        def make() -> Group:
+            steps = Steps(rounds, self.timeout)
+            try:
+                group = self._make_group(members)
+            except (OSError, SyncError) as error:  # or the others would wait for this rank in it
+                steps.fail(note.label, error)
+                raise
+            steps.agree(note)
+            return group
+
+        return rounds.as_one(note.label, make)
 
     def join(self) -> None:
         """Meet all ranks for the first time, and check that they agree on what this run is.
