@@ -386,6 +386,46 @@ def test_assert_same_compares_what_needs_pickle_by_itself(world: Ranks) -> None:
     world.run(program)
 
 
+class Shown:
+    """It counts how often it is shown and pickled, and fails to be shown where it is asked to."""
+
+    def __init__(self, value: int, *, fails: bool = False) -> None:
+        self.value, self.fails, self.asked = value, fails, 0
+
+    def __repr__(self) -> str:
+        self.asked += 1
+        if self.fails:
+            raise RuntimeError("no words for it")
+        return f"Shown({self.value})"
+
+    def __reduce__(self) -> Any:
+        self.asked += 1
+        return Shown, (self.value,)
+
+
+def test_assert_same_encodes_once_and_shows_nothing_where_all_agree(world: Ranks) -> None:
+    def program() -> int:
+        value = Shown(1)
+        sp.assert_same({"value": value}, "config")
+        return value.asked
+
+    assert world.run(program) == [1] * world.ranks
+
+
+@several()
+def test_assert_same_tells_of_what_cannot_be_shown(world: Ranks) -> None:
+    def program() -> str:
+        value = Shown(sp.get_rank(), fails=sp.is_last())
+        with pytest.raises(sp.RankMismatch) as caught:
+            sp.assert_same(value, "value")
+        sp.barrier("still in step")
+        return str(caught.value)
+
+    for said in world.run(program):
+        assert "rank 0: Shown(0)  (digest" in said
+        assert f"rank {world.ranks - 1}: <no text: its __repr__ raised RuntimeError>" in said
+
+
 def test_reductions_keep_types_and_do_not_overflow_on_their_way(world: Ranks) -> None:
     def program() -> None:
         n = sp.get_world_size()
