@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .arguments import require
+from .arguments import whole
 from .errors import ConfigurationError, Failure, PeerFailed, SyncError, SyncTimeout
 from .group import Group
 from .interface import Note
@@ -276,12 +276,10 @@ class World:
 
 
 def _members(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    for rank in ranks:
-        require(rank, int, "a group is made of ranks, whole numbers")
-    members = tuple(sorted(ranks))
+    members = tuple(sorted(whole(r, "a group is made of ranks, whole numbers") for r in ranks))
     bad = [rank for rank in members if not 0 <= rank < world_size]
     if not members or bad or len(set(members)) != len(members):
         raise ValueError(
-            f"group({list(ranks)}): a group is made of different ranks from 0 to {world_size - 1}"
+            f"group({list(members)}): a group is made of different ranks from 0 to {world_size - 1}"
         )
     return members

@@ -478,5 +478,8 @@ def test_arguments_of_other_types(world: Ranks) -> None:
         with pytest.raises(TypeError, match="a reason is a str"):
             sp.Trigger().set(3)  # type: ignore[arg-type]
         assert sp.on_rank(n=0, default=1)(lambda: 1)() == 1
+        assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
+        assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
+        assert sp.group(np.arange(1)) is sp.group([0])  # type: ignore[arg-type]
 
     world.run(program)
