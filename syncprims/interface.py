@@ -300,10 +300,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     spans_hosts: ClassVar[bool] = False  #: can ranks of several hosts meet?
-    detects_death: ClassVar[bool] = (
-        False  #: does :meth:`Board.status` tell a dead rank from a slow?
-    )
-
+    #: does :meth:`Board.status` tell a dead rank from a slow?
+    detects_death: ClassVar[bool] = False
     #: can the ranks have a default group of ``torch.distributed``?
     has_process_group: ClassVar[bool] = False
 
