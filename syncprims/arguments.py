@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 
@@ -12,6 +13,17 @@ def require(value: object, kind: type | tuple[type, ...], what: str) -> None:
     """
     if not isinstance(value, kind):
         raise TypeError(f"{what}, and {value!r} is a {type(value).__name__}")
+
+
+def whole(value: Any, what: str) -> int:
+    """Return a whole number of any kind, numpy's too, as an int.
+
+    :raises TypeError: if it is none, beginning with `what`.
+    """
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise TypeError(f"{what}, and {value!r} is a {type(value).__name__}") from None
 
 
 def seconds(timeout: Any) -> float | None:

@@ -55,7 +55,7 @@ def encode(
 def is_plain(obj: object) -> bool:
     """Tell whether `obj` can travel without pickle."""
     try:
-        encode(obj, allow_pickle=False)
+        encode(obj, allow_pickle=False, beside=[])
     except EncodingError:
         return False
     return True

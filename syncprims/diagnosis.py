@@ -161,7 +161,9 @@ class Look:
     def _failed(self, rank: int, status: Status) -> PeerFailed:
         left = errors.load(status.failure).failures if status.failure else {}
         unknown = Failure(rank, "an exception", "its words were lost", "")
-        error = PeerFailed.from_failure(left.get(rank, unknown), waiting=self._here)
+        # Whose words these are, the board knows: a seat is counted from zero on every host.
+        failure = next(iter(left.values()), unknown)._replace(rank=rank)
+        error = PeerFailed.from_failure(failure, waiting=self._here)
         error.missing, error.arrived = self._gone_and_arrived()
         error.waited = self._waited
         return error

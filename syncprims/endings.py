@@ -55,7 +55,9 @@ class Endings:
         self._before: Callable[..., Any] | None = None  # the one that was there before
         self._last_value: BaseException | None = None  # an old one
         self._watches_forks = False
-        self._process = 0  # whose exit is watched: a forked child has lost the handlers
+        # Whose exit is watched. A child of multiprocessing has lost the handlers; one of os.fork
+        # keeps them, and to be told twice does no harm.
+        self._process = 0
 
     def watch(self) -> None:
         """From now on this process's end is seen."""

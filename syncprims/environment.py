@@ -369,7 +369,8 @@ def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:
         job = environ.get("SLURM_JOB_ID", "0")
         if nodes is not None and job.isdecimal():
             # Of its own for every job on a node; below the ports that systems give away.
-            return address or _first_node(nodes), int(port or 15000 + int(job) % 10000)
+            own = 15000 + int(job) % 10000
+            return address or _first_node(nodes), _number(environ, "MASTER_PORT") if port else own
     return None
 
 

@@ -7,7 +7,12 @@ as expected. Each carries its facts as attributes, pickles, and survives a trip 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .members import members_of, members_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Failure(NamedTuple):
@@ -48,6 +53,11 @@ def _cut(text: str, most: int) -> str:
         return text
     head, tail = text[: most // 3], text[-(most - most // 3) :]
     return f"{head}\n... {len(text) - most} characters left out ...\n{tail}"
+
+
+def _cut_ranks(ranks: Sequence[int], most: int) -> str:
+    text = members_text(ranks)
+    return text if len(text) <= most else text[:most].rpartition(",")[0]
 
 
 class SyncError(Exception):
@@ -214,19 +224,21 @@ _BY_NAME: dict[str, type[SyncError]] = {
 LONGEST_DUMP = 12 * 1024
 
 
-def dump(error: SyncError) -> bytes:
-    """Return `error` as at most :data:`LONGEST_DUMP` bytes, its texts cut where they must be."""
+def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
+    """Return `error` as at most `longest` bytes; texts and lists are cut where they must be."""
     import json  # slow to import, and only a failure needs it
 
     for most in (8000, 4000, 2000, 1000, 500, 200, 50):
         facts = error.facts()
+        facts["missing"] = _cut_ranks(error.missing, most)
+        facts["arrived"] = _cut_ranks(error.arrived, most)
         facts["failures"] = [
             (f.rank, _cut(f.type, most), _cut(f.message, most), _cut(f.traceback, most), f[4])
             for f in list(error.failures.values())[: most // 50]
         ]
         fields = [type(error).__name__, _cut(str(error), most), facts]
         data = json.dumps(fields, ensure_ascii=False).encode(errors="backslashreplace")
-        if len(data) <= LONGEST_DUMP:
+        if len(data) <= longest:
             break
     return data
 
@@ -237,6 +249,8 @@ def load(data: bytes) -> SyncError:
 
     try:
         name, message, facts = json.loads(data)
+        facts["missing"] = members_of(facts["missing"])
+        facts["arrived"] = members_of(facts["arrived"])
         failures = [Failure(*fields) for fields in facts["failures"]]
         facts["failures"] = {failure.rank: failure for failure in failures}
         return _BY_NAME.get(name, SyncError)(message, **facts)

@@ -186,9 +186,9 @@ def _receive(steps: Steps, rounds: Rounds, note: Note, src: int, out: Any) -> An
         arrays.append(out if alone and fits(out, spec) else spec.make(rounds.local_rank))
         return arrays[-1]
 
-    carriage = _carriage(rounds)
-    assert carriage is not None, "the source has one"
     try:
+        carriage = _carriage(rounds)
+        assert carriage is not None, "the source has one"
         if payload[:1] == _TAG:
             follows = _WHOLE.unpack(payload)[2]
             payload = _carry_whole(steps, note, carriage, payload, None, index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
-from .arguments import require
+from .arguments import whole
 from .group import entered
 from .world import current, topology
 
@@ -119,16 +119,14 @@ def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
 
     The decorated function raises ValueError on every rank if there is no rank `n`.
     """
-    require(n, int, "on_rank takes a rank, a whole number")
-    choice = _Choice("on_rank", False, n)
+    choice = _Choice("on_rank", False, whole(n, "on_rank takes a rank, a whole number"))
     decorator: _Decorator = _decorate(None, choice, default=default, share=share)
     return decorator
 
 
 def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
     """Make a function run on local rank `n` of each node only. As :func:`on_local_main`."""
-    require(n, int, "on_local_rank takes a rank, a whole number")
-    choice = _Choice("on_local_rank", True, n)
+    choice = _Choice("on_local_rank", True, whole(n, "on_local_rank takes a rank, a whole number"))
     decorator: _Decorator = _decorate(None, choice, default=default, share=share)
     return decorator
 

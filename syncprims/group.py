@@ -201,15 +201,18 @@ class Group:
         rounds = self._rounds
         label = rounds.note("assert_same", name).label
         data = exchange.encode(rounds, label, value, canonical=True)
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        limit = self._seconds(timeout)
+        seen = [note.payload for note in rounds.meet(Note(label, payload=digest), limit)]
+        if all(other == digest for other in seen):
+            return
         # Equal objects may have different pickles: those are sent, to be compared themselves.
-        whole = None if codec.is_plain(value) else value
-        mine = digest, _shorten(value), whole
-        seen = exchange.gather(rounds, label, mine, self._seconds(timeout))
-        if any(other[0] != digest for other in seen) and not _all_equal([w for _, _, w in seen]):
+        mine = _shorten(value), None if codec.is_plain(value) else value
+        shown = exchange.gather(rounds, label, mine, limit)
+        if not _all_equal([whole for _, whole in shown]):
             lines = "\n".join(
-                f"  rank {rank}: {text}  (digest {other[:8]})"
-                for rank, (other, text, _) in zip(self.ranks, seen, strict=True)
+                f"  rank {rank}: {text}  (digest {other.hex()[:8]})"
+                for rank, (text, _), other in zip(self.ranks, shown, seen, strict=True)
             )
             raise RankMismatch(
                 f"{name} differs between ranks, at {label}:\n{lines}\n"
@@ -320,7 +323,10 @@ def _all_equal(values: list[Any]) -> bool:
 
 def _shorten(value: object) -> str:
     """Return the value's repr on one line, its middle left out where it is long."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as broken:  # the object's own code: the others wait to hear of the value
+        text = f"<no text: its __repr__ raised {type(broken).__name__}>"
     return text if len(text) <= 160 else f"{text[:120]} ... {text[-30:]}"
 
 

@@ -217,7 +217,8 @@ class Board(ABC):
     engine: Engine | None = None
     #: What carries tensors between all members' devices; else they pass through hosts' memory.
     devices: DeviceEngine | None = None
-    #: Bytes of payload from which on the engine carries them better than a note.
+    #: Bytes of payload from which on the engine carries them better than a note. None on a board
+    #: with a window, whose places two transfers of one call would share.
     note_limit: int | None = None
     #: Does :attr:`now` stand still while anybody can go on, as in a test? Then `collect` returns
     #: None only when its time is up or waiting is in vain, and need not be asked between; `timeout`
@@ -299,10 +300,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     spans_hosts: ClassVar[bool] = False  #: can ranks of several hosts meet?
-    detects_death: ClassVar[bool] = (
-        False  #: does :meth:`Board.status` tell a dead rank from a slow?
-    )
-
+    #: does :meth:`Board.status` tell a dead rank from a slow?
+    detects_death: ClassVar[bool] = False
     #: can the ranks have a default group of ``torch.distributed``?
     has_process_group: ClassVar[bool] = False
 

@@ -7,10 +7,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .arguments import require
-from .errors import ConfigurationError, Failure, PeerFailed, SyncTimeout
+from .arguments import whole
+from .errors import ConfigurationError, Failure, PeerFailed, SyncError, SyncTimeout
 from .group import Group
 from .interface import Note
+from .members import members_name
 from .rounds import Rounds
 from .steps import Steps
 from .version import version
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from .errors import SyncError
     from .interface import Backend, Board, Settings, Topology
     from .traced import TracedRounds
     from .tracefile import Recorder
@@ -125,8 +125,19 @@ class World:
         members = _members(ranks, self.world_size)
         # Also for one that exists: a rank that asks for another one would be known by nothing else.
         rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-        rounds.meet(Note(rounds.note("group", str(list(members))[:200]).label), self.timeout)
-        return self._make_group(members)
+        note = rounds.note("group", members_name(members))
+
+        def make() -> Group:
+            steps = Steps(rounds, self.timeout)
+            try:
+                group = self._make_group(members)
+            except (OSError, SyncError) as error:  # or the others would wait for this rank in it
+                steps.fail(note.label, error)
+                raise
+            steps.agree(note)
+            return group
+
+        return rounds.as_one(note.label, make)
 
     def join(self) -> None:
         """Meet all ranks for the first time, and check that they agree on what this run is.
@@ -265,12 +276,10 @@ class World:
 
 
 def _members(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    for rank in ranks:
-        require(rank, int, "a group is made of ranks, whole numbers")
-    members = tuple(sorted(ranks))
+    members = tuple(sorted(whole(r, "a group is made of ranks, whole numbers") for r in ranks))
     bad = [rank for rank in members if not 0 <= rank < world_size]
     if not members or bad or len(set(members)) != len(members):
         raise ValueError(
-            f"group({list(ranks)}): a group is made of different ranks from 0 to {world_size - 1}"
+            f"group({list(members)}): a group is made of different ranks from 0 to {world_size - 1}"
         )
     return members

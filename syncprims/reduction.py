@@ -167,7 +167,7 @@ def _describe(value: Any) -> str:
 
 
 def _reduce_numbers(values: list[Any], op: str) -> Any:
-    if all(is_scalar(value) for value in values):
+    if all(is_scalar(value) and value.dtype == values[0].dtype for value in values):
         return _reduce_scalars(values, op)
     numbers = [value.item() if is_scalar(value) else value for value in values]
     if op in ("min", "max"):

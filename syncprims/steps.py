@@ -42,7 +42,11 @@ class Steps:
 
     def fail(self, label: Label, error: BaseException) -> None:
         """Post that this rank failed, and is about to raise `error`."""
-        self.post(self._rounds.failure_note(label, error))
+        try:
+            self.post(self._rounds.failure_note(label, error))
+        except OSError as full:
+            if full is not self._rounds.told:
+                raise  # else there was room to say it in few words
         self._rounds.told = error
 
     def agree(self, step: Note) -> None:

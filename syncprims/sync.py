@@ -157,7 +157,14 @@ def main_first(
     """Return a context manager: main runs the block, then the others. See `Group.main_first`.
 
     With `local`, the first rank of each node goes first, and no node waits for another.
+
+    :raises ValueError: if both `local` and `group` say who is first.
     """
+    if local and group is not None:
+        raise ValueError(
+            f"main_first(local=True, group={group!r}): local is the group of this node's "
+            f"ranks; give one of the two"
+        )
     if local:
         return current(timeout).node_group.main_first(name=name, timeout=timeout)
     return (group or active_group(timeout)).main_first(name=name, timeout=timeout)

@@ -13,8 +13,9 @@ from . import errors
 from .callsite import describe, users_frame
 from .errors import ConcurrentCall, ForkedProcess, WorldClosed
 from .interface import Label
+from .members import members_text
 from .rounds import Rounds
-from .tracefile import END, ENTRY, FURTHER, POSTED, RESULT, ROUND, WAITING, members_text
+from .tracefile import END, ENTRY, FURTHER, POSTED, RESULT, ROUND, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,19 +91,14 @@ class TracedRounds(Rounds):
     def post(self, note: Note, timeout: float | None) -> None:
         """Post a note, and keep in mind when."""
         board = self._board
-        if board.posted - board.collected >= board.depth:
-            self.make_room(timeout)
+        self.make_room(timeout)
         label, number = note[0], board.posted + 1
         self._label = label
         if note[3] or number > self._before + 1:
             failed = self._failure(note) if note[3] else ""
             self._odd[number] = FURTHER if number > self._before + 1 else 0, failed
         self._open[number] = label, self._now()
-        try:  # from here on, as ever
-            board.post(note)
-        except OSError as error:
-            self._post_instead(note, error)
-            raise
+        Rounds.post(self, note, timeout)
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, and write it down."""
@@ -110,10 +106,7 @@ class TracedRounds(Rounds):
         number = board.collected + 1
         if self._meetings or number < board.posted:
             return self._collect_older(number, timeout)
-        limit = self._first_look
-        if timeout is not None and timeout < limit:
-            limit = min(timeout, self.settings.warn_after)
-        notes = self._examine(board.collect(limit), limit, timeout)
+        notes = Rounds.collect(self, timeout)
         done = self._now()
         found = self._open.pop(number, None)
         if found is not None:  # else it is that of a `meet`

@@ -22,8 +22,6 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .interface import Label, Topology
 
 MAGIC = b"SYNCTRC1"
@@ -305,16 +303,3 @@ def _safe(run_id: str) -> str:
     if kept != run_id or len(kept) > 60:
         kept = f"{kept[:60]}-{zlib.crc32(run_id.encode('utf-8', 'backslashreplace')):08x}"
     return kept
-
-
-def members_text(members: Sequence[int]) -> str:
-    """Return ranks as ``0-3,8``."""
-    parts: list[str] = []
-    start = last = members[0]
-    for rank in [*members[1:], -1]:
-        if rank == last + 1:
-            last = rank
-            continue
-        parts.append(f"{start}-{last}" if last > start else f"{start}")
-        start = last = rank
-    return ",".join(parts)

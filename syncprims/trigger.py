@@ -29,8 +29,8 @@ class Trigger:
             raise ValueError(f"lag={lag!r}: it takes 0 (this check) or 1 (the previous check)")
         self._name = name
         self._lag = lag
-        self._set = False
-        self._why: str | None = None
+        # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
+        self._set: dict[str, tuple[str | None]] = {}
         self._before: tuple[Group, Meeting] | None = None
         self.ranks: list[int] = []  #: after a true check: who had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
@@ -44,20 +44,18 @@ class Trigger:
         """
         if reason is not None:
             require(reason, str, "a reason is a str")
-        if not self._set:
-            self._why = reason
-        self._set = True
+        self._set.setdefault("reason", (reason,))
 
     def check(self) -> bool:
         """Return the same answer on every rank: had any set the flag? Then it is reset.
 
         A collective call, at the price of a barrier; with ``lag=1`` the first check is False.
         """
-        flag, why = self._set, self._why
         # Reset before waiting: a signal that arrives meanwhile counts for the next check.
-        self._set, self._why = False, None
+        why = self._set.pop("reason", None)
         group = active_group()
-        payload = codec.encode(why) if flag else b""
+        flag = why is not None
+        payload = codec.encode(why[0]) if why is not None else b""
         if not self._lag:
             raised = group.raise_flag("trigger", self._name, flag, payload)
         else:

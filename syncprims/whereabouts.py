@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import errors
 from .errors import CollectiveMismatch, SyncError
+from .members import members_name, members_of, members_text
 
 if TYPE_CHECKING:
     from .interface import Backend
+
+#: Bytes of a verdict that is left for others, in a word of 4 KB at most.
+_LONGEST_VERDICT = 2500
 
 
 class Waiter(Protocol):
@@ -81,9 +85,9 @@ class Whereabouts:
         word = {
             "wait": self._waits,
             "at": _wait_of(board),
-            "members": board.members,
+            "members": members_text(board.members),
             "here": board.here(),
-            "posted": {_key(b): b.posted for b in self._boards},
+            "posted": {members_name(b.members): b.posted for b in self._boards},
         }
         self._publish(word)
         cycle = self._cycle(board.rank)
@@ -107,34 +111,35 @@ class Whereabouts:
         return None
 
     def _cycle(self, start: int) -> list[int]:
-        """Return ranks that each wait for a note of the next, from `start` back to it; or none."""
-        trail: list[int] = []
-        seen: set[int] = set()
+        """Return the fewest ranks that each wait for a note of the next, the last for `start`'s."""
+        words: dict[int, dict[str, Any]] = {}  # each is read once
+        waited_for_by = {start: start}
+        queue = [start]
 
-        def reaches(rank: int) -> bool:
-            word = _parse(self._backend.published(rank))
-            if "at" not in word:
-                return False
-            trail.append(rank)
-            key, number = word["at"]
-            for other in word["members"]:
-                posted = _parse(self._backend.published(other)).get("posted")
+        def word_of(rank: int) -> dict[str, Any]:
+            if rank not in words:
+                words[rank] = _parse(self._backend.published(rank))
+            return words[rank]
+
+        for rank in queue:
+            key, number = word_of(rank).get("at", ("", 0))
+            for other in members_of(word_of(rank).get("members", "")):
+                posted = word_of(other).get("posted")
                 if posted is None or posted.get(key, 0) >= number:
                     continue
                 if other == start:
-                    return True
-                if other not in seen:
-                    seen.add(other)
-                    if reaches(other):
-                        return True
-            trail.pop()
-            return False
-
-        return trail if reaches(start) else []
+                    trail = [rank]
+                    while trail[0] != start:
+                        trail.insert(0, waited_for_by[trail[0]])
+                    return trail
+                if other not in waited_for_by:
+                    waited_for_by[other] = rank
+                    queue.append(other)
+        return []
 
     def _report(self, board: Waiter, cycle: list[int], words: list[dict[str, Any]]) -> SyncError:
         lines = "\n".join(
-            f"  rank {rank}: {word['here']} in group {word['members']}"
+            f"  rank {rank}: {word['here']} in group {members_name(members_of(word['members']))}"
             for rank, word in zip(cycle, words, strict=True)
         )
         error = CollectiveMismatch(
@@ -145,22 +150,20 @@ class Whereabouts:
         )
         # The others may look only after this rank has raised: leave them the verdict.
         self._published, self.told = False, True
-        waits = [word["at"] for word in words]
-        self._publish({"waits": waits, "verdict": errors.dump(error).decode()})
+        waits = list(dict.fromkeys(tuple(word["at"]) for word in words))
+        verdict = errors.dump(error, _LONGEST_VERDICT).decode()
+        self._publish({"waits": waits, "verdict": verdict})
         return error
 
     def _publish(self, word: dict[str, Any]) -> None:
         import json  # slow to import, and only who waits for long needs it
 
-        self._backend.publish(json.dumps(word).encode())
-
-
-def _key(board: Waiter) -> str:
-    return ",".join(map(str, board.members))
+        text = json.dumps(word, ensure_ascii=False)
+        self._backend.publish(text.encode(errors="backslashreplace"))
 
 
 def _wait_of(board: Waiter) -> list[Any]:
-    return [_key(board), board.collected + 1]
+    return [members_name(board.members), board.collected + 1]
 
 
 def _parse(word: bytes) -> dict[str, Any]:

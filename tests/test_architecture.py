@@ -19,6 +19,7 @@ TRAINING = sorted(ROOT.glob("syncprims/training/**/*.py"))
 
 #: Whom a module may import, lowest first: everything above it is out of reach.
 LAYERS: list[set[str]] = [
+    {"members"},
     {"errors", "arguments", "kinds", "callsite", "devices", "machine", "version"},
     {"interface", "endings"},
     {"arrays", "pickles"},
@@ -114,7 +115,9 @@ def test_testing_stands_on_the_core_and_knows_no_backend(path: Path) -> None:
 def test_tracing_reads_what_the_recorder_has_written_and_knows_no_world(path: Path) -> None:
     for name in imports(path):
         if name.startswith("syncprims."):
-            assert name.split(".")[1] in ("errors", "tracefile"), f"{path.stem} imports {name}"
+            assert name.split(".")[1] in ("errors", "members", "tracefile"), (
+                f"{path.stem} imports {name}"
+            )
     drawing = {"rich", "matplotlib", "torch", "filelock"}
     assert not at_import_time(path) & drawing
     assert path.stem not in ("command", "__init__") or "numpy" not in at_import_time(path)

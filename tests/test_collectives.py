@@ -386,6 +386,46 @@ def test_assert_same_compares_what_needs_pickle_by_itself(world: Ranks) -> None:
     world.run(program)
 
 
+class Shown:
+    """It counts how often it is shown and pickled, and fails to be shown where it is asked to."""
+
+    def __init__(self, value: int, *, fails: bool = False) -> None:
+        self.value, self.fails, self.asked = value, fails, 0
+
+    def __repr__(self) -> str:
+        self.asked += 1
+        if self.fails:
+            raise RuntimeError("no words for it")
+        return f"Shown({self.value})"
+
+    def __reduce__(self) -> Any:
+        self.asked += 1
+        return Shown, (self.value,)
+
+
+def test_assert_same_encodes_once_and_shows_nothing_where_all_agree(world: Ranks) -> None:
+    def program() -> int:
+        value = Shown(1)
+        sp.assert_same({"value": value}, "config")
+        return value.asked
+
+    assert world.run(program) == [1] * world.ranks
+
+
+@several()
+def test_assert_same_tells_of_what_cannot_be_shown(world: Ranks) -> None:
+    def program() -> str:
+        value = Shown(sp.get_rank(), fails=sp.is_last())
+        with pytest.raises(sp.RankMismatch) as caught:
+            sp.assert_same(value, "value")
+        sp.barrier("still in step")
+        return str(caught.value)
+
+    for said in world.run(program):
+        assert "rank 0: Shown(0)  (digest" in said
+        assert f"rank {world.ranks - 1}: <no text: its __repr__ raised RuntimeError>" in said
+
+
 def test_reductions_keep_types_and_do_not_overflow_on_their_way(world: Ranks) -> None:
     def program() -> None:
         n = sp.get_world_size()
@@ -412,6 +452,19 @@ def test_dtypes_of_scalars_must_agree_and_pythons_numbers_mix(world: Ranks) -> N
     assert world.run(program) == [(1.5, 3)] * 2
 
 
+@several(2)
+def test_numpys_bools_and_numbers_mix_as_pythons_do(world: Ranks) -> None:
+    def program() -> Any:
+        first, other = np.True_, np.float64(0.5)
+        return [
+            sp.all_reduce(first if sp.get_rank() == turn else other, op)
+            for op in ("sum", "mean", "prod", "max")
+            for turn in (0, 1)
+        ]
+
+    assert world.run(program) == [[1.5, 1.5, 0.75, 0.75, 0.5, 0.5, 1, 1]] * 2
+
+
 def test_arguments_of_other_types(world: Ranks) -> None:
     def program() -> None:
         for timeout in (np.int64(30), np.float32(30)):
@@ -425,5 +478,8 @@ def test_arguments_of_other_types(world: Ranks) -> None:
         with pytest.raises(TypeError, match="a reason is a str"):
             sp.Trigger().set(3)  # type: ignore[arg-type]
         assert sp.on_rank(n=0, default=1)(lambda: 1)() == 1
+        assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
+        assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
+        assert sp.group(np.arange(1)) is sp.group([0])  # type: ignore[arg-type]
 
     world.run(program)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from syncprims.registry import backend_class
 from syncprims.testing import BackendContract
 
 
@@ -34,3 +36,11 @@ class TestAThirdPartys(BackendContract):
     @pytest.fixture(autouse=True)
     def installed(self, tiny_site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(tiny_site))
+
+
+def test_a_limit_for_objects_beside_a_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend_class("file").name == "file"  # and it is imported
+    board = vars(sys.modules["syncprims.backends.slots"])["SlotBoard"]
+    monkeypatch.setattr(board, "note_limit", 1 << 20)
+    with pytest.raises(AssertionError, match="a window is for arrays"):
+        TestFile().test_windows_are_shared()

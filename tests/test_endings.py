@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE, Scripts
+from harness import PATIENCE, Kind, Ranks, Scripts
+
+import syncprims as sp
 
 WAIT = """
 try:
@@ -55,6 +57,20 @@ def test_a_nonzero_exit_is_a_failure(scripts: Scripts, ending: str) -> None:
     for out in others(scripts, f"    {ending}\n"):
         assert out.startswith("PeerFailed 1 [1]")
         assert f"SystemExit: {code}" in out
+
+
+def test_a_nonzero_exit_is_named_where_seats_and_ranks_differ(meeting_place: Path) -> None:
+    def program() -> str:
+        if sp.get_rank() == 2:  # the first of its host
+            sp.shutdown()
+            os._exit(3)
+        with pytest.raises(sp.PeerFailed) as caught:
+            sp.barrier("load")
+        assert caught.value.failures[2].rank == caught.value.rank == 2
+        return caught.value.failures[2].headline
+
+    outcomes = Ranks(Kind("torch", 4, hosts=2), meeting_place).outcomes(program)
+    assert [outcomes[rank] for rank in (0, 1, 3)] == ["SystemExit: 3"] * 3
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(0)", "sys.exit()", "raise SystemExit"])

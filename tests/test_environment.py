@@ -248,6 +248,11 @@ def test_settings() -> None:
     assert read_settings({}).join_timeout == 300
 
 
+def test_a_port_that_is_none_is_told_where_slurm_implies_the_address() -> None:
+    with pytest.raises(ConfigurationError, match="MASTER_PORT='abc' is not a whole number"):
+        read_settings({**SLURM, "SLURM_STEP_NODELIST": "node[1-2]", "MASTER_PORT": "abc"})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import PATIENCE, Died, Kind, Ranks, Scripts, Signs
 
@@ -296,6 +297,39 @@ def test_a_full_disk_is_a_shared_failure(tmp_path: Path) -> None:
     first, second = Ranks(Kind("file", 2), place).run(program)
     assert first == ("own 27", ["still in step"] * 2)
     assert second == ("OSError", ["still in step"] * 2)
+
+
+def test_no_room_for_a_group_is_a_shared_failure(meeting_place: Path) -> None:
+    def program() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if sp.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))
+        with pytest.raises(sp.SyncError) as caught:
+            sp.group([1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        return type(caught.value).__name__, sp.group([1]).ranks, sp.all_gather("in step")
+
+    outcomes = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert [said for said, *_ in outcomes] == ["PeerFailed", "BackendUnavailable"]
+    assert [rest for _, *rest in outcomes] == [[(1,), ["in step"] * 2]] * 2
+
+
+def test_a_receiver_without_descriptors_is_a_shared_failure(meeting_place: Path) -> None:
+    def program() -> Any:
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        sp.barrier()
+        if sp.get_rank() == 1:
+            free = os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, usual[1]))
+        with pytest.raises((OSError, sp.PeerFailed)) as caught:
+            sp.broadcast(np.ones(1_000_000) if sp.is_main() else None)
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        return type(caught.value).__name__, sp.broadcast(np.ones(1_000_000))[0]
+
+    outcomes = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert outcomes == [("PeerFailed", 1), ("OSError", 1)]
 
 
 def test_a_long_wait_costs_little(meeting_place: Path) -> None:

@@ -13,6 +13,7 @@ from conftest import several
 from harness import Kind, Ranks, Signs
 
 import syncprims as sp
+from syncprims.testing import run_world
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,6 +120,16 @@ def test_groups_that_are_not_the_same_are_told_though_they_exist(world: Ranks) -
         return str(caught.value)
 
     assert len(set(world.run(program))) == 1
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_large_groups_that_are_not_the_same_are_told(step: int) -> None:
+    def program() -> None:
+        end = 64 if sp.get_rank() else 62
+        with pytest.raises(sp.CollectiveMismatch, match=r"rank 0: group '\[0"):
+            sp.group(range(0, end, step))
+
+    run_world(program, 64)
 
 
 @pytest.mark.parametrize("ends", [True, False])

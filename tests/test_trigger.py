@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import in_processes, several
 
 import syncprims as sp
+from syncprims.testing import run_world
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from harness import Ranks
 
 
@@ -124,6 +128,45 @@ def test_a_signal_sets_it_and_a_second_one_acts(world: Ranks) -> None:
         return seen
 
     assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM")] * world.ranks
+
+
+def test_none_is_lost_whenever_in_a_check_it_is_set() -> None:
+    """A tracer stands in for the signal's handler: it can come before any operation."""
+
+    def check_interrupted(trigger: sp.Trigger, at: int) -> tuple[bool, bool]:
+        seen = 0
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal seen
+            if frame.f_code is not sp.Trigger.check.__code__:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                seen += 1
+                if seen == at:
+                    trigger.set("SIGTERM")
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            found = trigger.check()
+        finally:
+            sys.settrace(before)
+        return found, seen >= at
+
+    def program() -> int:
+        at, reached = 1, True
+        while reached:
+            trigger = sp.Trigger()
+            found, reached = check_interrupted(trigger, at)
+            assert not found or trigger.reason == "SIGTERM"
+            assert [found, trigger.check()].count(True) == reached, at
+            at += 1
+        return at
+
+    (operations,) = run_world(program, 1)
+    assert operations > 20
 
 
 def test_lag_is_zero_or_one() -> None:

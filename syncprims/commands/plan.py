@@ -43,9 +43,8 @@ class Plan(NamedTuple):
     command: list[str]  #: of one rank
     ranks: int  #: on this machine
     variables: dict[str, str]  #: that all ranks get, beside those that are there already
-    handed_over: list[
-        str
-    ]  #: the command that starts torchrun instead, where there are several nodes
+    #: the command that starts torchrun instead, where there are several nodes
+    handed_over: list[str]
 
 
 def merged(above: Mapping[str, Any], below: Mapping[str, Any]) -> Options:

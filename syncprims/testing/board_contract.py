@@ -231,7 +231,7 @@ class BoardContract:
         )
 
     def test_windows_are_shared(self) -> None:
-        """Where there is a window, what one writes the others read."""
+        """Where there is a window, what one writes the others read, and objects go in notes."""
 
         def program() -> None:
             window = board().window()
@@ -240,6 +240,7 @@ class BoardContract:
             if window is None:
                 return
             rank = sp.get_rank()
+            assert board().note_limit is None, "a window is for arrays, and no object passes"
             window.memory[rank] = rank + 1
             window.fence()
             sp.barrier()

@@ -344,7 +344,7 @@ def _settled(rounds: NDArray[Any]) -> NDArray[Any]:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as ``0-3, 8``."""
-    from syncprims.tracefile import members_text
+    from syncprims.members import members_text
 
     chosen = sorted(ranks)
     return members_text(chosen).replace(",", ", ") if chosen else "none"

@@ -55,9 +55,8 @@ class Place(NamedTuple):
         token = unique()
         if disk.exists(path) and not disk.is_directory(path):
             raise OSError(errno.ENOTDIR, "there is something else in place of a directory", path)
-        if disk.exists(
-            path
-        ):  # empty or not, it stays: it may be a mount, or have rights of its own
+        if disk.exists(path):
+            # Empty or not, it stays: it may be a mount, or have rights of its own.
             return cls(path, path, disk.names(path), token)
         place = cls(path, f"{parent}/{temporary(name, token)}", [], token)
         try:
