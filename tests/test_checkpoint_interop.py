@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import shutil
 import threading
 from pathlib import Path
@@ -85,6 +86,22 @@ def test_a_real_transformer_as_we_write_it_is_read_by_all(
         assert not missing
         assert not unexpected
         assert minilm.is_same(other)
+
+
+def test_what_accelerates_function_takes_by_itself_is_taken_in_the_same_places(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    theirs = inspect.signature(accelerate.load_checkpoint_in_model).parameters
+    ours = inspect.signature(load_checkpoint_in_model).parameters.values()
+    placed = [one.name for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert placed == list(theirs)[: len(placed)]
+    model = torch.nn.Linear(2, 2)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    defaults = {name: one.default for name, one in theirs.items() if one.default is not one.empty}
+    other = torch.nn.Linear(2, 2)
+    load_checkpoint_in_model(other, tmp_path / "m", **defaults)
+    assert torch.equal(model.weight, other.weight)
 
 
 @pytest.mark.parametrize("writer", ["transformers", "transformers-shards", "safetensors", "torch"])

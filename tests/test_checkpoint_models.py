@@ -270,6 +270,27 @@ def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module
         load_checkpoint_in_model(other, path, dtype="float33")
 
 
+def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
+    model, path = saved
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    load_checkpoint_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
+    assert {p.dtype for p in other.parameters()} == {torch.float64}
+    fresh: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for asked in (
+        {"offload_folder": "folder"},
+        {"offload_folder": torch.float16},  # by position, as if it were the dtype
+        {"offload_state_dict": True},
+        {"keep_in_fp32_modules": ["0"], "dtype": torch.float16},
+        {"full_state_dict": False},
+        {"broadcast_from_rank0": True},
+    ):
+        with pytest.raises(TypeError, match="is not offered; instead: leave"):
+            load_checkpoint_in_model(fresh, path, **asked)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ofload_folder'"):
+        load_checkpoint_in_model(fresh, path, ofload_folder=None)
+    assert not same(model, fresh), "it was refused, and loaded all the same"
+
+
 def test_an_optimizer_still_owns_what_was_loaded(saved: tuple[nn.Module, Path]) -> None:
     _, path = saved
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))

@@ -10,10 +10,11 @@ import torch
 
 from syncprims import broadcast, is_local_main, is_main
 
-from ._familiar import only
+from ._familiar import only, refuse
 from .checkpoints import (
     Checkpoints,
     Registered,
+    load_model,
     load_state,
     offer_models,
     offer_weights,
@@ -24,6 +25,8 @@ from .checkpoints import (
 from .preparation import unwrap_model
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
     from .checkpoints import LoadHook, SaveHook
@@ -49,6 +52,37 @@ def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
         f.write(in_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
     else:
         torch.save(obj, f)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | str | int | torch.device | None = None,
+    offload_folder: None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    strict: bool = True,
+    allow_links: bool = False,
+    **others: Any,
+) -> None:
+    """Bring the weights of a checkpoint into the model, after they have been proved whole.
+
+    `checkpoint` is a weights file, an index, or a directory with one. `device_map` gives the device
+    for each part of the model by the beginning of its name (``""`` is all), or one for all; `dtype`
+    another type for its floating-point tensors. Parameters on the meta device come to be where the
+    map says, else on the CPU. Without `strict`, tensors that are missing or not known to the model
+    are reported and left. Symbolic links, as in the cache of a hub, are followed only with
+    `allow_links`. Every rank that calls it reads for itself. Of what else Accelerate's function
+    takes, what is so here anyway may be asked for.
+
+    :raises CheckpointError: naming the file, what was expected and what was found; then the model
+        is as it was, unless the message says otherwise: where the disk fails, or somebody writes to
+        the file, after it has been proved.
+    :raises TypeError: for what is not offered, as offloading, saying what to do instead.
+    :raises ValueError: if `device_map` names a device that cannot hold tensors.
+    """
+    refuse("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
+    load_model(model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links)
 
 
 class Saving:
