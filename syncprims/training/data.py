@@ -280,7 +280,8 @@ def prepare_data_loader(
     plan = Plan(get_rank(), get_world_size(), even_batches, split_batches)
     seed = order.common_seed(seed, loader.generator or _generator(loader))
     dispatch = dispatch_batches and plan.ranks > 1
-    if dispatch and order.is_sharded(loader.batch_sampler or loader.sampler):
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if dispatch and order.is_sharded(sampler):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
             "of the data only; drop the sampler, or dispatch_batches"
