@@ -270,6 +270,32 @@ def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module
         load_checkpoint_in_model(other, path, dtype="float33")
 
 
+def test_a_map_that_leaves_a_parameter_out_is_refused(saved: tuple[nn.Module, Path]) -> None:
+    model, path = saved
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for lacking in ({"0": "cpu", "one": "cpu"}, {"0": "cpu", "1.weight": "cpu"}, {}):
+        with pytest.raises(ValueError, match=r"no device for .*1\.bias: .* by ''"):
+            load_checkpoint_in_model(other, path, lacking)
+        assert all(p.is_meta for p in other.parameters()), "some came to be all the same"
+    load_checkpoint_in_model(other, path, {"0": "cpu", "1": "cpu"})
+    assert same(model, other)
+
+
+def test_a_map_covers_tied_parameters_by_one_of_their_names(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    from harness import Kind, Ranks
+
+    model, other = Odd(1), Odd(2)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    parts = {name.split(".")[0]: "cpu" for name in model.state_dict()}
+    for left_out in ("head", "embed"):
+        covering = {name: device for name, device in parts.items() if name != left_out}
+        load_checkpoint_in_model(other, tmp_path / "m", covering)
+    assert same(model, other)
+
+
 def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
     model, path = saved
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))

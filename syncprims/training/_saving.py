@@ -79,7 +79,8 @@ def load_checkpoint_in_model(
         is as it was, unless the message says otherwise: where the disk fails, or somebody writes to
         the file, after it has been proved.
     :raises TypeError: for what is not offered, as offloading, saying what to do instead.
-    :raises ValueError: if `device_map` names a device that cannot hold tensors.
+    :raises ValueError: if `device_map` names a device that cannot hold tensors, or none for a
+        parameter.
     """
     refuse("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
     load_model(model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links)
