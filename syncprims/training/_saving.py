@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -84,6 +84,17 @@ def load_checkpoint_in_model(
     """
     refuse("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
     load_model(model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links)
+
+
+class Project(NamedTuple):
+    """Where an Accelerator saves, as Accelerate's ProjectConfiguration says it: to be read."""
+
+    project_dir: Path | None
+    logging_dir: Path | None
+    automatic_checkpoint_naming: bool  #: with a directory, always
+    total_limit: int | None  #: of checkpoints that are kept
+    iteration: int  #: the number of the next one
+    save_on_each_node: bool = False
 
 
 class Saving:
@@ -181,6 +192,14 @@ class Saving:
     def should_save_model(self) -> bool:
         """Whether this is the first rank of its node, for scripts that write models themselves."""
         return is_local_main()
+
+    @property
+    def project_configuration(self) -> Project:
+        """The project's directories, how many checkpoints are kept, and the next one's number."""
+        named = self.project_dir is not None
+        return Project(
+            self.project_dir, self.logging_dir, named, self._keep_last, self.save_iteration
+        )
 
     @property
     def save_iteration(self) -> int:
