@@ -17,7 +17,7 @@ from harness import Kind, Ranks
 from safetensors.torch import load_model as safetensors_load
 from safetensors.torch import save_model as safetensors_save
 
-from syncprims.training import load_checkpoint_in_model, save_model
+from syncprims.training import Accelerator, load_checkpoint_in_model, save_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,6 +102,27 @@ def test_what_accelerates_function_takes_by_itself_is_taken_in_the_same_places(
     other = torch.nn.Linear(2, 2)
     load_checkpoint_in_model(other, tmp_path / "m", **defaults)
     assert torch.equal(model.weight, other.weight)
+
+
+def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, meeting_place: Path) -> None:
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+
+    def program() -> None:
+        job = Accelerator(cpu=True)
+        job.prepare(*models)
+        job.save_state(tmp_path)
+        torch.nn.init.zeros_(models[0].bias)
+        job.save_model(models[0], tmp_path)  # which leaves those alone
+        job.load_state(tmp_path)
+
+    Ranks(Kind("single", 1), meeting_place).run(program)
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    for number, model in enumerate(models):
+        for load in (load_checkpoint_in_model, accelerate.load_checkpoint_in_model):
+            other = torch.nn.Linear(2, 2)
+            load(other, f"{tmp_path}/model_{number}.safetensors")
+            assert torch.equal(model.weight, other.weight)
+            assert torch.equal(model.bias, other.bias)
 
 
 @pytest.mark.parametrize("writer", ["transformers", "transformers-shards", "safetensors", "torch"])
