@@ -381,6 +381,9 @@ def test_nothing_to_load_says_what_was_looked_for(tmp_path: Path) -> None:
         load_checkpoint_in_model(nn.Linear(2, 2), tmp_path)
     with pytest.raises(sp.CheckpointError, match="missing"):
         load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "nowhere.safetensors")
+    in_bytes: Any = os.fsencode(tmp_path)
+    with pytest.raises(TypeError, match="it takes a str or a path"):
+        load_checkpoint_in_model(nn.Linear(2, 2), in_bytes)
 
 
 @pytest.mark.parametrize("size", ["5 apples", 0, -1, "", None])

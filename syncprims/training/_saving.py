@@ -78,7 +78,8 @@ def load_checkpoint_in_model(
     :raises CheckpointError: naming the file, what was expected and what was found; then the model
         is as it was, unless the message says otherwise: where the disk fails, or somebody writes to
         the file, after it has been proved.
-    :raises TypeError: for what is not offered, as offloading, saying what to do instead.
+    :raises TypeError: if `checkpoint` is neither a str nor a path; and for what is not offered, as
+        offloading, saying what to do instead.
     :raises ValueError: if `device_map` names a device that cannot hold tensors, or none for a
         parameter.
     """

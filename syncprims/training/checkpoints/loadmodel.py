@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -40,7 +40,9 @@ def load_model(
     allow_links: bool,
 ) -> None:
     """Bring the weights of a checkpoint into the model. See ``load_checkpoint_in_model``."""
-    path = os.fspath(checkpoint)
+    path = os.fspath(cast("Any", checkpoint))
+    if not isinstance(path, str):
+        raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
     with open_weights(path, follow=allow_links) as weights:
         _bring_in(unwrapped(model), weights, path, device_map, dtype, strict)
 
