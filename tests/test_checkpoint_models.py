@@ -270,6 +270,20 @@ def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module
         load_checkpoint_in_model(other, path, dtype="float33")
 
 
+def test_buffers_that_no_checkpoint_has_are_told_where_they_are_without_values(
+    tmp_path: Path, meeting_place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from harness import Kind, Ranks
+
+    model = Odd(1)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    load_checkpoint_in_model(Odd(2), tmp_path / "m")
+    assert not caplog.text
+    load_checkpoint_in_model(empty := Odd(2).to("meta"), tmp_path / "m")
+    assert "buffers without values: passing; " in caplog.text
+    assert empty.passing.is_meta
+
+
 def test_a_map_that_leaves_a_parameter_out_is_refused(saved: tuple[nn.Module, Path]) -> None:
     model, path = saved
     with torch.device("meta"):

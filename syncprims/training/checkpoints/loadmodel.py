@@ -14,7 +14,7 @@ import torch
 from syncprims import CheckpointError
 
 from .filling import fill
-from .placing import place
+from .placing import place, without_values
 from .readweights import open_weights
 from .refusal import refusal
 from .sharded import cut, is_sharded
@@ -45,6 +45,12 @@ def load_model(
         raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
     with open_weights(path, follow=allow_links) as weights:
         _bring_in(unwrapped(model), weights, path, device_map, dtype, strict)
+    empty = without_values(model)
+    if empty:
+        log().warning(
+            "%s: %sthese are in no checkpoint, and still on the meta device: compute them anew",
+            path, _listed("buffers without values", empty),
+        )  # fmt: skip
 
 
 def _bring_in(

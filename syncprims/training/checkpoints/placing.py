@@ -32,15 +32,25 @@ def place(
     slots = [slot for slot in _slots(model) if slot.full in names]
     devices = {} if device_map is None else _devices(_device_table(device_map), slots)
     made: dict[int, torch.Tensor] = {}
-    for table, name, tensor, _ in slots:
+    for _, table, name, tensor, _ in slots:
         if id(tensor) not in made:
             made[id(tensor)] = _moved(tensor, devices.get(id(tensor)), kind)
         table[name] = made[id(tensor)]
 
 
+def without_values(model: nn.Module) -> list[str]:
+    """Return the buffers on the meta device that a model does not save, and nobody can load."""
+    return [
+        slot.full
+        for slot in _slots(model)
+        if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    ]
+
+
 class _Slot(NamedTuple):
     """Where a module has a parameter or a buffer."""
 
+    module: nn.Module
     table: dict[str, Any]  #: of the module's
     name: str
     tensor: torch.Tensor
@@ -52,7 +62,7 @@ def _slots(model: nn.Module) -> Generator[_Slot]:
         for table in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
             for name, tensor in table.items():
                 if tensor is not None:
-                    yield _Slot(table, name, tensor, f"{path}.{name}" if path else name)
+                    yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
 
 
 def _devices(table: Mapping[str, torch.device], slots: Sequence[_Slot]) -> dict[int, torch.device]:
