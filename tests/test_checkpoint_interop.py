@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import shutil
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from harness import Kind, Ranks
 from safetensors.torch import load_model as safetensors_load
 from safetensors.torch import save_model as safetensors_save
 
-from syncprims.training import load_checkpoint_in_model, save_model
+from syncprims.training import Accelerator, load_checkpoint_in_model, save_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,6 +86,43 @@ def test_a_real_transformer_as_we_write_it_is_read_by_all(
         assert not missing
         assert not unexpected
         assert minilm.is_same(other)
+
+
+def test_what_accelerates_function_takes_by_itself_is_taken_in_the_same_places(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    theirs = inspect.signature(accelerate.load_checkpoint_in_model).parameters
+    ours = inspect.signature(load_checkpoint_in_model).parameters.values()
+    placed = [one.name for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert placed == list(theirs)[: len(placed)]
+    model = torch.nn.Linear(2, 2)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    defaults = {name: one.default for name, one in theirs.items() if one.default is not one.empty}
+    other = torch.nn.Linear(2, 2)
+    load_checkpoint_in_model(other, tmp_path / "m", **defaults)
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, meeting_place: Path) -> None:
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+
+    def program() -> None:
+        job = Accelerator(cpu=True)
+        job.prepare(*models)
+        job.save_state(tmp_path)
+        torch.nn.init.zeros_(models[0].bias)
+        job.save_model(models[0], tmp_path)  # which leaves those alone
+        job.load_state(tmp_path)
+
+    Ranks(Kind("single", 1), meeting_place).run(program)
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    for number, model in enumerate(models):
+        for load in (load_checkpoint_in_model, accelerate.load_checkpoint_in_model):
+            other = torch.nn.Linear(2, 2)
+            load(other, f"{tmp_path}/model_{number}.safetensors")
+            assert torch.equal(model.weight, other.weight)
+            assert torch.equal(model.bias, other.bias)
 
 
 @pytest.mark.parametrize("writer", ["transformers", "transformers-shards", "safetensors", "torch"])

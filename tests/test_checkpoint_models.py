@@ -270,6 +270,67 @@ def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module
         load_checkpoint_in_model(other, path, dtype="float33")
 
 
+def test_buffers_that_no_checkpoint_has_are_told_where_they_are_without_values(
+    tmp_path: Path, meeting_place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from harness import Kind, Ranks
+
+    model = Odd(1)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    load_checkpoint_in_model(Odd(2), tmp_path / "m")
+    assert not caplog.text
+    load_checkpoint_in_model(empty := Odd(2).to("meta"), tmp_path / "m")
+    assert "buffers without values: passing; " in caplog.text
+    assert empty.passing.is_meta
+
+
+def test_a_map_that_leaves_a_parameter_out_is_refused(saved: tuple[nn.Module, Path]) -> None:
+    model, path = saved
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for lacking in ({"0": "cpu", "one": "cpu"}, {"0": "cpu", "1.weight": "cpu"}, {}):
+        with pytest.raises(ValueError, match=r"no device for .*1\.bias: .* by ''"):
+            load_checkpoint_in_model(other, path, lacking)
+        assert all(p.is_meta for p in other.parameters()), "some came to be all the same"
+    load_checkpoint_in_model(other, path, {"0": "cpu", "1": "cpu"})
+    assert same(model, other)
+
+
+def test_a_map_covers_tied_parameters_by_one_of_their_names(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    from harness import Kind, Ranks
+
+    model, other = Odd(1), Odd(2)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    parts = {name.split(".")[0]: "cpu" for name in model.state_dict()}
+    for left_out in ("head", "embed"):
+        covering = {name: device for name, device in parts.items() if name != left_out}
+        load_checkpoint_in_model(other, tmp_path / "m", covering)
+    assert same(model, other)
+
+
+def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
+    model, path = saved
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    load_checkpoint_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
+    assert {p.dtype for p in other.parameters()} == {torch.float64}
+    fresh: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for asked in (
+        {"offload_folder": "folder"},
+        {"offload_folder": torch.float16},  # by position, as if it were the dtype
+        {"offload_state_dict": True},
+        {"keep_in_fp32_modules": ["0"], "dtype": torch.float16},
+        {"full_state_dict": False},
+        {"broadcast_from_rank0": True},
+    ):
+        with pytest.raises(TypeError, match="is not offered; instead: leave"):
+            load_checkpoint_in_model(fresh, path, **asked)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ofload_folder'"):
+        load_checkpoint_in_model(fresh, path, ofload_folder=None)
+    assert not same(model, fresh), "it was refused, and loaded all the same"
+
+
 def test_an_optimizer_still_owns_what_was_loaded(saved: tuple[nn.Module, Path]) -> None:
     _, path = saved
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -334,6 +395,9 @@ def test_nothing_to_load_says_what_was_looked_for(tmp_path: Path) -> None:
         load_checkpoint_in_model(nn.Linear(2, 2), tmp_path)
     with pytest.raises(sp.CheckpointError, match="missing"):
         load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "nowhere.safetensors")
+    in_bytes: Any = os.fsencode(tmp_path)
+    with pytest.raises(TypeError, match="it takes a str or a path"):
+        load_checkpoint_in_model(nn.Linear(2, 2), in_bytes)
 
 
 @pytest.mark.parametrize("size", ["5 apples", 0, -1, "", None])

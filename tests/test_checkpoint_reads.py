@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +22,6 @@ from syncprims.training.checkpoints import disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 def small() -> nn.Module:
@@ -162,6 +163,27 @@ def test_a_load_goes_on_with_what_it_has_opened_when_a_save_replaces_it(
     with watched(meddle(path / "model.safetensors", lambda file: other.replace(file))):
         load_checkpoint_in_model(model, path)
     assert values(model) == {2}
+
+
+def test_more_shards_than_may_be_open_are_no_fault_of_a_file(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    parts = nn.ModuleList([nn.Linear(1, 1) for _ in range(20)])
+    saved(tmp_path / "m", meeting_place, parts, max_shard_size=1)
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) == 40
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken, free, most = {int(one.name) for one in Path("/dev/fd").iterdir()}, 0, 0
+    while free < 10:
+        free, most = free + (most not in taken), most + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        with pytest.raises(sp.CheckpointError, match=r"cannot be opened: .*ulimit -n") as caught:
+            load_checkpoint_in_model(parts, tmp_path / "m")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
+    assert "Load another" not in str(caught.value)
+    load_checkpoint_in_model(parts, tmp_path / "m")
 
 
 # -- models that are not plain ------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -14,7 +15,6 @@ from syncprims.training import Accelerator, prepare_data_loader, skip_first_batc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from harness import Ranks
 
@@ -83,8 +83,10 @@ def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> N
             ],
             deepspeed_plugin=None,
         )
-        for _ in range(3):
-            job.save_state()
+        for number in range(3):
+            assert job.project_configuration.iteration == number
+            where = job.save_state()
+            assert Path(where) == tmp_path / f"checkpoints/checkpoint_{number}"
         assert job.scaler is not None
         return [
             (job.split_batches, job.dispatch_batches, job.even_batches),
@@ -94,6 +96,8 @@ def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> N
             job.preparation.ddp,
             [path.name for path in (tmp_path / "checkpoints").iterdir()],
             (job.logging_dir, job.distributed_type, job.state.rank),
+            job.project_configuration._asdict(),
+            Accelerator(cpu=True).project_configuration.automatic_checkpoint_naming,
         ]
 
     assert world.run(program) == [
@@ -105,6 +109,15 @@ def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> N
             {"find_unused_parameters": True},
             ["checkpoint_2"],
             (tmp_path, "NO", 0),
+            {
+                "project_dir": tmp_path,
+                "logging_dir": tmp_path,
+                "automatic_checkpoint_naming": True,
+                "total_limit": 1,
+                "iteration": 3,
+                "save_on_each_node": False,
+            },
+            False,
         ]
     ]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from learning import alone, everywhere, feed, in_pairs, items, with_others
+from learning import TRAINED, alone, everywhere, feed, in_pairs, items, with_others
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
@@ -24,7 +26,7 @@ from syncprims.training import Accelerator, prepare_data_loader, skip_first_batc
 from syncprims.training.sharding import BatchShard, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from harness import Ranks
 
@@ -234,6 +236,84 @@ def test_a_loop_that_begins_with_the_loaders_epoch_has_them_all(world: Ranks) ->
             assert whole[:done] + loop(again, []) == whole, state
 
     assert world.run(program) == [None] * world.ranks
+
+
+class AtOnce(Sampler[int]):
+    """Draws an epoch's order when it begins."""
+
+    def __init__(self, draw: Callable[[int], list[int]]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._draw(24))
+
+    def __len__(self) -> int:
+        return 24
+
+
+class OneByOne(AtOnce):
+    """Draws an epoch's order while the training draws, too."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(24))
+        while left:
+            yield left.pop(self._draw(len(left))[0])
+
+
+DRAWS: dict[str, Callable[[int], list[int]]] = {
+    "python": lambda count: random.sample(range(count), count),
+    "numpy": lambda count: np.random.permutation(count).tolist(),
+    "torch": lambda count: torch.randperm(count).tolist(),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED[:2], ids=str, indirect=True)
+@pytest.mark.parametrize("kind_of_sampler", [AtOnce, OneByOne])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_an_order_drawn_from_generators_that_all_share_goes_on(
+    world: Ranks, draw: str, kind_of_sampler: type[AtOnce]
+) -> None:
+    def loader() -> Any:
+        return prepare_data_loader(
+            feed(range(24), batch_size=2, sampler=kind_of_sampler(DRAWS[draw])), seed=3
+        )
+
+    def program() -> list[int]:
+        training = DRAWS[draw]
+        torch.manual_seed(syncprims.get_rank())  # nor need ranks draw alike
+        first, seen, states = loader(), [], []
+        for _ in range(2):
+            for batch in first:
+                seen.append(batch.tolist())
+                states.append(first.state_dict())
+                training(9)
+        half = len(seen) // 2
+        assert seen[:half] != seen[half:]
+        for at in (2, half + 1):
+            again = loader()
+            again.load_state_dict(states[at])
+            end = half if at < half else len(seen)
+            assert [batch.tolist() for batch in again] == seen[at + 1 : end]
+        return [x for batch in seen[:half] for x in batch]
+
+    seen = [x for rank in world.run(program) for x in rank]
+    assert sorted(seen) == list(range(24))
+
+
+@alone
+def test_a_sampler_leaves_the_generators_that_all_share_as_they_were(world: Ranks) -> None:
+    def program() -> None:
+        for draw in DRAWS.values():
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(5)
+            wanted = [draw(9) for _ in range(3)]
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(5)
+            loader = prepare_data_loader(feed(range(24), batch_size=12, sampler=OneByOne(draw)))
+            found = [draw(9), *(draw(9) for _ in loader)]
+            assert found == wanted
+
+    assert world.run(program) == [None]
 
 
 @everywhere

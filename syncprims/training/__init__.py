@@ -12,6 +12,7 @@ if find_spec("torch") is None:
 
 from syncprims.errors import CheckpointError as CheckpointError
 
+from ._saving import load_checkpoint_in_model as load_checkpoint_in_model
 from .accelerator import Accelerator as Accelerator
 from .accumulation import Accumulator as Accumulator
 from .averaging import average_gradients as average_gradients
@@ -21,7 +22,6 @@ from .checkpoints import Checkpoints as Checkpoints
 from .checkpoints import Loaded as Loaded
 from .checkpoints import Saving as Saving
 from .checkpoints import Stateful as Stateful
-from .checkpoints import load_checkpoint_in_model as load_checkpoint_in_model
 from .checkpoints import load_state as load_state
 from .checkpoints import save_model as save_model
 from .checkpoints import save_state as save_state

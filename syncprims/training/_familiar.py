@@ -11,27 +11,50 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import os
 
-#: Arguments of Accelerate's object that have no counterpart, and what to do instead.
+#: Arguments of Accelerate's calls that have no counterpart, and what to do instead.
 _INSTEAD = {
-    "deepspeed_plugin": "wrap the model yourself before prepare()",
-    "deepspeed_plugins": "wrap the models yourself before prepare()",
-    "fsdp_plugin": "apply torch's fully_shard() to the model before prepare()",
-    "torch_tp_plugin": "apply torch's parallelize_module() to the model before prepare()",
-    "megatron_lm_plugin": "there is none",
-    "parallelism_config": "wrap the model with torch's own means before prepare()",
-    "dynamo_backend": "call torch.compile(model) before or after prepare()",
-    "dynamo_plugin": "call torch.compile(model) before or after prepare()",
-    "rng_types": "the order of data follows from seed=, and random numbers are left to each rank",
+    "Accelerator": {
+        "deepspeed_plugin": "wrap the model yourself before prepare()",
+        "deepspeed_plugins": "wrap the models yourself before prepare()",
+        "fsdp_plugin": "apply torch's fully_shard() to the model before prepare()",
+        "torch_tp_plugin": "apply torch's parallelize_module() to the model before prepare()",
+        "megatron_lm_plugin": "there is none",
+        "parallelism_config": "wrap the model with torch's own means before prepare()",
+        "dynamo_backend": "call torch.compile(model) before or after prepare()",
+        "dynamo_plugin": "call torch.compile(model) before or after prepare()",
+        "rng_types": "the order of data follows from seed=, and random numbers are left to each "
+        "rank",
+    },
+    "load_checkpoint_in_model": {
+        "offload_folder": "leave it out: nothing is offloaded here; a dtype is dtype=",
+        "offload_state_dict": "leave it out: weights are read straight into the model",
+        "offload_buffers": "leave it out: nothing is offloaded here",
+        "offload_8bit_bnb": "leave it out: nothing is offloaded here",
+        "keep_in_fp32_modules": "leave dtype= out, and cast parts of the model before: each keeps "
+        "its own",
+        "full_state_dict": "leave it out: tensors spread over ranks are cut from whole ones",
+        "broadcast_from_rank0": "leave it out: every rank reads for itself",
+    },
+}
+#: What they may ask for, since it is so anyway.
+_USUAL = {
+    "offload_state_dict": False,
+    "offload_buffers": False,
+    "offload_8bit_bnb": False,
+    "full_state_dict": True,
+    "broadcast_from_rank0": False,
 }
 
 
-def refuse(others: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that are not offered, unless they are None."""
+def refuse(call: str, others: dict[str, Any]) -> None:
+    """Accept of a call's arguments those that ask for what is so anyway, or for nothing.
+
+    :raises TypeError: for others, saying what to do instead where Accelerate knows them.
+    """
     for name, value in others.items():
-        if name not in _INSTEAD:
-            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
-        if value is not None:
-            raise TypeError(f"Accelerator({name}=) is not offered; instead: {_INSTEAD[name]}")
+        if name not in _INSTEAD[call]:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        only(_USUAL.get(name), value, f"{call}({name}=)", _INSTEAD[call][name])
 
 
 def only(usual: Any, asked: Any, call: str, instead: str) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from syncprims import is_local_main, is_main
 
-from ._familiar import only
+from ._familiar import only, refuse
 from .checkpoints import (
     Checkpoints,
     Registered,
     agreed_steps,
+    load_model,
     load_state,
     offer_models,
     offer_weights,
@@ -25,6 +26,8 @@ from .checkpoints import (
 from .preparation import unwrap_model
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
     from .checkpoints import LoadHook, SaveHook, Saving
@@ -49,6 +52,50 @@ def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
         f.write(in_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
     else:
         torch.save(obj, f)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | str | int | torch.device | None = None,
+    offload_folder: None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    strict: bool = True,
+    allow_links: bool = False,
+    **others: Any,
+) -> None:
+    """Bring the weights of a checkpoint into the model, after they have been proved whole.
+
+    `checkpoint` is a weights file, an index, or a directory with one. `device_map` gives the device
+    for each part of the model by the beginning of its name (``""`` is all), or one for all; `dtype`
+    another type for its floating-point tensors. Parameters on the meta device come to be where the
+    map says, else on the CPU. Without `strict`, tensors that are missing or not known to the model
+    are reported and left. Symbolic links, as in the cache of a hub, are followed only with
+    `allow_links`. Every rank that calls it reads for itself. Of what else Accelerate's function
+    takes, what is so here anyway may be asked for.
+
+    :raises CheckpointError: naming the file, what was expected and what was found; then the model
+        is as it was, unless the message says otherwise: where the disk fails, or somebody writes to
+        the file, after it has been proved.
+    :raises TypeError: if `checkpoint` is neither a str nor a path; and for what is not offered, as
+        offloading, saying what to do instead.
+    :raises ValueError: if `device_map` names a device that cannot hold tensors, or none for a
+        parameter.
+    """
+    refuse("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
+    load_model(model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links)
+
+
+class Project(NamedTuple):
+    """Where an Accelerator saves, as Accelerate's ProjectConfiguration says it: to be read."""
+
+    project_dir: Path | None
+    logging_dir: Path | None
+    automatic_checkpoint_naming: bool  #: with a directory, always
+    total_limit: int | None  #: of checkpoints that are kept
+    iteration: int  #: the number of the next one
+    save_on_each_node: bool = False
 
 
 class Checkpointing:
@@ -146,6 +193,14 @@ class Checkpointing:
     def should_save_model(self) -> bool:
         """Whether this is the first rank of its node, for scripts that write models themselves."""
         return is_local_main()
+
+    @property
+    def project_configuration(self) -> Project:
+        """The project's directories, how many checkpoints are kept, and the next one's number."""
+        named = self.project_dir is not None
+        return Project(
+            self.project_dir, self.logging_dir, named, self._keep_last, self.save_iteration
+        )
 
     @property
     def save_iteration(self) -> int:

@@ -72,7 +72,7 @@ class Accelerator(Together, Trackers, Checkpointing):
         kwargs_handlers: Any = None,
         **others: Any,
     ) -> None:
-        refuse(others)
+        refuse("Accelerator", others)
         said = understood(
             Settings(
                 gradient_accumulation_steps, True, project_dir, None, None,

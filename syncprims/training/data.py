@@ -180,9 +180,9 @@ class PreparedLoader(DataLoader[T]):
             dataset.set_epoch(epoch)
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if isinstance(sampler, _Skipping):
-            sampler.skip = done
+            sampler.skip, sampler.seed, sampler.epoch = done, progress.seed, epoch
             order.begin_epoch(sampler.shard.batches, progress.seed, epoch)
-            _check_order(sampler.shard)
+            _check_order(sampler.shard, progress.seed, epoch)
             return iter(loader)
         if isinstance(dataset, IterableDataset) and progress.stream is not None and done:
             loader.load_state_dict(progress.stream)  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
@@ -222,7 +222,7 @@ class _Skipping:
 
     def __init__(self, shard: BatchShard) -> None:
         self.shard = shard
-        self.skip = 0
+        self.skip = self.seed = self.epoch = 0
         self.batch_size = shard.batch_size
         self.drop_last = shard.drop_last
 
@@ -230,10 +230,12 @@ class _Skipping:
         return len(self.shard)
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.shard), self.skip, None)
+        shard = self.shard
+        dealt = order.drawn(shard, shard.batches, self.seed, self.epoch)
+        return islice(dealt, self.skip, None)
 
 
-def _check_order(shard: BatchShard) -> None:
+def _check_order(shard: BatchShard, seed: int, epoch: int) -> None:
     """Refuse an order of the user's own that ranks do not share, before it does harm.
 
     Where nothing is dealt out (a sampler shards by itself, one rank reads for all) they may differ.
@@ -241,7 +243,8 @@ def _check_order(shard: BatchShard) -> None:
     batches: Any = shard.batches
     if shard.plan.ranks == 1 or order.is_known(batches) or _consumes(batches):
         return
-    first = [list(b) if isinstance(b, list | tuple) else b for b in islice(batches, 2)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    some = islice(order.drawn(batches, batches, seed, epoch), 2)
+    first = [list(b) if isinstance(b, list | tuple) else b for b in some]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     assert_same(first, f"the order of {type(batches).__name__}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .loadmodel import load_checkpoint_in_model as load_checkpoint_in_model
+from .loadmodel import load_model as load_model
 from .loadstate import Loaded as Loaded
 from .loadstate import load_state as load_state
 from .objects import Stateful as Stateful

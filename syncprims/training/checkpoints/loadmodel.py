@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from syncprims import CheckpointError
 
 from .filling import fill
-from .placing import place
+from .placing import place, without_values
 from .readweights import open_weights
 from .refusal import refusal
 from .sharded import cut, is_sharded
@@ -30,32 +30,27 @@ if TYPE_CHECKING:
     from .stored import HeldTensor, StoredTensor
 
 
-def load_checkpoint_in_model(
+def load_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
-    device_map: Mapping[str, Any] | str | int | torch.device | None = None,
-    dtype: torch.dtype | str | None = None,
-    strict: bool = True,
+    device_map: Mapping[str, Any] | str | int | torch.device | None,
+    dtype: torch.dtype | str | None,
     *,
-    allow_links: bool = False,
+    strict: bool,
+    allow_links: bool,
 ) -> None:
-    """Bring the weights of a checkpoint into the model, after they have been proved whole.
-
-    `checkpoint` is a weights file, an index, or a directory with one. `device_map` gives the device
-    for each part of the model by the beginning of its name (``""`` is all), or one for all; `dtype`
-    another type for its floating-point tensors. Parameters on the meta device come to be where the
-    map says, else on the CPU. Without `strict`, tensors that are missing or not known to the model
-    are reported and left. Symbolic links, as in the cache of a hub, are followed only with
-    `allow_links`. Every rank that calls it reads for itself.
-
-    :raises CheckpointError: naming the file, what was expected and what was found; then the model
-        is as it was, unless the message says otherwise: where the disk fails, or somebody writes to
-        the file, after it has been proved.
-    :raises ValueError: if `device_map` names a device that cannot hold tensors.
-    """
-    path = os.fspath(checkpoint)
+    """Bring the weights of a checkpoint into the model. See ``load_checkpoint_in_model``."""
+    path = os.fspath(cast("Any", checkpoint))
+    if not isinstance(path, str):
+        raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
     with open_weights(path, follow=allow_links) as weights:
         _bring_in(unwrapped(model), weights, path, device_map, dtype, strict)
+    empty = without_values(model)
+    if empty:
+        log().warning(
+            "%s: %sthese are in no checkpoint, and still on the meta device: compute them anew",
+            path, _listed("buffers without values", empty),
+        )  # fmt: skip
 
 
 def _bring_in(

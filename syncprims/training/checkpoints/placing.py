@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from .weights import portable
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Generator, Mapping, Sequence
 
 
 def place(
@@ -23,20 +25,61 @@ def place(
     Ties hold: what was one parameter still is. On the meta device, where there are no values,
     parameters are made anew, and so optimizers must be made afterwards.
 
-    :raises ValueError: for a dtype or a device that cannot be used.
+    :raises ValueError: for a dtype or a device that cannot be used, or a map that says of some of
+        them nothing; then all are where they were.
     """
     kind = _dtype(dtype)
-    table = _device_table(device_map)
+    slots = [slot for slot in _slots(model) if slot.full in names]
+    devices = {} if device_map is None else _devices(_device_table(device_map), slots)
     made: dict[int, torch.Tensor] = {}
+    for _, table, name, tensor, _ in slots:
+        if id(tensor) not in made:
+            made[id(tensor)] = _moved(tensor, devices.get(id(tensor)), kind)
+        table[name] = made[id(tensor)]
+
+
+def without_values(model: nn.Module) -> list[str]:
+    """Return the buffers on the meta device that a model does not save, and nobody can load."""
+    return [
+        slot.full
+        for slot in _slots(model)
+        if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    ]
+
+
+class _Slot(NamedTuple):
+    """Where a module has a parameter or a buffer."""
+
+    module: nn.Module
+    table: dict[str, Any]  #: of the module's
+    name: str
+    tensor: torch.Tensor
+    full: str  #: its name in the model
+
+
+def _slots(model: nn.Module) -> Generator[_Slot]:
     for path, module in model.named_modules(remove_duplicate=False):
-        for table_of in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
-            for name, tensor in list(table_of.items()):
-                full = f"{path}.{name}" if path else name
-                if tensor is None or full not in names:
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = _moved(tensor, _device(table, full), kind)
-                table_of[name] = made[id(tensor)]  # pyright: ignore[reportArgumentType]
+        for table in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
+
+
+def _devices(table: Mapping[str, torch.device], slots: Sequence[_Slot]) -> dict[int, torch.device]:
+    """Return the device of each tensor by its identity: that of the first name the map covers."""
+    found: dict[int, torch.device] = {}
+    for slot in slots:
+        device = _device(table, portable(slot.full))
+        if device is not None:
+            found.setdefault(id(slot.tensor), device)
+    lacking = [slot.full for slot in slots if id(slot.tensor) not in found]
+    if lacking:
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        raise ValueError(
+            f"device_map gives no device for {', '.join(lacking[:5])}{more}: name the parts that "
+            f"hold them, or all others by ''"
+        )
+    return found
 
 
 def _moved(
@@ -64,8 +107,6 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _device_table(device_map: Any) -> Mapping[str, torch.device]:
-    if device_map is None:
-        return {}
     table: Mapping[str, Any] = device_map if hasattr(device_map, "items") else {"": device_map}
     for name, device in table.items():
         if device in ("disk", "meta", "auto", "balanced", "sequential"):
@@ -73,7 +114,7 @@ def _device_table(device_map: Any) -> Mapping[str, torch.device]:
                 f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
                 f"'cpu', 0 or 'cuda:1'; nothing is offloaded here"
             )
-    return {name: torch.device(device) for name, device in table.items()}
+    return {portable(name): torch.device(device) for name, device in table.items()}
 
 
 def _device(table: Mapping[str, torch.device], name: str) -> torch.device | None:

@@ -40,6 +40,12 @@ def reading(path: str) -> Generator[None]:
     except FileNotFoundError as error:
         raise refusal(path, "missing", "a file", "none") from error
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # the file is not to blame
+            raise CheckpointError(
+                f"{path}: cannot be opened: {error.strerror}. All files of a checkpoint are open "
+                f"while it is loaded: allow more of them (ulimit -n), and load again.",
+                path=path, errno=error.errno,
+            ) from error  # fmt: skip
         found = error.strerror
         if error.errno == errno.ELOOP:
             found = "a symbolic link, which may lead anywhere"

@@ -77,10 +77,13 @@ def is_under_way(extras: Mapping[str, Any]) -> bool:
 
 
 class Saving:
-    """A save; it is done, or becomes so."""
+    """A save; it is done, or becomes so. As a path it is the checkpoint's directory."""
 
     def __init__(self, job: Job) -> None:
         self.path = job.place.path  #: the checkpoint's directory
+
+    def __fspath__(self) -> str:
+        return self.path
 
     @property
     def done(self) -> bool:
