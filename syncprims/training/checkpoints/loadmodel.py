@@ -50,7 +50,8 @@ def load_checkpoint_in_model(
 
     :raises CheckpointError: naming the file, what was expected and what was found; then the model
         is as it was, unless the message says otherwise: where the disk fails, or somebody writes to
-        the file, after it has been proved.
+        the file, after it has been proved; and where a part of the model takes names or values in
+        its own way, so that only a load shows what is missing.
     :raises ValueError: if `device_map` names a device that cannot hold tensors.
     """
     path = os.fspath(checkpoint)
@@ -87,7 +88,8 @@ def _bring_in(
             read = {name: _whole(stored, own.get(name)) for name, stored in state.items()}
         else:
             read = fill(model, {name: state[name] for name in own if name in state}, _whole)
-        model.load_state_dict(read, strict=strict and not missing)
+        # What a part renames, or makes of what is there, only torch can tell from what is missing.
+        model.load_state_dict(read, strict=strict)
     except (CheckpointError, RuntimeError) as error:
         said = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
         number = error.errno if isinstance(error, CheckpointError) else None
