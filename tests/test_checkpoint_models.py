@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import stat
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +19,7 @@ from conftest import in_processes, several
 from keeping import on_some
 from safetensors import safe_open
 from torch import nn
+from tqdm.auto import tqdm
 
 import syncprims as sp
 from syncprims.training import load_checkpoint_in_model, save_model
@@ -149,6 +154,45 @@ def test_what_takes_long_shows_a_bar_on_main(
     assert shown.count("| 32.0/288 ") == 1, shown  # when it had been seen to take long: one rank
     assert "saving the model" in shown
     assert "checking weights" in shown
+
+
+class Gone(io.StringIO):
+    """A stream whose reader goes away after so many writes."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def write(self, text: str, /) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        return super().write(text)
+
+
+def test_a_bar_that_cannot_be_shown_fails_nothing(
+    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harness import Kind, Ranks
+
+    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
+    monkeypatch.setattr("tqdm.auto.tqdm", partial(tqdm, mininterval=0))  # every update is written
+
+    def save_and_load(stream: Any) -> None:
+        model, other = Odd(1), Odd(2)
+        sys.stderr = stream
+        save_model(model, tmp_path / "m")
+        load_checkpoint_in_model(other, tmp_path / "m")
+        assert same(model, other)
+
+    def program() -> int:
+        save_and_load(whole := Gone(1_000_000))
+        writes = 1_000_000 - whole.left
+        for stream in (None, *map(Gone, range(writes))):
+            save_and_load(stream)
+        return writes
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program)[0] > 20
 
 
 @several(2, 4)
