@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import math
 import pickle
@@ -22,6 +23,7 @@ from torch import nn
 
 import syncprims as sp
 from syncprims.training import Checkpoints, load_state, save_state
+from syncprims.training.checkpoints import tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -182,7 +184,39 @@ def test_a_state_of_all_kinds_comes_back_in_type_and_value(
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [[]]
 
 
-@pytest.mark.parametrize("value", [object(), print, collections.defaultdict(lambda: 0), Kept])
+@pytest.mark.parametrize("text", ["", "a", "a\0b\0\0", "\0"])
+def test_numpys_texts_come_back_to_the_last_character(
+    text: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    given = [np.str_(text), np.bytes_(text.encode())]  # numpy does not tell all of them apart
+
+    def program() -> list[Any]:
+        other = Kept()
+        save_state(tmp_path / "s", {"it": Kept(given)})
+        load_state(tmp_path / "s", {"it": other})
+        return [(type(value), len(value), list(value)) for value in other.state]
+
+    found = Ranks(Kind("single", 1), meeting_place).run(program)
+    size = len(text)
+    assert found == [[(np.str_, size, list(text)), (np.bytes_, size, list(text.encode()))]]
+
+
+def test_numpys_texts_of_older_checkpoints_are_read() -> None:
+    older = {"$": "scalar", "dtype": "<U2", "bytes": base64.b64encode("hé".encode("utf-32-le"))}
+    assert tree.join([older], lambda _: torch.empty(0)) == [np.str_("hé")]
+
+
+class Percent(np.float64):
+    """A number of a user's own kind."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), print, collections.defaultdict(lambda: 0), Kept, Percent(3), np.void(b""),
+        np.ndarray(3, "U0"), np.array([None]), np.zeros(2, [("a", int)]),
+    ],
+)  # fmt: skip
 def test_what_needs_a_pickle_is_refused_with_its_place(
     value: Any, tmp_path: Path, meeting_place: Path
 ) -> None:

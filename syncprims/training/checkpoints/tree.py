@@ -36,6 +36,8 @@ _SEQUENCES: dict[str, Any] = {
 }  # fmt: skip
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _PATHS: dict[str, Any] = {"path": Path, "purepath": PurePosixPath}
+#: Texts of numpy, and how each is one of Python: its str() and arrays drop the NULs at its end.
+_NUMPYS: dict[str, Any] = {"str_": (np.str_, str.__str__), "bytes_": (np.bytes_, bytes)}
 
 
 class State(NamedTuple):
@@ -87,6 +89,9 @@ class _Splitter:
             return self._mapping(kind, value, place)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, place)
+        for name, (known, plain) in _NUMPYS.items():
+            if kind is known:
+                return {KIND: name, "is": self.node(plain(value), place)}
         if isinstance(value, (np.ndarray, np.generic)):
             return self._array(value, place)
         return self._other(kind, value, place)
@@ -142,9 +147,8 @@ class _Splitter:
 
     def _array(self, value: Any, place: tuple[str, ...]) -> dict[str, Any]:
         kind = value.dtype
-        if kind.hasobject or kind.fields is not None or (type(value) is not np.ndarray and not (
-            isinstance(value, np.generic)
-        )):  # fmt: skip
+        known = type(value) in (np.ndarray, kind.type) and kind.itemsize
+        if not known or kind.hasobject or kind.fields is not None:
             raise self._cannot(value, place)
         raw = np.ascontiguousarray(value)
         if isinstance(value, np.generic):
@@ -217,6 +221,8 @@ class _Joiner:
             return _SEQUENCES[kind](self.value(found["items"]))
         if kind in ("array", "scalar"):
             return self._array(found)
+        if kind in _NUMPYS:
+            return _NUMPYS[kind][0](self.value(found["is"]))
         return self._other(kind, found)
 
     def _mapping(self, kind: str, node: dict[str, Any]) -> Any:
