@@ -35,9 +35,11 @@ def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
     """Write `obj` to the file `f` on rank 0, whole or not at all; the others go on at once.
 
     With `safe_serialization`, `obj` is a dict of tensors and the file one of safetensors. `f` may
-    also be something with ``write``, which then gets the bytes.
+    also be something with ``write``, which then gets the bytes. Links are followed, and what is no
+    regular file stays as it is.
 
-    :raises CheckpointError: on rank 0, naming path and errno, if it cannot be written.
+    :raises CheckpointError: on rank 0, naming path and errno, if it cannot be written, or there is
+        something else in its place: a directory, a device.
     """
     if not is_main():
         return

@@ -200,6 +200,21 @@ def exists(path: str) -> bool:
     return True
 
 
+def replaceable(path: str) -> str:
+    """Return the name that a new content of the file `path` is to get: where its links lead.
+
+    :raises OSError: if there is anything else than a regular file.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+            what = "not a regular file, and would be replaced: to write into it, open it, pass that"
+            raise OSError(errno.EINVAL, what, path)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            return os.path.realpath(path)
+    return path
+
+
 def is_directory(path: str) -> bool:
     """Tell whether this is a directory, or a link to one."""
     try:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
     """Make `obj` the content of the file `path`, durably; not collective.
 
-    With `safe` it is a dict of tensors, and the file one of safetensors; else torch's own.
+    With `safe` it is a dict of tensors, and the file one of safetensors; else torch's own. Where
+    the path is a link, that stays, and what it leads to gets the content.
 
     :raises CheckpointError: naming path and errno; what was there before still stands, unless it
         says otherwise.
@@ -35,6 +36,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
 
 
 def _save(obj: Any, target: str, safe: bool) -> None:
+    target = disk.replaceable(target)
     folder, name = os.path.split(target)
     waiting = f"{folder}/{temporary(name, unique())}"
     try:
