@@ -213,6 +213,27 @@ def test_one_tensor_of_a_file_may_be_two_of_a_model(tmp_path: Path, meeting_plac
     assert model[0].weight is not model[1].weight
 
 
+def with_a_step(value: float) -> Any:
+    """Return a model with parameters of one number, as slices leave them."""
+    model: Any = nn.Linear(2, 1)
+    model.bias = nn.Parameter(torch.full((3, 5), value)[:1, 1])
+    model.gain = nn.Parameter(torch.full((3, 5), value, dtype=torch.bfloat16)[1:2, 4:])
+    assert model.bias.stride() == (5,)
+    return model
+
+
+def test_one_number_may_lie_in_any_step(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> tuple[float, ...]:
+        model, other, kept = with_a_step(3.0), with_a_step(0.0), Kept()
+        save_model(model, tmp_path / "m")
+        save_state(tmp_path / "s", {"kept": Kept([model.bias.detach()])})
+        load_checkpoint_in_model(other, tmp_path / "m")
+        load_state(tmp_path / "s", {"kept": kept})
+        return other.bias.item(), other.gain.item(), kept.state[0].item()
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [(3, 3, 3)]
+
+
 class Turned(nn.Linear):
     """A layer that turns its weight when it is loaded."""
 
