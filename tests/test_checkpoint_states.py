@@ -153,12 +153,15 @@ EXOTIC: dict[str, Any] = {
     "strings": np.array(["a", "bcd"]), "when": np.array(["2020-01-01"], "datetime64[D]"),
     "tensors": [torch.arange(3), torch.tensor(2.5), torch.empty(0, 2), torch.ones(2, 2).t()],
     "__metadata__": torch.ones(1), "": {"": torch.zeros(1)}, "a.b": torch.ones(1),
-    "a": {"b": torch.zeros(1)},
+    "a": {"b": torch.zeros(1)}, "parameter": nn.Parameter(torch.ones(2)),
+    "frozen parameter": nn.Parameter(torch.arange(2), requires_grad=False),
 }  # fmt: skip
 
 
 def equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
+        return False
+    if isinstance(one, nn.Parameter) and one.requires_grad != other.requires_grad:
         return False
     if isinstance(one, (torch.Tensor, np.ndarray)):
         return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())

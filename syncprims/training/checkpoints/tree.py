@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from .sharded import is_sharded
+from .sharded import check_spread, is_sharded
 from .tensorfile import check_storable
 from .weights import identity
 
@@ -126,6 +126,7 @@ class _Splitter:
         if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(value):
             raise self._cannot(value, place)
         if is_sharded(value):
+            check_spread(spelled, value)
             check_storable(spelled, value.to_local())
         else:
             check_storable(spelled, value)
@@ -136,9 +137,11 @@ class _Splitter:
             self.tensors[key] = value.detach()
             if same is not None:
                 self._seen[same] = key
-        if not is_sharded(value):
-            return {KIND: "tensor", "key": key}
-        return {KIND: "sharded", "key": key, "shape": list(value.shape)}
+        if is_sharded(value):
+            return {KIND: "sharded", "key": key, "shape": list(value.shape)}
+        if type(value) is torch.nn.Parameter:
+            return {KIND: "tensor", "key": key, "learns": value.requires_grad}
+        return {KIND: "tensor", "key": key}
 
     def _unused(self, key: str) -> str:
         while key in self.tensors or key.startswith("__"):
@@ -214,7 +217,9 @@ class _Joiner:
         if kind is None:
             return {key: self.value(item) for key, item in found.items()}
         if kind in ("tensor", "sharded"):
-            return self._take(found)
+            tensor = self._take(found)
+            learns = found.get("learns")  # of a parameter only
+            return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
         if kind in _MAPPINGS or kind == "default":
             return self._mapping(kind, found)
         if kind in _SEQUENCES:
