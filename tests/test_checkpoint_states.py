@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import collections
+import importlib
+import importlib.util
 import math
 import pickle
 import random
@@ -207,6 +209,23 @@ def test_numpys_texts_come_back_to_the_last_character(
 def test_numpys_texts_of_older_checkpoints_are_read() -> None:
     older = {"$": "scalar", "dtype": "<U2", "bytes": base64.b64encode("hé".encode("utf-32-le"))}
     assert tree.join([older], lambda _: torch.empty(0)) == [np.str_("hé")]
+
+
+def test_numbers_of_others_types_are_refused_and_named(tmp_path: Path, meeting_place: Path) -> None:
+    core = next(name for name in ("numpy._core", "numpy.core") if importlib.util.find_spec(name))
+    rational: Any = importlib.import_module(f"{core}._rational_tests").rational
+
+    def program() -> list[str]:
+        said: list[str] = []
+        for value in (rational(1, 2), np.array([rational(1, 2)])):
+            with pytest.raises(sp.CheckpointError) as caught:
+                save_state(tmp_path / "s", {"it": Kept([value])})
+            said.append(str(caught.value))
+        return said
+
+    scalar, array = Ranks(Kind("single", 1), meeting_place).run(program)[0]
+    assert "_rational_tests.rational: it could only be saved as a pickle" in scalar
+    assert "state 0 is a numpy.ndarray of rational: it could" in array
 
 
 class Percent(np.float64):

@@ -150,8 +150,8 @@ class _Splitter:
 
     def _array(self, value: Any, place: tuple[str, ...]) -> dict[str, Any]:
         kind = value.dtype
-        known = type(value) in (np.ndarray, kind.type) and kind.itemsize
-        if not known or kind.hasobject or kind.fields is not None:
+        known = type(value) in (np.ndarray, kind.type) and kind.itemsize and not kind.hasobject
+        if not known or np.dtype(kind.str) != kind:  # of structures and others' types it is |V2
             raise self._cannot(value, place)
         raw = np.ascontiguousarray(value)
         if isinstance(value, np.generic):
@@ -181,8 +181,9 @@ class _Splitter:
 
     def _cannot(self, value: Any, place: tuple[str, ...]) -> TypeError:
         kind: type[Any] = type(value)
+        of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
         return TypeError(
-            f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}: it "
+            f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}{of}: it "
             f"could only be saved as a pickle, which runs code when it is loaded. Give a "
             f"state_dict() of numbers, texts, lists, dicts, arrays and tensors."
         )
