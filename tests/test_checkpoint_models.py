@@ -22,7 +22,13 @@ from torch import nn
 from tqdm.auto import tqdm
 
 import syncprims as sp
-from syncprims.training import load_checkpoint_in_model, save_model
+from syncprims.training import (
+    Accelerator,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
 
 if TYPE_CHECKING:
     from harness import Ranks
@@ -360,6 +366,32 @@ def test_links_are_refused_unless_they_are_allowed(
         load_checkpoint_in_model(other, cache)
     load_checkpoint_in_model(other, cache, allow_links=True)
     assert same(model, other)
+
+
+def test_what_is_above_a_link_is_where_others_find_it(
+    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harness import Kind, Ranks
+
+    (tmp_path / "other" / "inner").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to("../other/inner")
+    monkeypatch.chdir(tmp_path / "here")
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def program() -> bool:
+        save_model(model, "link/../out")
+        load_checkpoint_in_model(other, "link/../out")
+        save_state("link/../state", {"model": model})
+        load_state("link/../state", {"model": other})
+        Accelerator().save(model.state_dict(), "link/../one.bin")
+        torch.load("link/../one.bin", weights_only=True)
+        return torch.equal(model.weight, other.weight)
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["link"]
+    found = {path.name for path in (tmp_path / "other").iterdir()}
+    assert found == {"inner", "one.bin", "out", "state"}
 
 
 def test_a_pickle_in_a_weights_file_is_refused_and_not_run(tmp_path: Path) -> None:

@@ -200,6 +200,15 @@ def exists(path: str) -> bool:
     return True
 
 
+def absolute(path: str) -> str:
+    """Return where a name leads now, for a later chdir must not matter.
+
+    What is above a link is above what that leads to, as it is for everybody who opens the name.
+    """
+    above = os.pardir in path.split("/")
+    return os.path.realpath(path) if above else os.path.abspath(path)  # noqa: PTH100
+
+
 def replaceable(path: str) -> str:
     """Return the name that a new content of the file `path` is to get: where its links lead.
 

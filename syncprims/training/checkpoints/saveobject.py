@@ -30,7 +30,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
     :raises CheckpointError: naming path and errno; what was there before still stands, unless it
         says otherwise.
     """
-    target = os.path.abspath(os.fspath(path))  # noqa: PTH100 - as save_model names it
+    target = disk.absolute(os.fspath(path))
     outcome = Outcome.of(lambda: _save(obj, target, safe), lambda _: None)
     settle(f"save to {target}", outcome, [outcome.plain], STANDS)
 
