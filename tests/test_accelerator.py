@@ -246,6 +246,34 @@ def test_saving_writes_on_main_only(world: Ranks, tmp_path: Path) -> None:
 
 
 @alone
+@pytest.mark.parametrize("safe", [False, True])
+def test_saving_follows_links_and_leaves_what_is_no_file(
+    world: Ranks, safe: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "old").write_bytes(b"old")
+    for name in ("old", "new"):
+        (tmp_path / name).symlink_to(f"there/{name}")
+    os.mkfifo(tmp_path / "there" / "fifo")
+    (tmp_path / "fifo").symlink_to("there/fifo")
+
+    def program() -> None:
+        a = Accelerator()
+        for name in ("old", "new"):
+            a.save({"x": torch.ones(2)}, tmp_path / name, safe_serialization=safe)
+            assert (tmp_path / "there" / name).stat().st_size > 100
+        for name in ("there/fifo", "fifo", "there"):
+            with pytest.raises(CheckpointError, match=f"{name}'.*still stands") as caught:
+                a.save({"x": torch.ones(2)}, tmp_path / name, safe_serialization=safe)
+            assert "not a regular file" in str(caught.value)
+
+    world.run(program)
+    assert all((tmp_path / name).is_symlink() for name in ("old", "new", "fifo"))
+    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["fifo", "new", "old"]
+    assert (tmp_path / "there" / "fifo").is_fifo()
+
+
+@alone
 def test_prepare_keeps_order_and_hands_on_what_it_does_not_know(world: Ranks) -> None:
     def program() -> None:
         a = Accelerator()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import stat
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +19,16 @@ from conftest import in_processes, several
 from keeping import on_some
 from safetensors import safe_open
 from torch import nn
+from tqdm.auto import tqdm
 
 import syncprims as sp
-from syncprims.training import load_checkpoint_in_model, save_model
+from syncprims.training import (
+    Accelerator,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
 
 if TYPE_CHECKING:
     from harness import Ranks
@@ -149,6 +160,45 @@ def test_what_takes_long_shows_a_bar_on_main(
     assert shown.count("| 32.0/288 ") == 1, shown  # when it had been seen to take long: one rank
     assert "saving the model" in shown
     assert "checking weights" in shown
+
+
+class Gone(io.StringIO):
+    """A stream whose reader goes away after so many writes."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def write(self, text: str, /) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        return super().write(text)
+
+
+def test_a_bar_that_cannot_be_shown_fails_nothing(
+    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harness import Kind, Ranks
+
+    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
+    monkeypatch.setattr("tqdm.auto.tqdm", partial(tqdm, mininterval=0))  # every update is written
+
+    def save_and_load(stream: Any) -> None:
+        model, other = Odd(1), Odd(2)
+        sys.stderr = stream
+        save_model(model, tmp_path / "m")
+        load_checkpoint_in_model(other, tmp_path / "m")
+        assert same(model, other)
+
+    def program() -> int:
+        save_and_load(whole := Gone(1_000_000))
+        writes = 1_000_000 - whole.left
+        for stream in (None, *map(Gone, range(writes))):
+            save_and_load(stream)
+        return writes
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program)[0] > 20
 
 
 @several(2, 4)
@@ -377,6 +427,32 @@ def test_links_are_refused_unless_they_are_allowed(
         load_checkpoint_in_model(other, cache)
     load_checkpoint_in_model(other, cache, allow_links=True)
     assert same(model, other)
+
+
+def test_what_is_above_a_link_is_where_others_find_it(
+    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harness import Kind, Ranks
+
+    (tmp_path / "other" / "inner").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to("../other/inner")
+    monkeypatch.chdir(tmp_path / "here")
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def program() -> bool:
+        save_model(model, "link/../out")
+        load_checkpoint_in_model(other, "link/../out")
+        save_state("link/../state", {"model": model})
+        load_state("link/../state", {"model": other})
+        Accelerator().save(model.state_dict(), "link/../one.bin")
+        torch.load("link/../one.bin", weights_only=True)
+        return torch.equal(model.weight, other.weight)
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["link"]
+    found = {path.name for path in (tmp_path / "other").iterdir()}
+    assert found == {"inner", "one.bin", "out", "state"}
 
 
 def test_a_pickle_in_a_weights_file_is_refused_and_not_run(tmp_path: Path) -> None:

@@ -15,9 +15,16 @@ from faults import nothing, watched
 from harness import Kind, Ranks
 from keeping import Kept
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import syncprims as sp
-from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
+from syncprims.training import (
+    Accelerator,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
 from syncprims.training.checkpoints import disk
 
 if TYPE_CHECKING:
@@ -228,6 +235,27 @@ def test_one_tensor_of_a_file_may_be_two_of_a_model(tmp_path: Path, meeting_plac
     assert model[0].weight is not model[1].weight
 
 
+def with_a_step(value: float) -> Any:
+    """Return a model with parameters of one number, as slices leave them."""
+    model: Any = nn.Linear(2, 1)
+    model.bias = nn.Parameter(torch.full((3, 5), value)[:1, 1])
+    model.gain = nn.Parameter(torch.full((3, 5), value, dtype=torch.bfloat16)[1:2, 4:])
+    assert model.bias.stride() == (5,)
+    return model
+
+
+def test_one_number_may_lie_in_any_step(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> tuple[float, ...]:
+        model, other, kept = with_a_step(3.0), with_a_step(0.0), Kept()
+        save_model(model, tmp_path / "m")
+        save_state(tmp_path / "s", {"kept": Kept([model.bias.detach()])})
+        load_checkpoint_in_model(other, tmp_path / "m")
+        load_state(tmp_path / "s", {"kept": kept})
+        return other.bias.item(), other.gain.item(), kept.state[0].item()
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [(3, 3, 3)]
+
+
 class Turned(nn.Linear):
     """A layer that turns its weight when it is loaded."""
 
@@ -243,6 +271,37 @@ def test_a_part_that_changes_what_it_loads_gets_what_is_in_the_file(
     saved(tmp_path / "m", meeting_place, nn.Sequential(plain))
     load_checkpoint_in_model(nn.Sequential(turned), tmp_path / "m")
     assert torch.equal(turned.weight, plain.weight.t())
+
+
+def normed() -> nn.Module:
+    """Return two layers, of which the first can be loaded by older names, too."""
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("model", [normed, lambda: nn.Sequential(Turned(3, 3), nn.Linear(3, 3))])
+def test_beside_a_part_that_looks_itself_what_is_missing_is_missing(
+    model: Callable[[], nn.Module], tmp_path: Path, meeting_place: Path
+) -> None:
+    saved(tmp_path / "m", meeting_place, model()[:1])  # type: ignore[index]
+    with pytest.raises(sp.CheckpointError, match=r"1\.weight.*1\.bias.*has been loaded in part"):
+        load_checkpoint_in_model(model(), tmp_path / "m")
+    load_checkpoint_in_model(model(), tmp_path / "m", strict=False)
+
+
+def test_what_a_part_renames_is_not_missing(tmp_path: Path, meeting_place: Path) -> None:
+    model, other = normed(), normed()
+    older = {
+        name.replace("parametrizations.weight.original0", "weight_g").replace(
+            "parametrizations.weight.original1", "weight_v"
+        ): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    Ranks(Kind("single", 1), meeting_place).run(
+        lambda: Accelerator().save(older, tmp_path / "m.safetensors", safe_serialization=True)
+    )
+    load_checkpoint_in_model(other, tmp_path / "m.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
 
 
 class Extra(nn.Module):

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 import warm  # noqa: F401
 from harness import Kind, Ranks
+from keeping import Kept
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import syncprims as sp
 from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
@@ -137,6 +139,23 @@ def test_a_spread_model_is_saved_as_a_plain_one_and_back(most: Any, tmp_path: Pa
     for flat, full, same in run(2, tmp_path, program):
         assert flat == full
         assert same
+
+
+def test_what_is_not_summed_up_yet_is_refused_and_its_sum_is_saved(tmp_path: Path) -> None:
+    def program() -> tuple[str, str, list[float]]:
+        mesh = init_device_mesh("cpu", (2,))
+        partial = DTensor.from_local(torch.tensor([1.0 + 8 * sp.get_rank()]), mesh, [Partial()])
+        with pytest.raises(sp.CheckpointError) as caught:
+            save_state(tmp_path / "s", {"mean": Kept({"a": [partial]})})
+        found = Kept()
+        summed = partial.redistribute(placements=[Replicate()])
+        save_state(tmp_path / "s", {"mean": Kept(summed)})
+        load_state(tmp_path / "s", {"mean": found})
+        return str(caught.value), type(found.state).__name__, found.state.tolist()
+
+    for said, kind, values in run(2, tmp_path, program):
+        assert "'a.0' is a DTensor that is not summed up yet" in said
+        assert (kind, values) == ("Tensor", [10])
 
 
 def test_each_rank_writes_its_own_parts_only(tmp_path: Path) -> None:

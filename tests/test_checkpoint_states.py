@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import collections
+import importlib
+import importlib.util
 import math
 import pickle
 import random
@@ -22,6 +25,7 @@ from torch import nn
 
 import syncprims as sp
 from syncprims.training import Checkpoints, load_state, save_state
+from syncprims.training.checkpoints import tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -151,12 +155,15 @@ EXOTIC: dict[str, Any] = {
     "strings": np.array(["a", "bcd"]), "when": np.array(["2020-01-01"], "datetime64[D]"),
     "tensors": [torch.arange(3), torch.tensor(2.5), torch.empty(0, 2), torch.ones(2, 2).t()],
     "__metadata__": torch.ones(1), "": {"": torch.zeros(1)}, "a.b": torch.ones(1),
-    "a": {"b": torch.zeros(1)},
+    "a": {"b": torch.zeros(1)}, "parameter": nn.Parameter(torch.ones(2)),
+    "frozen parameter": nn.Parameter(torch.arange(2), requires_grad=False),
 }  # fmt: skip
 
 
 def equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
+        return False
+    if isinstance(one, nn.Parameter) and one.requires_grad != other.requires_grad:
         return False
     if isinstance(one, (torch.Tensor, np.ndarray)):
         return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
@@ -182,7 +189,56 @@ def test_a_state_of_all_kinds_comes_back_in_type_and_value(
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [[]]
 
 
-@pytest.mark.parametrize("value", [object(), print, collections.defaultdict(lambda: 0), Kept])
+@pytest.mark.parametrize("text", ["", "a", "a\0b\0\0", "\0"])
+def test_numpys_texts_come_back_to_the_last_character(
+    text: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    given = [np.str_(text), np.bytes_(text.encode())]  # numpy does not tell all of them apart
+
+    def program() -> list[Any]:
+        other = Kept()
+        save_state(tmp_path / "s", {"it": Kept(given)})
+        load_state(tmp_path / "s", {"it": other})
+        return [(type(value), len(value), list(value)) for value in other.state]
+
+    found = Ranks(Kind("single", 1), meeting_place).run(program)
+    size = len(text)
+    assert found == [[(np.str_, size, list(text)), (np.bytes_, size, list(text.encode()))]]
+
+
+def test_numpys_texts_of_older_checkpoints_are_read() -> None:
+    older = {"$": "scalar", "dtype": "<U2", "bytes": base64.b64encode("hé".encode("utf-32-le"))}
+    assert tree.join([older], lambda _: torch.empty(0)) == [np.str_("hé")]
+
+
+def test_numbers_of_others_types_are_refused_and_named(tmp_path: Path, meeting_place: Path) -> None:
+    core = next(name for name in ("numpy._core", "numpy.core") if importlib.util.find_spec(name))
+    rational: Any = importlib.import_module(f"{core}._rational_tests").rational
+
+    def program() -> list[str]:
+        said: list[str] = []
+        for value in (rational(1, 2), np.array([rational(1, 2)])):
+            with pytest.raises(sp.CheckpointError) as caught:
+                save_state(tmp_path / "s", {"it": Kept([value])})
+            said.append(str(caught.value))
+        return said
+
+    scalar, array = Ranks(Kind("single", 1), meeting_place).run(program)[0]
+    assert "_rational_tests.rational: it could only be saved as a pickle" in scalar
+    assert "state 0 is a numpy.ndarray of rational: it could" in array
+
+
+class Percent(np.float64):
+    """A number of a user's own kind."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), print, collections.defaultdict(lambda: 0), Kept, Percent(3), np.void(b""),
+        np.ndarray(3, "U0"), np.array([None]), np.zeros(2, [("a", int)]),
+    ],
+)  # fmt: skip
 def test_what_needs_a_pickle_is_refused_with_its_place(
     value: Any, tmp_path: Path, meeting_place: Path
 ) -> None:

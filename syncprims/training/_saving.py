@@ -38,9 +38,11 @@ def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
     """Write `obj` to the file `f` on rank 0, whole or not at all; the others go on at once.
 
     With `safe_serialization`, `obj` is a dict of tensors and the file one of safetensors. `f` may
-    also be something with ``write``, which then gets the bytes.
+    also be something with ``write``, which then gets the bytes. Links are followed, and what is no
+    regular file stays as it is.
 
-    :raises CheckpointError: on rank 0, naming path and errno, if it cannot be written.
+    :raises CheckpointError: on rank 0, naming path and errno, if it cannot be written, or there is
+        something else in its place: a directory, a device.
     """
     if not is_main():
         return
@@ -77,7 +79,8 @@ def load_checkpoint_in_model(
 
     :raises CheckpointError: naming the file, what was expected and what was found; then the model
         is as it was, unless the message says otherwise: where the disk fails, or somebody writes to
-        the file, after it has been proved.
+        the file, after it has been proved; and where a part of the model takes names or values in
+        its own way, so that only a load shows what is missing.
     :raises TypeError: if `checkpoint` is neither a str nor a path; and for what is not offered, as
         offloading, saying what to do instead.
     :raises ValueError: if `device_map` names a device that cannot hold tensors, or none for a

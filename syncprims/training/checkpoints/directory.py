@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims import CheckpointError
 
+from . import disk
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -29,7 +31,7 @@ class Directory(NamedTuple):
             raise TypeError(f"directory={directory!r}: it takes a str or a path")
         if not given:
             raise ValueError("directory='': it takes a name; '.' is the working directory")
-        return cls(given, os.path.abspath(given))  # noqa: PTH100
+        return cls(given, disk.absolute(given))
 
     def joined(self, name: str) -> Directory:
         """Return the directory of this name in this one."""

@@ -200,6 +200,30 @@ def exists(path: str) -> bool:
     return True
 
 
+def absolute(path: str) -> str:
+    """Return where a name leads now, for a later chdir must not matter.
+
+    What is above a link is above what that leads to, as it is for everybody who opens the name.
+    """
+    above = os.pardir in path.split("/")
+    return os.path.realpath(path) if above else os.path.abspath(path)  # noqa: PTH100
+
+
+def replaceable(path: str) -> str:
+    """Return the name that a new content of the file `path` is to get: where its links lead.
+
+    :raises OSError: if there is anything else than a regular file.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+            what = "not a regular file, and would be replaced: to write into it, open it, pass that"
+            raise OSError(errno.EINVAL, what, path)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            return os.path.realpath(path)
+    return path
+
+
 def is_directory(path: str) -> bool:
     """Tell whether this is a directory, or a link to one."""
     try:

@@ -82,7 +82,8 @@ def _bring_in(
             read = {name: _whole(stored, own.get(name)) for name, stored in state.items()}
         else:
             read = fill(model, {name: state[name] for name in own if name in state}, _whole)
-        model.load_state_dict(read, strict=strict and not missing)
+        # What a part renames, or makes of what is there, only torch can tell from what is missing.
+        model.load_state_dict(read, strict=strict)
     except (CheckpointError, RuntimeError) as error:
         said = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
         number = error.errno if isinstance(error, CheckpointError) else None

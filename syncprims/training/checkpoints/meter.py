@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ _PATIENCE = 1.0  # seconds
 
 
 class Meter:
-    """Counts bytes, and shows them once that takes long. Called from any one thread."""
+    """Counts bytes, and shows them once that takes long. Called from any one thread.
+
+    A bar is a courtesy: where it cannot be shown (any more), the work goes on without.
+    """
 
     def __init__(self, doing: str, total: int, *, quiet: bool = False) -> None:
         self._doing = doing
@@ -29,13 +33,16 @@ class Meter:
         """Count some more bytes."""
         self._done += done
         if self._bar is not None:
-            self._bar.update(done)
+            with self._courteously():
+                self._bar.update(done)
         elif self._may_show and time.monotonic() - self._begin > _PATIENCE:
             self._show()
 
     def _show(self) -> None:
         self._may_show = False
-        with contextlib.suppress(ImportError):  # a bar is a courtesy
+        if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison] - of a daemon
+            return
+        with self._courteously():
             from tqdm.auto import tqdm
 
             self._bar = tqdm(
@@ -46,7 +53,18 @@ class Meter:
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
-            self._bar.close()
+            with self._courteously():
+                self._bar.close()
+
+    @contextlib.contextmanager
+    def _courteously(self) -> Generator[None]:
+        """Do without the bar from now on if the block fails."""
+        try:
+            yield
+        except Exception:
+            if self._bar is not None:
+                self._bar.disable = True  # or it would try to close itself once more
+                self._bar = None
 
 
 @contextlib.contextmanager

@@ -24,17 +24,19 @@ if TYPE_CHECKING:
 def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
     """Make `obj` the content of the file `path`, durably; not collective.
 
-    With `safe` it is a dict of tensors, and the file one of safetensors; else torch's own.
+    With `safe` it is a dict of tensors, and the file one of safetensors; else torch's own. Where
+    the path is a link, that stays, and what it leads to gets the content.
 
     :raises CheckpointError: naming path and errno; what was there before still stands, unless it
         says otherwise.
     """
-    target = os.path.abspath(os.fspath(path))  # noqa: PTH100 - as save_model names it
+    target = disk.absolute(os.fspath(path))
     outcome = Outcome.of(lambda: _save(obj, target, safe), lambda _: None)
     settle(f"save to {target}", outcome, [outcome.plain], STANDS)
 
 
 def _save(obj: Any, target: str, safe: bool) -> None:
+    target = disk.replaceable(target)
     folder, name = os.path.split(target)
     waiting = f"{folder}/{temporary(name, unique())}"
     try:

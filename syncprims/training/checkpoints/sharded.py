@@ -25,6 +25,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def check_spread(name: str, tensor: DTensor) -> None:
+    """Accept a tensor whose numbers are where they belong.
+
+    :raises TypeError: if a rank has only its summand of them.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TypeError(
+            f"tensor {name!r} is a DTensor that is not summed up yet ({tensor.placements}): each "
+            f"rank has its summand only. Give what its redistribute() returns for other placements"
+        )
+
+
 def part(tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor]:
     """Return where this rank's part of a tensor begins, and the part."""
     return box(tensor)[0], tensor.to_local()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from .sharded import is_sharded
+from .sharded import check_spread, is_sharded
 from .tensorfile import check_storable
 from .weights import identity
 
@@ -36,6 +36,8 @@ _SEQUENCES: dict[str, Any] = {
 }  # fmt: skip
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _PATHS: dict[str, Any] = {"path": Path, "purepath": PurePosixPath}
+#: Texts of numpy, and how each is one of Python: its str() and arrays drop the NULs at its end.
+_NUMPYS: dict[str, Any] = {"str_": (np.str_, str.__str__), "bytes_": (np.bytes_, bytes)}
 
 
 class State(NamedTuple):
@@ -87,6 +89,9 @@ class _Splitter:
             return self._mapping(kind, value, place)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, place)
+        for name, (known, plain) in _NUMPYS.items():
+            if kind is known:
+                return {KIND: name, "is": self.node(plain(value), place)}
         if isinstance(value, (np.ndarray, np.generic)):
             return self._array(value, place)
         return self._other(kind, value, place)
@@ -121,6 +126,7 @@ class _Splitter:
         if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(value):
             raise self._cannot(value, place)
         if is_sharded(value):
+            check_spread(spelled, value)
             check_storable(spelled, value.to_local())
         else:
             check_storable(spelled, value)
@@ -131,9 +137,11 @@ class _Splitter:
             self.tensors[key] = value.detach()
             if same is not None:
                 self._seen[same] = key
-        if not is_sharded(value):
-            return {KIND: "tensor", "key": key}
-        return {KIND: "sharded", "key": key, "shape": list(value.shape)}
+        if is_sharded(value):
+            return {KIND: "sharded", "key": key, "shape": list(value.shape)}
+        if type(value) is torch.nn.Parameter:
+            return {KIND: "tensor", "key": key, "learns": value.requires_grad}
+        return {KIND: "tensor", "key": key}
 
     def _unused(self, key: str) -> str:
         while key in self.tensors or key.startswith("__"):
@@ -142,9 +150,8 @@ class _Splitter:
 
     def _array(self, value: Any, place: tuple[str, ...]) -> dict[str, Any]:
         kind = value.dtype
-        if kind.hasobject or kind.fields is not None or (type(value) is not np.ndarray and not (
-            isinstance(value, np.generic)
-        )):  # fmt: skip
+        known = type(value) in (np.ndarray, kind.type) and kind.itemsize and not kind.hasobject
+        if not known or np.dtype(kind.str) != kind:  # of structures and others' types it is |V2
             raise self._cannot(value, place)
         raw = np.ascontiguousarray(value)
         if isinstance(value, np.generic):
@@ -174,8 +181,9 @@ class _Splitter:
 
     def _cannot(self, value: Any, place: tuple[str, ...]) -> TypeError:
         kind: type[Any] = type(value)
+        of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
         return TypeError(
-            f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}: it "
+            f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}{of}: it "
             f"could only be saved as a pickle, which runs code when it is loaded. Give a "
             f"state_dict() of numbers, texts, lists, dicts, arrays and tensors."
         )
@@ -210,13 +218,17 @@ class _Joiner:
         if kind is None:
             return {key: self.value(item) for key, item in found.items()}
         if kind in ("tensor", "sharded"):
-            return self._take(found)
+            tensor = self._take(found)
+            learns = found.get("learns")  # of a parameter only
+            return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
         if kind in _MAPPINGS or kind == "default":
             return self._mapping(kind, found)
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](self.value(found["items"]))
         if kind in ("array", "scalar"):
             return self._array(found)
+        if kind in _NUMPYS:
+            return _NUMPYS[kind][0](self.value(found["is"]))
         return self._other(kind, found)
 
     def _mapping(self, kind: str, node: dict[str, Any]) -> Any:
