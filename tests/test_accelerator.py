@@ -237,6 +237,8 @@ def test_saving_writes_on_main_only(world: Ranks, tmp_path: Path) -> None:
                     a.save(obj, tmp_path / "x.safetensors", safe_serialization=True)
             with pytest.raises(CheckpointError, match=r"none/y\.bin: rank 0: FileNotFound"):
                 a.save(1, tmp_path / "none" / "y.bin")
+            with pytest.raises(TypeError, match="a str, a path or an opened file"):
+                a.save(1, os.fsencode(tmp_path / "y.bin"))
 
     world.run(program)
     assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o644

@@ -11,7 +11,13 @@ from harness import Kind, Ranks, Signs
 
 import syncprims as sp
 from syncprims.testing import run_world
-from syncprims.training import Checkpoints, load_state, save_state
+from syncprims.training import (
+    Checkpoints,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,3 +164,31 @@ def test_leftovers_go_with_their_steps_and_not_before(tmp_path: Path) -> None:
     run_world(program, 1)
     assert [step for step, folder in left.items() if folder.exists()] == [9]
     assert Checkpoints(tmp_path).steps() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("size", ["5GB", 600])
+def test_a_model_and_a_state_in_one_directory_do_not_take_each_others_files(
+    size: Any, tmp_path: Path
+) -> None:
+    def program() -> None:
+        both, state = tmp_path / "both", {"model": Net(2)}
+        save_model(Net(1), both, max_shard_size=size)
+        for version in (2, 3):
+            save_state(both, {"model": Net(version)}, step=version)
+            net = Net(0)
+            load_checkpoint_in_model(net, both)
+            assert net.version() == 1
+            assert load_state(both, {"model": net}).step == net.version() == version
+        save_model(Net(4), both, max_shard_size=size)
+        load_checkpoint_in_model(net, both)
+        assert (net.version(), load_state(both, {"model": net}).step, net.version()) == (4, 3, 3)
+
+        save_state(tmp_path / "state", state, step=2)
+        with pytest.raises(
+            sp.CheckpointError, match=r"model\.safetensors is a file of it"
+        ) as caught:
+            save_model(Net(5), tmp_path / "state")
+        assert str(caught.value).endswith("Save the model to another directory.")
+        assert load_state(tmp_path / "state", state).step == 2
+
+    run_world(program, 2)

@@ -17,7 +17,8 @@ from . import disk, manifest
 from .messages import is_leftover, stop_listening
 from .meter import metered
 from .seal import parse
-from .tensorfile import Written, write
+from .tensorfile import Written, begins_as_of_state, write
+from .together import log
 from .weightfiles import is_temporary, names_or_report, remove_or_report, temporary, unique
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Job(NamedTuple):
             with metered("saving the state", total, quiet=quiet) as meter:
                 for file in files:
                     path = f"{self.place.folder}/{file.name}"
-                    written[file.name] = list(write(path, file.tensors, {}, meter))
+                    written[file.name] = list(write(path, file.tensors, {}, meter, of_state=True))
         except BaseException:
             self.remove_own()
             raise
@@ -190,23 +191,34 @@ class _Change:
             return {}
 
     def clear_superseded(self, new: manifest.Manifest, files: set[str]) -> None:
-        """Remove what the new checkpoint replaces, and what killed saves have left."""
+        """Remove what the new checkpoint replaces, and what killed saves have left.
+
+        What only has a name as these is somebody's: a model that was saved beside the state.
+        """
         if self._place.fresh:
             return
         folder = self._place.folder
-        old: Any = self._old.get("objects")
-        names = [*new.objects, *(old if isinstance(old, dict) else ())]
-        ours = [re.compile(re.escape(name) + _VERSION) for name in names]
+        objects, listed = (self._old.get(part) for part in ("objects", "files"))
+        old: Any = objects if isinstance(objects, dict) else {}
+        known: Any = listed if isinstance(listed, dict) else {}
+        ours = [re.compile(re.escape(name) + _VERSION) for name in (*new.objects, *old)]
         for name in names_or_report(folder):
+            path = f"{folder}/{name}"
             state = any(kind.fullmatch(name) for kind in (*ours, _RANK)) and name not in files
-            if state or is_leftover(name):
-                remove_or_report(f"{folder}/{name}")
+            if is_leftover(name) or (state and (name in known or _is_of_state(path))):
+                remove_or_report(path)
+
+
+def _is_of_state(path: str) -> bool:
+    try:
+        return begins_as_of_state(path)
+    except OSError as error:
+        log().warning("%s stays, whatever it is: %s", path, error)
+        return False
 
 
 def remove_directory_or_report(path: str) -> None:
     """Remove a directory of files that nobody needs; if that fails, say so and go on."""
-    from .together import log
-
     try:
         disk.remove_directory(path)
     except OSError as error:

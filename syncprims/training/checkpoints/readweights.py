@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from . import disk, torchfile
 from .meter import metered
 from .refusal import reading, refusal
-from .savemodel import FILES
 from .seal import check, is_ours, parse
 from .stored import HeldTensor, StoredTensor, TensorFile
 from .tensorfile import OWN, Written
-from .weightfiles import FIRST_FILES
+from .weightfiles import FILES, FIRST_FILES
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims import CheckpointError
 
-from . import disk, torchfile
+from . import disk, manifest, torchfile
 from .directory import Directory
 from .meter import metered
 from .seal import digest, sealed
@@ -20,10 +20,12 @@ from .sharing import owners
 from .tensorfile import Written, content_digest, write
 from .together import STANDS, Team, check_alike, clearing, together
 from .weightfiles import (
+    FILES,
     SAFE,
     TORCH,
     Format,
     Replacement,
+    is_models,
     remove_or_report,
     temporary,
     unique,
@@ -33,11 +35,10 @@ from .weights import parse_size, shards, tensors_of
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     import torch
     from torch import nn
-
-FILES = "syncprims.files"  #: in an index's metadata: size and seal of each shard
 
 
 def save_model(
@@ -98,10 +99,32 @@ class _Place(NamedTuple):
 def _prepare(path: str) -> _Place:
     made = disk.make_directory(path)
     try:
-        return _Place(made, disk.names(path), unique())
+        taken = disk.names(path)
+        _check_apart(path, taken)
+        return _Place(made, taken, unique())
     except BaseException:
         disk.unmake_directories(made)
         raise
+
+
+def _check_apart(path: str, taken: Sequence[str]) -> None:
+    """Accept a directory without a state that has files called as a model's.
+
+    :raises CheckpointError: otherwise: they would be replaced, and the state be lost.
+    """
+    if manifest.NAME not in taken:
+        return
+    try:
+        files = manifest.read(path).files
+    except CheckpointError:
+        return  # there is none to be lost
+    lost = [name for name in files if is_models(name)]
+    if lost:
+        raise CheckpointError(
+            f"{path}/{manifest.NAME}: here is a saved state, and {lost[0]} is a file of it, which "
+            f"a model would replace. Save the model to another directory.",
+            path=f"{path}/{manifest.NAME}",
+        )
 
 
 class _Plan(NamedTuple):

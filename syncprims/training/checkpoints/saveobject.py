@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -29,8 +29,12 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
 
     :raises CheckpointError: naming path and errno; what was there before still stands, unless it
         says otherwise.
+    :raises TypeError: if `path` is neither a str nor a path.
     """
-    target = disk.absolute(os.fspath(path))
+    given = os.fspath(cast("Any", path))
+    if not isinstance(given, str):
+        raise TypeError(f"f={path!r}: it takes a str, a path or an opened file")
+    target = disk.absolute(given)
     outcome = Outcome.of(lambda: _save(obj, target, safe), lambda _: None)
     settle(f"save to {target}", outcome, [outcome.plain], STANDS)
 

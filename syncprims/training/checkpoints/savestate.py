@@ -23,7 +23,7 @@ from .sharded import box, is_sharded
 from .sharing import owners
 from .tensorfile import content_digest
 from .together import STANDS, Team, check_alike, clearing, together
-from .weightfiles import unused_version, versioned
+from .weightfiles import FIRST_FILES, is_models, unused_version, versioned
 from .weights import shards
 
 if TYPE_CHECKING:
@@ -191,7 +191,9 @@ def _job(
     names = {name: _file_names(name, len(some)) for name, some in plan.groups.items()}
     own_names = [f"rank-{number:05d}.safetensors" for number in range(len(team.ranks))]
     every = [file for some in names.values() for file in some] + own_names
-    version = unused_version(every, place.taken)
+    # Beside a model, no file of the state is called as one: it would be read in its place.
+    models = FIRST_FILES if any(is_models(name) for name in place.taken) else ()
+    version = unused_version(every, [*place.taken, *models])
     parts, own_parts = _parts(plan, told, [versioned(name, version) for name in own_names], team)
     sizes = [
         sum(_size(plan.states[name].tensors[key]) for key in group)

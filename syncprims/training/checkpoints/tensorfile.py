@@ -11,6 +11,7 @@ Format: https://github.com/huggingface/safetensors (README, "Format").
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 DATA = "syncprims.data"  #: in the header's metadata: the digest of the data
 COMPLEX = "syncprims.complex128"  #: and the names of tensors that are stored as pairs of float64
+STATE = "syncprims.state"  #: and that it is part of a state, and no model of its own
 META = "__metadata__"
-OWN = {SEAL, DATA, COMPLEX, "format"}  #: in the metadata, what is no tensor's other name
+OWN = {SEAL, DATA, COMPLEX, STATE, "format"}  #: in the metadata, what is no tensor's other name
 LONGEST_HEADER = 100_000_000  #: bytes, as in the safetensors library
 
 #: How the format calls types.
@@ -44,6 +46,7 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 WORD = struct.Struct("<Q")  #: the length of the header
+_BEGINNING = 512  # bytes, in which the metadata of our own come
 _ALIGNED = 64  # bytes: where the data begin, so that every number is where processors want it
 
 
@@ -87,13 +90,18 @@ def write(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
     tell: Callable[[int], object] = lambda done: None,
+    *,
+    of_state: bool = False,
 ) -> Written:
     """Make the file `path` hold these tensors; return when the disk has it.
 
-    `tell` is called with numbers of bytes as they are written. Needs little memory besides: a
-    tensor that is not contiguous, or not on the CPU, is copied piece by piece.
+    With `of_state` it says that it is part of a state. `tell` is called with numbers of bytes as
+    they are written. Needs little memory besides: a tensor that is not contiguous, or not on the
+    CPU, is copied piece by piece.
     """
     metadata = {key: value for key, value in metadata.items() if key not in OWN}
+    if of_state:
+        metadata = {STATE: "part", **metadata}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     pairs = [name for name in order if tensors[name].dtype == torch.complex128]
     if pairs:
@@ -117,6 +125,23 @@ def write(
     finally:
         file.abandon()
     return Written(size, seal)
+
+
+def begins_as_of_state(path: str) -> bool:
+    """Tell whether a save of a state has written this file, or begun to.
+
+    :raises OSError: if it cannot be read.
+    """
+    try:
+        file = disk.OldFile(path)
+    except OSError as error:
+        if error.errno == errno.ENODATA:  # nothing is in it yet
+            return True
+        raise
+    try:
+        return STATE.encode() in file.read(0, min(file.size, _BEGINNING))
+    finally:
+        file.close()
 
 
 def _header(

@@ -37,12 +37,18 @@ class Format(NamedTuple):
         return versioned(f"{self.stem}-{number + 1:05d}-of-{count:05d}.{self.ending}", version)
 
 
+FILES = "syncprims.files"  #: in an index's metadata: size and seal of each shard
 SAFE = Format("model", "safetensors")
 TORCH = Format("pytorch_model", "bin")
 #: The ways to hold a model, in the order in which they are looked for.
 FIRST_FILES = (SAFE.single, SAFE.listing, TORCH.single, TORCH.listing)
 _SHARD = re.compile(r"(?:model|pytorch_model)-\d{5,}-of-\d{5,}(?:\.v\d+)?\.(?:safetensors|bin)")
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")
+
+
+def is_models(name: str) -> bool:
+    """Tell whether a model's save replaces, or removes, a file of this name."""
+    return name in FIRST_FILES or _SHARD.fullmatch(name) is not None
 
 
 def versioned(name: str, version: int) -> str:
@@ -122,9 +128,8 @@ class Replacement:
     def clear_superseded(self) -> None:
         """Remove what the new model replaces. What cannot be removed is reported, and harmless."""
         for name in names_or_report(self._directory):
-            first = name in FIRST_FILES and name != self._first
-            shard = _SHARD.fullmatch(name) is not None and name not in self._made
-            if first or shard or any(is_temporary(name, entry) for entry in FIRST_FILES):
+            replaced = is_models(name) and name != self._first and name not in self._made
+            if replaced or any(is_temporary(name, entry) for entry in FIRST_FILES):
                 remove_or_report(f"{self._directory}/{name}")
 
     def undo(self, temporary_name: str) -> None:
