@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,37 @@ def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
 
     done = Ranks(Kind("file", 3), meeting_place).outcomes(program)
     assert (done[:2], str(done[2])) == ([None, None], "told to end")
+    assert listing(path.parent) == before
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
+    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
+) -> None:
+    path = tmp_path / "run" / "state"
+    path.parent.mkdir()
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    before = listing(path.parent)
+
+    def program() -> tuple[int | None, int | None]:
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if sp.is_main() and name == "open" and ".told-1" in args[0]:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
+            if sp.get_rank() == 2 and is_write(name):
+                signs.wait("given up")
+
+        with watched(at):
+            own = {"own": Net(sp.get_rank())}
+            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
+            if sp.is_main():
+                saving._has_ended.wait()  # type: ignore[attr-defined]
+                signs.give("given up")
+            with pytest.raises(sp.CheckpointError, match="Input/output error") as caught:
+                saving.wait()
+        return caught.value.rank, caught.value.errno
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == [(0, errno.EIO)] * 3
     assert listing(path.parent) == before
 
 

@@ -53,9 +53,9 @@ def stop_listening(job: Job) -> None:
 
 
 def leave(job: Job, said: dict[str, Any]) -> None:
-    """Let the leading rank know what this rank's part came to.
+    """Let the leading rank know what this rank's part came to, or find that it has given up.
 
-    :raises CheckpointError: if it has given up; then nothing is left of the save.
+    Then nothing is left of the save, and it is for the leading rank to say why.
     """
     part, word = _path(job, job.team.place, "-part"), _path(job, job.team.place)
     try:
@@ -67,11 +67,6 @@ def leave(job: Job, said: dict[str, Any]) -> None:
     # By the removal, which only one can make: what a network file system says is there may be gone.
     if not disk.exists(_path(job, _LEADING)) and disk.remove(word):
         job.abandon()
-        raise _given_up(job)
-
-
-def _given_up(job: Job) -> CheckpointError:
-    return CheckpointError(f"{job.doing}: given up, since a rank's part has failed")
 
 
 def collect(job: Job, own: dict[str, Any], given_up: threading.Event) -> list[dict[str, Any]]:
@@ -92,7 +87,7 @@ def collect(job: Job, own: dict[str, Any], given_up: threading.Event) -> list[di
         if len(said) == len(job.team.ranks):
             break
         if given_up.wait(pause):
-            raise _given_up(job)
+            raise CheckpointError(f"{job.doing}: given up, since a rank's part has failed")
         if not disk.exists(_path(job, _LEADING)):
             raise CheckpointError(
                 f"{job.doing}: another save, or a person, has removed {job.place.folder} or files "
