@@ -40,8 +40,8 @@ CALLS = (
 class Watched:
     """An `os` of which every call on the file system goes past `at` first.
 
-    But for looks at whether a rank of a save behind the training has left its word: how often the
-    leading one looks is how long it waits, and nothing has changed since the call before.
+    But for looks of the leading rank at whether another one, in a save behind the training, has left
+    its word: how often it looks is how long it waits, and nothing has changed since the last call.
     """
 
     def __init__(self, at: Callable[[int, str, tuple[Any, ...]], object]) -> None:
@@ -54,7 +54,7 @@ class Watched:
             return real
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "lstat" and ".told-" in args[0]:
+            if name == "lstat" and ".told-" in args[0] and sp.is_main():
                 return real(*args, **kwargs)
             number, self.count = self.count, self.count + 1
             self._at(number, name, args)

@@ -10,6 +10,7 @@ late, and finds nobody listening and its own word still there, knows that the sa
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -52,6 +53,11 @@ def stop_listening(job: Job) -> None:
     remove_or_report(_path(job, _LEADING))
 
 
+def is_heard(job: Job) -> bool:
+    """Tell whether the leading rank waits for words."""
+    return disk.exists(_path(job, _LEADING))
+
+
 def leave(job: Job, said: dict[str, Any]) -> None:
     """Let the leading rank know what this rank's part came to, or find that it has given up.
 
@@ -61,12 +67,15 @@ def leave(job: Job, said: dict[str, Any]) -> None:
     try:
         disk.write_small(part, sealed(said)[0])
         disk.rename(part, word)
-    except BaseException:
+    except Exception:
         remove_or_report(part)
-        raise
-    # By the removal, which only one can make: what a network file system says is there may be gone.
-    if not disk.exists(_path(job, _LEADING)) and disk.remove(word):
-        job.abandon()
+        if is_heard(job):
+            raise
+        return  # the directory has gone under this rank
+    with contextlib.suppress(OSError):  # it has been said: no error of this rank's
+        # By a removal, which only one can make: what a network file system shows may be gone.
+        if not is_heard(job) and disk.remove(word):
+            job.abandon()
 
 
 def collect(job: Job, own: dict[str, Any], given_up: threading.Event) -> list[dict[str, Any]]:
@@ -88,7 +97,7 @@ def collect(job: Job, own: dict[str, Any], given_up: threading.Event) -> list[di
             break
         if given_up.wait(pause):
             raise CheckpointError(f"{job.doing}: given up, since a rank's part has failed")
-        if not disk.exists(_path(job, _LEADING)):
+        if not is_heard(job):
             raise CheckpointError(
                 f"{job.doing}: another save, or a person, has removed {job.place.folder} or files "
                 f"in it while ranks still wrote there"

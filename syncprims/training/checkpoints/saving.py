@@ -15,7 +15,7 @@ import torch
 from syncprims import current
 from syncprims.world import active_group
 
-from .messages import collect, leave, listen
+from .messages import collect, is_heard, leave, listen
 from .together import STANDS, Outcome, clearing, log, settle, together
 
 if TYPE_CHECKING:
@@ -183,6 +183,8 @@ class _Behind(Saving):
         job = self._job
         written = Outcome.of(lambda: job.write(quiet=True), lambda result: result)
         if not job.team.leads:
+            if written.error is not None and not is_heard(job):
+                return None  # the leading rank has failed, and removed what this one wrote to
             leave(job, written.plain)
         return _again(written)
 
