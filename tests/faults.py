@@ -40,8 +40,8 @@ CALLS = (
 class Watched:
     """An `os` of which every call on the file system goes past `at` first.
 
-    But for looks of the leading rank at whether another one, in a save behind the training, has left
-    its word: how often it looks is how long it waits, and nothing has changed since the last call.
+    But for looks of the leading rank at whether others, in a save behind the training, have left
+    their words: they are as many as it has to wait, and nothing has changed since the last call.
     """
 
     def __init__(self, at: Callable[[int, str, tuple[Any, ...]], object]) -> None:
