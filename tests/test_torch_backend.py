@@ -205,7 +205,7 @@ def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
         return error.missing, error.arrived, "rank 2 never joined" in str(error)
 
     world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
-    outcomes = world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="4")
+    outcomes = world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="8")
     assert outcomes.pop(2) is None
     assert outcomes == [([2], [0, 1, 3], True)] * 3
 
