@@ -113,7 +113,7 @@ def write(
         hashed = Digest()
         size = WORD.size + len(header)
         for name in order:
-            for piece in pieces(tensors[name]):
+            for piece in pieces(tensors[name], size):
                 hashed.update(piece)
                 file.write(piece)
                 size += len(piece)
@@ -172,16 +172,23 @@ def _field(key: str, value: str) -> bytes:
     return f'"{key}":"{value}"'.encode()
 
 
-def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order: its own memory where that is possible."""
+def pieces(tensor: torch.Tensor, offset: int = 0) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order: its own memory where that is possible.
+
+    They come at `offset` in a file, and end where its own pieces do: what begins at a multiple of a
+    large size, a system can keep in large pages, and takes in several times as fast.
+    """
     tensor = tensor.detach()
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not _lazy(tensor):
         whole = bytes_of(tensor)
-        for start in range(0, size, disk.PIECE):
-            yield whole[start : start + disk.PIECE]
+        start = 0
+        while start < size:
+            end = min(size, start + disk.PIECE - (offset + start) % disk.PIECE)
+            yield whole[start:end]
+            start = end
     elif size <= disk.PIECE or tensor.ndim == 0:
         yield bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
     else:
