@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     Request = Callable[[Any, str, int], object]
 
 dist: Any = torch.distributed
-fates: Any = import_module("syncprims.backends.fates")
-store_link: Any = import_module("syncprims.backends.store_link")
+fates: Any = import_module("syncprims.backends.torch.decisions")
+store_link: Any = import_module("syncprims.backends.torch.store_link")
 
 CONSTANTS = Path(__file__).with_name("constants.json")
 CLIENTS, CONNECTIONS = 4, (1, 8)  #: processes, and connections of each

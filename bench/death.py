@@ -34,7 +34,7 @@ from catalogue import OURS
 from table import Seen, head, row, short, span
 
 import syncprims as sp
-from syncprims.registry import backend_class
+from syncprims._world.registry import backend_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncprims.environment import place_variables
+from syncprims._world.environment import place_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .members import members_of, members_text
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+
+_LONGEST_NAME = 80
 
 
 class Failure(NamedTuple):
@@ -56,7 +57,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _cut_ranks(ranks: Sequence[int], most: int) -> str:
-    text = members_text(ranks)
+    text = format_ranks(ranks)
     return text if len(text) <= most else text[:most].rpartition(",")[0]
 
 
@@ -224,6 +225,40 @@ _BY_NAME: dict[str, type[SyncError]] = {
 LONGEST_DUMP = 12 * 1024
 
 
+def format_ranks(members: Iterable[int]) -> str:
+    """Return ranks as ``0-3,8``."""
+    spans: list[tuple[int, int]] = []
+    for rank in members:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = spans[-1][0], rank
+        else:
+            spans.append((rank, rank))
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the ranks that :func:`format_ranks` wrote."""
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def name_ranks(members: Sequence[int]) -> str:
+    """Return a short text that these have and no others: ``[0, 1]``, or of many ``[0-63]``."""
+    name = str(list(members))
+    if len(name) > _LONGEST_NAME:
+        name = f"[{format_ranks(members)}]"
+    if len(name) > _LONGEST_NAME:
+        import hashlib  # slow to import, and rarely needed
+
+        digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        head = name[:40].rpartition(",")[0]
+        name = f"{head},...,{members[-1]}] ({len(members)}, digest {digest})"
+    return name
+
+
 def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
     """Return `error` as at most `longest` bytes; texts and lists are cut where they must be."""
     import json  # slow to import, and only a failure needs it
@@ -249,8 +284,8 @@ def load(data: bytes) -> SyncError:
 
     try:
         name, message, facts = json.loads(data)
-        facts["missing"] = members_of(facts["missing"])
-        facts["arrived"] = members_of(facts["arrived"])
+        facts["missing"] = parse_ranks(facts["missing"])
+        facts["arrived"] = parse_ranks(facts["arrived"])
         failures = [Failure(*fields) for fields in facts["failures"]]
         facts["failures"] = {failure.rank: failure for failure in failures}
         return _BY_NAME.get(name, SyncError)(message, **facts)

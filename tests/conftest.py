@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import filelock
 import pytest
-from harness import Kind, Ranks, Scripts, Signs
-from recording import pytest_addoption as pytest_addoption
-from recording import pytest_configure as pytest_configure
-from recording import pytest_runtest_call as pytest_runtest_call
+from support.rank_worlds import Kind, Ranks, Scripts, Signs
+from support.recording import pytest_addoption as pytest_addoption
+from support.recording import pytest_configure as pytest_configure
+from support.recording import pytest_runtest_call as pytest_runtest_call
 
 if TYPE_CHECKING:
     from collections.abc import Generator

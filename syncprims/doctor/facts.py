@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims.machine import file_system, free_bytes, processors, shared_memory, visible_gpus
+from syncprims._world.host import file_system, free_bytes, processors, shared_memory, visible_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

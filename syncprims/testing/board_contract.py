@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import syncprims as sp
 from syncprims import errors
+from syncprims._world.registry import backend_class
+from syncprims._world.runtime import current
 from syncprims.interface import Backend, Board, Label, Note
-from syncprims.registry import backend_class
-from syncprims.world import current
 
 from .faults import Kill, sleep
 from .probe import ProbedBoard

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims.environment import rank_variables
-from syncprims.group import entered
-from syncprims.registry import backend_class
-from syncprims.version import version
-from syncprims.world import become_rank, host
+from syncprims._world.environment import rank_variables
+from syncprims._world.group import entered
+from syncprims._world.registry import backend_class
+from syncprims._world.runtime import become_rank, host
+from syncprims._world.version import version
 
 from .errorbox import pack
 from .faults import here

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from syncprims.arguments import require
+from syncprims._protocol.validation import require
 
 from .ambient import ambient
 from .errors import StallError, UncontrolledError

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from syncprims.arguments import require
+from syncprims._protocol.validation import require
 
 if TYPE_CHECKING:
     from syncprims.interface import Label

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims.world import clean_environ
+from syncprims._world.runtime import clean_environ
 
 from .child import STACK_SIGNAL, Orders, load_once
 from .errorbox import unpack

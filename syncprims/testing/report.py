@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncprims.callsite import users_part
+from syncprims._protocol.call_site import users_part
 from syncprims.errors import SyncError
 
 from .faults import Raise, kind_of

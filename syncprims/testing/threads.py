@@ -12,10 +12,10 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from syncprims.environment import rank_variables
-from syncprims.group import entered
-from syncprims.registry import backend_class
-from syncprims.world import clean_environ, seated
+from syncprims._world.environment import rank_variables
+from syncprims._world.group import entered
+from syncprims._world.registry import backend_class
+from syncprims._world.runtime import clean_environ, seated
 
 from .errors import Killed, WorldAborted
 from .faults import here

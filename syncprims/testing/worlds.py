@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
-from syncprims.arguments import require, seconds
+from syncprims._protocol.validation import require, seconds
 
 from .ambient import ambient
 from .faults import Fault

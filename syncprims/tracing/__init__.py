@@ -1,5 +1,5 @@
 """Reading traces: who made whom wait, where and for how long. ``syncprims trace`` on the way in.
 
-What is read here was written by :mod:`syncprims.tracefile`. Numpy is needed, and nothing else, but
-for pictures.
+The traces were written by :mod:`syncprims._protocol.trace_file`. Reading them needs numpy; pictures
+need matplotlib.
 """

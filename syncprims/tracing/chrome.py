@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncprims.tracefile import ROUND
+from syncprims._protocol.trace_file import ROUND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

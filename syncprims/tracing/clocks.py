@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncprims.tracefile import ROUND
+from syncprims._protocol.trace_file import ROUND
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from syncprims.errors import ConfigurationError
-from syncprims.tracefile import (
+from syncprims._protocol.trace_file import (
     ENTRY,
     HEADER,
     LEFT,
@@ -24,6 +23,7 @@ from syncprims.tracefile import (
     TEXT,
     WAITING,
 )
+from syncprims.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -344,7 +344,7 @@ def _settled(rounds: NDArray[Any]) -> NDArray[Any]:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as ``0-3, 8``."""
-    from syncprims.members import members_text
+    from syncprims.errors import format_ranks
 
     chosen = sorted(ranks)
-    return members_text(chosen).replace(",", ", ") if chosen else "none"
+    return format_ranks(chosen).replace(",", ", ") if chosen else "none"

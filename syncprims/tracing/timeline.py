@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncprims.tracefile import ROUND
+from syncprims._protocol.trace_file import ROUND
 
 from .waits import seconds_text
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncprims.tracefile import ROUND
+from syncprims._protocol.trace_file import ROUND
 
 from .clocks import align
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from syncprims import World
-    from syncprims.turns import MainFirst
+    from syncprims._world.sequential import MainFirst
 
     from .preparation import Preparation
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from syncprims import CheckpointError
-from syncprims.arguments import require
+from syncprims._protocol.validation import require
 
 from .refusal import refusal
 from .sharded import is_sharded

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncprims import current
-from syncprims.world import active_group
+from syncprims._world.runtime import active_group
 
 from .messages import collect, is_heard, leave, listen
 from .together import STANDS, Outcome, clearing, log, settle, together

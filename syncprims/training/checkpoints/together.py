@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from syncprims import CheckpointError, Failure, SyncError, get_node_rank, get_rank
-from syncprims.world import active_group
+from syncprims._world.runtime import active_group
 
 from .directory import Named, check_same
 

@@ -1,0 +1,1 @@
+"""Ranks of one host that meet through shared memory and file locks."""

@@ -1,0 +1,1 @@
+"""Ranks of one host or several, as torchrun, SLURM or MPI start them."""

@@ -1,0 +1,76 @@
+"""Say it once, not once per rank."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from syncprims._world.runtime import topology
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tqdm.auto import tqdm
+
+    from .rank_logger import RankLogger
+
+T = TypeVar("T")
+
+_LOG_EVERY = 5.0  # seconds between two lines of a bar that goes into a log
+
+
+def print_main(*args: object, local: bool = False, **options: Any) -> None:
+    """Print on rank 0 only; with `local`, on the first rank of each node. Options as `print`."""
+    place = topology()
+    if (place.local_rank if local else place.rank) == 0:
+        print(*args, **options)  # noqa: T201
+
+
+@overload
+def progress(iterable: Iterable[T], *, local: bool = False, **options: Any) -> tqdm[T]: ...
+@overload
+def progress(iterable: None = None, *, local: bool = False, **options: Any) -> tqdm[Any]: ...
+def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tqdm[Any]:
+    """Return `iterable` behind one progress bar: rank 0's; with `local`, one on each node.
+
+    What is returned is tqdm's own object, on the other ranks one that shows nothing: all of its
+    methods (`set_postfix`, `update`, `write`, ...) and options work. Without an iterable there is
+    ``progress(total=100)`` and `update`. Where the output is no terminal, the bar is a line at most
+    every 5 seconds, unless `mininterval` says otherwise. The world need not have started.
+
+    :raises ImportError: if tqdm is not installed.
+    """
+    try:
+        from tqdm.auto import tqdm as bar
+    except ImportError as error:
+        raise ImportError(
+            "progress() shows tqdm's bar: pip install 'syncprims[progress]'"
+        ) from error
+    place = topology()
+    if (place.local_rank if local else place.rank) != 0:
+        options["disable"] = True
+    elif not _is_terminal(options.get("file") or sys.stderr):
+        options.setdefault("mininterval", _LOG_EVERY)
+    return bar(iterable, **options)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # a bare writer, or one that is closed
+        return False
+
+
+def get_logger(name: str, level: int | str | None = None) -> RankLogger:
+    """Return the logger `name`; every line carries the rank, and may be kept to rank 0.
+
+    ``logger.info("saved", main_only=True)``; see :class:`RankLogger` for `local`, `once` and
+    `in_order`. Underneath is `logging.getLogger(name)`, with its handlers and levels; `level` sets
+    its level, and no other logger's. The world need not have started.
+    """
+    from .rank_logger import rank_logger  # logging is slow to import
+
+    logger = rank_logger(name)
+    if level is not None:
+        logger.setLevel(level)
+    return logger

@@ -1,0 +1,105 @@
+"""A flag that any rank raises and all see at the same step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncprims._data import codec
+from syncprims._protocol.validation import require
+from syncprims._world.runtime import active_group, current
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from syncprims._protocol.rounds import Meeting
+    from syncprims._world.group import Group
+
+
+class Trigger:
+    """A flag that any rank may set, and that all ranks see set at the same :meth:`check`.
+
+    With ``lag=1`` a check answers for the previous one. It then waits only while a peer is more
+    than one check behind, and all ranks still agree.
+
+    :raises ValueError: if `lag` is neither 0 nor 1.
+    """
+
+    def __init__(self, name: str | None = None, *, lag: int = 0) -> None:
+        if lag not in (0, 1):
+            raise ValueError(f"lag={lag!r}: it takes 0 (this check) or 1 (the previous check)")
+        self._name = name
+        self._lag = lag
+        # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
+        self._set: dict[str, tuple[str | None]] = {}
+        self._before: tuple[Group, Meeting] | None = None
+        self.ranks: list[int] = []  #: after a true check: who had set it
+        self.reason: str | None = None  #: after a true check: the lowest setter's reason
+
+    def set(self, reason: str | None = None) -> None:
+        """Raise the flag on this rank; every rank sees it at its next check. Waits for nobody.
+
+        Safe in a signal handler. The first reason given before a check is the one that counts.
+
+        :raises TypeError: if the reason is no text.
+        """
+        if reason is not None:
+            require(reason, str, "a reason is a str")
+        self._set.setdefault("reason", (reason,))
+
+    def check(self) -> bool:
+        """Return the same answer on every rank: had any set the flag? Then it is reset.
+
+        A collective call, at the price of a barrier; with ``lag=1`` the first check is False.
+        """
+        # Reset before waiting: a signal that arrives meanwhile counts for the next check.
+        why = self._set.pop("reason", None)
+        group = active_group()
+        flag = why is not None
+        payload = codec.encode(why[0]) if why is not None else b""
+        if not self._lag:
+            raised = group.raise_flag("trigger", self._name, flag, payload)
+        else:
+            # Of another group, or another world: then this is the first check of this one.
+            of, meeting = self._before or (group, None)
+            before = meeting if of is group else None
+            later = group.defer_flag("trigger", self._name, flag, payload, before)
+            self._before = group, later
+            raised = group.flags(before) if before is not None else []
+        if not raised:
+            return False
+        self.ranks = [rank for rank, _ in raised]
+        self.reason = codec.decode(raised[0][1])
+        return True
+
+    def set_on_signal(self, signum: int | None = None) -> None:
+        """Let `signum` (SIGTERM) set the flag instead of ending this process.
+
+        A second one has the effect it had before.
+
+        :raises ValueError: outside the main thread, as :func:`signal.signal`.
+        """
+        import signal  # slow to import
+
+        signum = signal.SIGTERM if signum is None else signum
+        previous: Any = signal.getsignal(signum)
+
+        def on_signal(received: int, frame: FrameType | None) -> None:
+            signal.signal(signum, previous)  # asked twice, it is meant
+            self.set(signal.Signals(received).name)
+
+        signal.signal(signum, on_signal)
+
+
+def _default() -> Trigger:
+    trigger: Trigger = current().extras.setdefault("trigger", Trigger())
+    return trigger
+
+
+def set_trigger(reason: str | None = None) -> None:
+    """Raise the world's own trigger. See :meth:`Trigger.set`."""
+    _default().set(reason)
+
+
+def check_trigger() -> bool:
+    """Return on every rank whether any rank has raised the world's own trigger, then reset it."""
+    return _default().check()

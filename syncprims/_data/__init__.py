@@ -1,0 +1,1 @@
+"""Values between ranks: objects, arrays, and the transports that carry them."""

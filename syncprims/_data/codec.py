@@ -1,0 +1,321 @@
+"""Objects to bytes and back, without running code: what may travel between ranks.
+
+None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, paths, numpy arrays
+and scalars, and CPU tensors have an encoding of their own: a tag byte, then the value. Types are
+kept exactly; a subclass is another type. Anything else needs pickle, which the user may forbid.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, cast
+
+from syncprims.errors import EncodingError
+
+from .arrays import Spec, flat, on_host, raw, size_of, spec_of
+from .devices import arrived
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LENGTH = struct.Struct("<Q")
+_FLOAT = struct.Struct("<d")
+_COMPLEX = struct.Struct("<dd")
+_DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
+
+_MOST_REPEATS = 10_000
+BESIDE = b"A"  #: the tag of an array that goes beside
+LARGE = 1536  #: bytes from which on an array may go beside: about what a small note holds
+
+_SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
+_PATHS = {"PosixPath": b"p", "PurePosixPath": b"q"}
+_MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SEQUENCES.items()}
+
+
+def encode(
+    obj: object,
+    *,
+    allow_pickle: bool = True,
+    canonical: bool = False,
+    beside: list[Any] | None = None,
+) -> bytes:
+    """Return `obj` as bytes; if `canonical`, equal dicts in any order give equal bytes.
+
+    With `beside`, arrays of some size are appended to that list, and only what they are is encoded.
+
+    :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it.
+    """
+    try:
+        return _Encoder(allow_pickle, canonical, beside).encode(obj)
+    except _Entangled:
+        if beside is not None:
+            beside.clear()  # the pickle holds all
+        return _pickled(obj, allow_pickle)
+
+
+def is_plain(obj: object) -> bool:
+    """Tell whether `obj` can travel without pickle."""
+    try:
+        encode(obj, allow_pickle=False, beside=[])
+    except EncodingError:
+        return False
+    return True
+
+
+class _Entangled(Exception):
+    """A container holds itself, or one seen before, or too many others: left to pickle."""
+
+
+def decode(
+    data: bytes,
+    *,
+    allow_pickle: bool = True,
+    beside: Callable[[Spec], Any] | None = None,
+    local_rank: int = 0,
+) -> Any:
+    """Return the object that :func:`encode` wrote; arrays that went beside it are `beside`'s.
+
+    Tensors of devices arrive on that of `local_rank`, unless another is current.
+
+    :raises EncodingError: if the bytes hold a pickle and it is forbidden or fails, or are damaged.
+    """
+    try:
+        obj, end = _Decoder(data, allow_pickle, beside, local_rank).read(0)
+    except EncodingError:
+        raise
+    except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise EncodingError(f"these {len(data)} bytes are not an encoded object: {error}") from None
+    except RecursionError:
+        raise EncodingError("the encoded object is nested deeper than any that is sent") from None
+    if end != len(data):
+        raise EncodingError(f"{len(data) - end} bytes follow the encoded object")
+    return obj
+
+
+def _sized(tag: bytes, body: bytes) -> bytes:
+    return tag + _LENGTH.pack(len(body)) + body
+
+
+class _Encoder:
+    def __init__(self, allow_pickle: bool, canonical: bool, beside: list[Any] | None) -> None:
+        self._allow_pickle = allow_pickle
+        self._canonical = canonical
+        self._beside = beside
+        self._open: set[int] = set()  # containers that are being written
+        self._seen: set[int] = set()  # and that have been: written again, they could be huge
+        self._again = 0
+
+    def encode(self, obj: object, depth: int = 0) -> bytes:
+        out: list[bytes] = []
+        self._write(obj, out, depth)
+        return b"".join(out)
+
+    def _write(self, obj: Any, out: list[bytes], depth: int) -> None:
+        kind = type(cast("object", obj))
+        if obj is None:
+            out.append(b"N")
+        elif kind is bool:
+            out.append(b"T" if obj else b"F")
+        elif kind is int:
+            out.append(_sized(b"i", obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)))
+        elif kind is float:
+            out.append(b"f" + _FLOAT.pack(obj))
+        elif kind is str:
+            out.append(_sized(b"s", obj.encode("utf-8", "surrogatepass")))
+        elif kind is bytes:
+            out.append(_sized(b"b", obj))
+        elif kind is complex:
+            out.append(b"c" + _COMPLEX.pack(obj.real, obj.imag))
+        elif depth >= _DEEPEST:
+            raise _Entangled
+        elif kind in _SEQUENCES or kind is dict:
+            self._write_container(kind, obj, out, depth + 1)
+        elif kind.__name__ in _PATHS and kind.__module__.startswith("pathlib"):
+            body = str(obj).encode("utf-8", "surrogatepass")
+            out.append(_sized(_PATHS[kind.__name__], body))
+        elif (spec := spec_of(obj)) is not None:
+            self._write_array(spec, obj, out)
+        elif kind.__module__ == "numpy" and (spec := _spec_of_scalar(obj)) is not None:
+            out += (_sized(b"g", spec.encode()), _sized(b"", obj.tobytes()))
+        else:
+            out.append(_pickled(obj, self._allow_pickle))
+
+    def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
+        if self._beside is not None and size_of(obj) >= LARGE:
+            self._beside.append(obj)
+            out.append(_sized(BESIDE, spec.encode()))
+        else:
+            out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(on_host(obj))).tobytes()))
+
+    def _write_container(self, kind: type, obj: Any, out: list[bytes], depth: int) -> None:
+        key = id(obj)
+        if key in self._open:
+            raise _Entangled
+        if key in self._seen and len(obj):
+            if self._allow_pickle and not self._canonical:
+                raise _Entangled
+            self._again += 1
+            if self._again > _MOST_REPEATS:
+                raise EncodingError(
+                    f"a {kind.__name__} stands in the object more than {_MOST_REPEATS} times, and "
+                    f"would be sent as often; send it once"
+                )
+        self._open.add(key)
+        self._seen.add(key)
+        if kind is dict:
+            out.append(b"d" + _LENGTH.pack(len(obj)))
+            self._write_items(obj, out, depth)
+        else:
+            out.append(_SEQUENCES[kind] + _LENGTH.pack(len(obj)))
+            if kind in (set, frozenset):  # no order of its own, and no two runs give the same
+                out += sorted(self.encode(item, depth) for item in obj)
+            else:
+                for item in obj:
+                    self._write(item, out, depth)
+        self._open.discard(key)
+
+    def _write_items(self, obj: dict[Any, Any], out: list[bytes], depth: int) -> None:
+        if self._canonical:
+            pairs = [(self.encode(k, depth), self.encode(v, depth)) for k, v in obj.items()]
+            for key, value in sorted(pairs):
+                out += (key, value)
+            return
+        for key, value in obj.items():
+            self._write(key, out, depth)
+            self._write(value, out, depth)
+
+
+def _spec_of_scalar(obj: Any) -> Spec | None:
+    import numpy
+
+    scalar = issubclass(type(obj), numpy.generic)
+    return spec_of(numpy.asarray(obj)) if scalar else None
+
+
+def _pickled(obj: object, allow_pickle: bool) -> bytes:
+    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+    if not allow_pickle:
+        raise EncodingError(
+            f"a {kind} can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it "
+            f"as numbers, strings, lists, dicts, arrays or paths, or allow pickle"
+        )
+    from . import pickling  # slow to import, and rarely needed
+
+    try:
+        return _sized(b"P", pickling.dumps(obj))
+    except Exception as error:  # pickle calls the object's own methods: they may raise anything
+        raise EncodingError(
+            f"a {kind} cannot travel between ranks: pickle says {type(error).__name__}: {error}"
+        ) from error
+
+
+def _integer(body: bytes) -> int:
+    return int.from_bytes(body, "little", signed=True)
+
+
+def _text(body: bytes) -> str:
+    return body.decode("utf-8", "surrogatepass")
+
+
+#: What most objects are made of: read without a further call.
+_LEAVES: dict[bytes, Callable[[bytes], Any]] = {b"i": _integer, b"s": _text, b"b": bytes}
+_CONSTANTS: dict[bytes, bool | None] = {b"N": None, b"T": True, b"F": False}
+
+
+class _Decoder:
+    def __init__(
+        self,
+        data: bytes,
+        allow_pickle: bool,
+        beside: Callable[[Spec], Any] | None,
+        local_rank: int,
+    ) -> None:
+        self._local_rank = local_rank
+        self._data = data
+        self._allow_pickle = allow_pickle
+        self._beside = beside
+
+    def read(self, at: int) -> tuple[Any, int]:
+        """Return the object that starts at `at`, and where it ends."""
+        data = self._data
+        tag = data[at : at + 1]
+        at += 1
+        leaf = _LEAVES.get(tag)
+        if leaf is not None:
+            start = at + 8
+            end = start + _LENGTH.unpack_from(data, at)[0]
+            if end > len(data):
+                raise _cut_short(end - len(data))
+            return leaf(data[start:end]), end
+        if tag in _CONSTANTS:
+            return _CONSTANTS[tag], at
+        if tag == b"f":
+            return _FLOAT.unpack_from(data, at)[0], at + 8
+        if tag == b"c":
+            return complex(*_COMPLEX.unpack_from(data, at)), at + 16
+        (size,) = _LENGTH.unpack_from(data, at)
+        at += 8
+        if tag in _MAKERS or tag == b"d":
+            return self._read_container(tag, size, at)
+        body, at = _slice(data, at, size)
+        if tag in (b"a", b"g"):
+            return self._read_array(tag, body, at)
+        return self._make(tag, body), at
+
+    def _read_container(self, tag: bytes, size: int, at: int) -> tuple[Any, int]:
+        items: list[Any] = []
+        for _ in range(size if tag != b"d" else 2 * size):
+            item, at = self.read(at)
+            items.append(item)
+        if tag == b"d":
+            return dict(zip(items[::2], items[1::2], strict=True)), at
+        return _MAKERS[tag](items), at
+
+    def _read_array(self, tag: bytes, header: bytes, at: int) -> tuple[Any, int]:
+        (size,) = _LENGTH.unpack_from(self._data, at)
+        body, at = _slice(self._data, at + 8, size)
+        spec = Spec.decode(header)
+        if spec.nbytes != len(body):
+            raise ValueError(f"{len(body)} bytes for an array that has {spec.nbytes}")
+        array = spec._replace(device="cpu").make()
+        raw(flat(array))[:] = body
+        if spec.device != "cpu":
+            array = arrived(
+                (spec.device, array.detach(), False, spec.requires_grad), self._local_rank
+            )
+        return (array[()] if tag == b"g" else array), at
+
+    def _make(self, tag: bytes, body: bytes) -> Any:
+        if tag in (b"p", b"q"):
+            from pathlib import Path, PurePosixPath
+
+            make_path = Path if tag == b"p" else PurePosixPath
+            return make_path(_text(body))
+        if tag == b"P":
+            return _unpickle(body, self._allow_pickle, self._local_rank)
+        if tag == BESIDE and self._beside is not None:
+            return self._beside(Spec.decode(body))
+        raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
+
+
+def _slice(data: bytes, at: int, size: int) -> tuple[bytes, int]:
+    if at + size > len(data):
+        raise _cut_short(at + size - len(data))
+    return data[at : at + size], at + size
+
+
+def _cut_short(gone: int) -> EncodingError:
+    return EncodingError(f"the encoded object was cut short: {gone} bytes gone")
+
+
+def _unpickle(body: bytes, allow_pickle: bool, local_rank: int) -> Any:
+    if not allow_pickle:
+        raise EncodingError("a pickle arrived, and SYNCPRIMS_PICKLE=0 forbids pickle")
+    from . import pickling
+
+    try:
+        return pickling.loads(body, local_rank)
+    except Exception as error:  # the object's own code runs here: it may raise anything
+        raise EncodingError(
+            f"an object arrived that cannot be made here: {type(error).__name__}: {error}"
+        ) from error

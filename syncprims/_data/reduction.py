@@ -1,0 +1,324 @@
+"""One value from many: the reductions behind ``all_reduce``.
+
+Pure functions over the values of all ranks, in rank order. Every rank computes the same expression
+in the same order, so all hold the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncprims.errors import RankMismatch
+
+from .arrays import Spec, flat, is_fillable, spec_of
+from .kinds import is_array, is_dict, is_list_or_tuple, is_number, is_scalar, is_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Beside(NamedTuple):
+    """In place of an array that is reduced elsewhere: the array of this number of its sender."""
+
+    spec: Spec
+    number: int
+
+
+OPS = ("sum", "mean", "min", "max", "prod")
+#: What can be made of moments, and of spans of time.
+_OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
+
+
+def check_op(op: str) -> None:
+    """Accept a known reduction.
+
+    :raises ValueError: naming the known ones.
+    """
+    if op not in OPS:
+        raise ValueError(f"op={op!r}: known reductions are {', '.join(OPS)}")
+
+
+def check_value(value: object, op: str, where: str = "value") -> None:
+    """Accept a number, an array, a tensor, or a dict, list or tuple of them, that `op` can reduce.
+
+    :raises TypeError: naming the first part that is none of these.
+    """
+    if is_dict(value):
+        for key, part in value.items():
+            check_value(part, op, f"{where}[{key!r}]")
+    elif is_list_or_tuple(value):
+        for index, part in enumerate(value):
+            check_value(part, op, f"{where}[{index}]")
+    elif is_array(value):
+        _check_array(value, op, where)
+    elif is_tensor(value):
+        _check_tensor(value, op, where)
+    elif is_number(value):
+        if op in ("min", "max") and isinstance(value, complex):
+            raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
+    else:
+        raise TypeError(
+            f"{where} is a {type(value).__name__}; all_reduce takes numbers, numpy arrays, torch "
+            f"tensors, and dicts, lists or tuples of them"
+        )
+
+
+def _check_array(array: Any, op: str, where: str) -> None:
+    masked, kind = hasattr(array, "mask"), array.dtype.kind
+    if masked or kind in "SUV":
+        what = "masks some of its items" if masked else f"holds {array.dtype}"
+        raise TypeError(f"{where} is an array that {what}; all_reduce takes arrays of numbers")
+    if op not in _OF_TIMES.get(kind, OPS):
+        raise TypeError(f"{where} is an array of {array.dtype}, which op={op!r} cannot reduce")
+
+
+def _check_tensor(tensor: Any, op: str, where: str) -> None:
+    if tensor.is_quantized:
+        raise TypeError(f"{where} is a quantized tensor; all_reduce takes one of plain numbers")
+    if op in ("min", "max") and tensor.is_complex():
+        raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
+    if op not in ("sum", "mean") and str(tensor.layout) != "torch.strided":
+        raise TypeError(f"{where} is {tensor.layout}; op={op!r} takes dense tensors")
+
+
+def reduce(
+    values: Sequence[Any],
+    op: str,
+    ranks: Sequence[int],
+    beside: Callable[[list[Beside]], Any] | None = None,
+) -> Any:
+    """Return the reduction of one value per rank; the values themselves are left alone.
+
+    Where all values are a :class:`Beside`, the result is what `beside` returns for them.
+
+    :raises RankMismatch: if their trees, shapes or dtypes differ, showing each rank's.
+    """
+    return _Reducer(op, ranks, beside).reduce(list(values), "value")
+
+
+class _Reducer:
+    def __init__(
+        self, op: str, ranks: Sequence[int], beside: Callable[[list[Beside]], Any] | None
+    ) -> None:
+        self._op = op
+        self._ranks = ranks
+        self._beside = beside
+
+    def reduce(self, values: list[Any], where: str) -> Any:
+        shapes = [_describe(value) for value in values]
+        alike = len(set(shapes)) == 1
+        if alike and len({isinstance(value, Beside) for value in values}) > 1:  # dense, and sparse
+            kinds = ["plain" if isinstance(value, Beside) else "not plain" for value in values]
+            shapes = [f"{shape}, {kind}" for shape, kind in zip(shapes, kinds, strict=True)]
+        if any(shape != shapes[0] for shape in shapes):
+            pairs = zip(self._ranks, shapes, strict=True)
+            lines = "\n".join(f"  rank {rank}: {shape}" for rank, shape in pairs)
+            raise RankMismatch(
+                f"all_reduce of values that differ in kind, shape or dtype, at {where}:\n{lines}\n"
+                f"Give every rank the same structure, with equal shapes and dtypes."
+            )
+        first = values[0]
+        if is_dict(first):
+            return {
+                key: self.reduce([value[key] for value in values], f"{where}[{key!r}]")
+                for key in first
+            }
+        if isinstance(first, Beside):
+            assert self._beside is not None
+            return self._beside(values)
+        if is_list_or_tuple(first):
+            parts = [
+                self.reduce([value[i] for value in values], f"{where}[{i}]")
+                for i in range(len(first))
+            ]
+            if hasattr(first, "_fields"):  # a named tuple
+                return type(first)(*parts)
+            return parts if isinstance(first, list) else tuple(parts)
+        if is_tensor(first) and str(first.layout) != "torch.strided":
+            return _reduce_sparse(values, self._op)
+        if is_tensor(first) or is_array(first):
+            result = empty_result(first, self._op)
+            combine(values, self._op, result)
+            return result
+        return _reduce_numbers(values, self._op)
+
+
+def _describe(value: Any) -> str:
+    """Return what must agree between ranks. Python's numbers mix: 0 here, and 0.5 there."""
+    if is_dict(value):
+        return f"dict with keys {sorted(map(repr, value))}"
+    if isinstance(value, Beside):
+        spec = value.spec
+        if spec.library == "numpy":
+            return f"array of shape {spec.shape}, dtype {spec.numpy_dtype}"
+        return f"tensor of shape {spec.shape}, dtype torch.{spec.dtype}"
+    if is_list_or_tuple(value):
+        return f"{type(value).__name__} of {len(value)}"
+    if is_array(value):
+        name = "array" if type(value).__name__ == "ndarray" else type(value).__name__
+        return f"{name} of shape {value.shape}, dtype {value.dtype}"
+    if is_tensor(value):
+        where = "" if value.device.type == "cpu" else f", on {value.device.type}"
+        layout = "" if str(value.layout) == "torch.strided" else f", {value.layout}"
+        return f"tensor of shape {tuple(value.shape)}, dtype {value.dtype}{where}{layout}"
+    if is_scalar(value) and value.dtype not in ("float64", "bool"):
+        return f"number of dtype {value.dtype}"
+    return "number"
+
+
+def _reduce_numbers(values: list[Any], op: str) -> Any:
+    if all(is_scalar(value) and value.dtype == values[0].dtype for value in values):
+        return _reduce_scalars(values, op)
+    numbers = [value.item() if is_scalar(value) else value for value in values]
+    if op in ("min", "max"):
+        nan = next((number for number in numbers if number != number), None)
+        pick: Callable[[list[Any]], Any] = min if op == "min" else max
+        return pick(numbers) if nan is None else nan  # as numpy and torch: NaN wins
+    if op == "prod":
+        return math.prod(numbers)
+    total = sum(numbers)
+    return total / len(numbers) if op == "mean" else total
+
+
+def _reduce_scalars(values: list[Any], op: str) -> Any:
+    import numpy
+
+    if values[0].dtype.kind in "iu" and op in ("sum", "prod"):
+        exact = _reduce_numbers([int(value) for value in values], op)
+        bounds = numpy.iinfo(values[0].dtype)
+        return values[0].dtype.type(exact) if bounds.min <= exact <= bounds.max else exact
+    arrays = [numpy.asarray(value) for value in values]
+    result = empty_result(arrays[0], op)
+    combine(arrays, op, result)
+    return result[()]
+
+
+def empty_result(value: Any, op: str) -> Any:
+    """Return an array like `value` for the result of `op`, its contents not set."""
+    if is_array(value):
+        import numpy
+
+        return numpy.empty(value.shape, _numpy_dtype(value.dtype, op))
+    import torch
+
+    dtype = _torch_dtype(value.dtype, op)
+    return torch.empty(value.shape, dtype=dtype, device=value.device)
+
+
+def fits_result(out: Any, value: Any, op: str) -> bool:
+    """Tell whether the result of `op` on arrays like `value` can be put into `out` bit by bit."""
+    if spec_of(out) is None or is_array(out) != is_array(value) or not is_fillable(out):
+        return False
+    dtype = _numpy_dtype(value.dtype, op) if is_array(value) else _torch_dtype(value.dtype, op)
+    return bool(out.dtype == dtype and out.shape == value.shape)
+
+
+def detached(value: Any) -> Any:
+    """Return `value`, its tensors without what torch knows of their history."""
+    if is_tensor(value):
+        return value.detach()
+    if is_dict(value):
+        return {key: detached(part) for key, part in value.items()}
+    if is_list_or_tuple(value):
+        parts = [detached(part) for part in value]
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*parts)
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+def _numpy_dtype(dtype: Any, op: str) -> Any:
+    import numpy
+
+    if op == "mean" and dtype.kind in "biu":
+        return numpy.dtype("f8")
+    if dtype.kind == "b" and op in ("sum", "prod"):
+        return numpy.dtype("i8")  # a count, not an OR
+    return dtype
+
+
+def _torch_dtype(dtype: Any, op: str) -> Any:
+    import torch
+
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return torch.float64
+    if dtype is torch.bool and op in ("sum", "prod"):
+        return torch.int64
+    return dtype
+
+
+def combine(parts: Sequence[Any], op: str, out: Any) -> None:
+    """Fill `out` with the reduction of `parts`, item by item, in their order.
+
+    All are numpy arrays, or all are tensors. Half precision is added up in single: rounded once,
+    and a mean cannot overflow on its way.
+    """
+    if is_tensor(out):
+        flattened = [flat(part) for part in parts]
+        if is_tensor(flattened[0]):  # numpy does not know the dtype
+            _combine_tensors(flattened, op, out.view(-1))
+        else:
+            combine(flattened, op, out.numpy().reshape(-1))
+        return
+    import numpy
+
+    functions = {"min": numpy.minimum, "max": numpy.maximum, "prod": numpy.multiply}
+    function = functions.get(op, numpy.add)
+    total = out if out.dtype.str[1:] != "f2" else numpy.empty(out.shape, "f4")
+    with numpy.errstate(all="ignore"):  # as everywhere, an overflow is an infinity
+        rest = list(parts)
+        if len(rest) > 1 and rest[0].dtype == total.dtype:
+            function(rest[0], rest[1], out=total)
+            del rest[:2]
+        else:
+            total[...] = rest.pop(0)
+        for part in rest:
+            function(total, part, out=total, casting="unsafe")
+        if op == "mean":
+            total /= len(parts)
+        if total is not out:
+            out[...] = total
+
+
+def _reduce_sparse(values: list[Any], op: str) -> Any:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total / len(values) if op == "mean" else total
+
+
+def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
+    import torch
+
+    function = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(op, torch.add)
+    small = out.dtype.is_floating_point and out.dtype.itemsize < 4
+    wide = torch.float32 if small else out.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total = function(total, part.to(wide))
+    out.copy_(total / len(parts) if op == "mean" else total)
+
+
+def copy_into(out: Any, value: Any) -> Any:
+    """Return `out`, now holding `value`.
+
+    :raises TypeError: if `out` is neither a numpy array nor a tensor.
+    :raises ValueError: if its shape differs, or its dtype cannot hold the value's exactly.
+    """
+    if not (is_array(out) or is_tensor(out)):
+        raise TypeError(f"out is a {type(out).__name__}; it takes a numpy array or a torch tensor")
+    if not (is_array(value) or is_tensor(value)):
+        raise TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
+    if tuple(out.shape) != tuple(value.shape) or str(out.dtype) != str(value.dtype):
+        raise ValueError(f"out is {_one(out)}; what arrived is {_one(value)}")
+    if is_array(out):
+        out[...] = value
+    else:
+        out.detach().copy_(value)
+    return out
+
+
+def _one(value: Any) -> str:
+    said = _describe(value)
+    return f"{'an' if said[0] in 'aeiou' else 'a'} {said}"

@@ -1,0 +1,1 @@
+"""Rounds at one board: waiting, failures, and the diagnosis of a round that does not complete."""

@@ -1,0 +1,125 @@
+"""How a process ends, so that its world can be told without any ``try`` in the user's program.
+
+An uncaught exception passes the excepthook, a normal end atexit, and a fork the at-fork hook.
+Children of multiprocessing are special: they catch what they raise, and skip both. Up to Python
+3.12 they run finalizers while the exception is still on its way; from 3.13 on they run them after
+they have printed it, so the printing is watched instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from syncprims._protocol.call_site import users_part
+from syncprims.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+
+def reason(error: BaseException | None) -> BaseException | None:
+    """Return `error`, unless it is a ``sys.exit(0)``: that is a normal end."""
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return None
+    return error
+
+
+def _at_a_prompt() -> bool:
+    """Tell whether an interactive prompt in a living program shows what was mistyped there.
+
+    It calls the excepthook, too. (So do programs that run a script for it, as coverage does: there
+    the script has ended.)
+    """
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "code":
+            return True
+    return False
+
+
+class Endings:
+    """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children."""
+
+    def __init__(
+        self, on_end: Callable[[BaseException | None], None], on_fork: Callable[[], None]
+    ) -> None:
+        self._on_end = on_end
+        self._on_fork = on_fork
+        self._hook: Callable[..., Any] | None = None  # our excepthook
+        self._before: Callable[..., Any] | None = None  # the one that was there before
+        self._last_value: BaseException | None = None  # an old one
+        self._watches_forks = False
+        # Whose exit is watched. A child of multiprocessing has lost the handlers; one of os.fork
+        # keeps them, and to be told twice does no harm.
+        self._process = 0
+
+    def watch(self) -> None:
+        """From now on this process's end is seen."""
+        self._before = sys.excepthook
+        # One per call, each with its own predecessor: somebody may have wrapped the last one.
+        self._hook = functools.partial(self._uncaught, sys.excepthook)
+        sys.excepthook = self._hook
+        self._last_value = getattr(sys, "last_value", None)
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            atexit.register(self._exit)
+            process = sys.modules.get("multiprocessing.process")
+            if process is not None and process.parent_process() is not None:
+                self._watch_child_of_multiprocessing()
+
+    def watch_forks(self) -> None:
+        """From now on a forked child is seen, in the child."""
+        if not self._watches_forks:
+            self._watches_forks = True
+            os.register_at_fork(after_in_child=self._on_fork)
+
+    def unwatch(self) -> None:
+        """Put back the excepthook that was there before."""
+        if self._before is not None and sys.excepthook is self._hook:
+            sys.excepthook = self._before
+        self._before = self._hook = None
+
+    def _uncaught(
+        self,
+        show: Callable[..., Any],
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, SyncError):
+            trace = users_part(trace) or trace
+        try:
+            if not _at_a_prompt():
+                self._on_end(error.with_traceback(trace))
+        finally:
+            show(kind, error, trace)
+
+    def _exit(self) -> None:
+        error = sys.exc_info()[1]
+        last = getattr(sys, "last_value", None)
+        if error is None and sys.excepthook is not self._hook and last is not self._last_value:
+            error = last  # another excepthook is in our place, but Python kept what it was given
+        self._on_end(reason(error))
+
+    def _watch_child_of_multiprocessing(self) -> None:
+        from multiprocessing.util import Finalize
+
+        Finalize(None, self._exit, exitpriority=100)
+        if sys.version_info < (3, 13):
+            return
+        import traceback
+
+        print_exc = traceback.print_exc
+
+        def print_exc_and_end(*args: Any, **kwargs: Any) -> None:
+            if sys._getframe(1).f_code.co_name == "_bootstrap":  # pyright: ignore[reportPrivateUsage]
+                self._exit()
+            print_exc(*args, **kwargs)
+
+        traceback.print_exc = print_exc_and_end

@@ -1,0 +1,231 @@
+"""``syncprims env``: which world would start, from which variables, and why."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import platform
+import socket
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncprims._world.choice import choose, class_of
+from syncprims._world.environment import LAUNCHERS, detect, read_settings
+from syncprims._world.host import processors
+from syncprims._world.version import version
+from syncprims.errors import SyncError
+
+from .terminal import Style, table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+    from syncprims.interface import Settings, Topology
+
+    from .parser import CommandParser
+
+#: Our own variables, what each takes when it is not set.
+SETTINGS = (
+    ("SYNCPRIMS_TIMEOUT", "no limit where the backend sees death, else 1800 s"),
+    ("SYNCPRIMS_JOIN_TIMEOUT", "300 s"),
+    ("SYNCPRIMS_WARN_AFTER", "30 s"),
+    ("SYNCPRIMS_DIR", "$XDG_RUNTIME_DIR, else shared memory"),
+    ("SYNCPRIMS_RUN_ID", "the launcher's"),
+    ("SYNCPRIMS_HEARTBEAT", "10 s"),
+    ("SYNCPRIMS_PICKLE", "1, pickle is allowed"),
+    ("SYNCPRIMS_MIXED_PRECISION", "no"),
+    ("SYNCPRIMS_TRACE", "no trace"),
+    ("SYNCPRIMS_TRACE_LIMIT", "256, MiB for each rank"),
+    ("MASTER_ADDR", "of SLURM: the first node"),
+    ("MASTER_PORT", "of SLURM: from the job's number"),
+    ("OMP_NUM_THREADS", "a thread for every processor, in every rank"),
+    ("CUDA_VISIBLE_DEVICES", "all devices"),
+    ("XDG_RUNTIME_DIR", "shared memory"),
+)
+_OURS = "SYNCPRIMS_"
+_BY_THE_LAUNCHER = ["ERROR_FILE"]
+
+
+class World(NamedTuple):
+    """What would start, or the error that it would be."""
+
+    backend: str | None
+    chosen_by: str
+    place: Topology | None
+    settings: Settings | None
+    error: SyncError | None
+
+
+def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Describe the command."""
+    parser = commands.add_parser(
+        "env",
+        help="show which world would start here, and why",
+        description="Show which world a program would start if it ran here, and which variables, "
+        "set or not, decide that. What contradicts itself is shown as the error that it would be.",
+        epilog="exit code: 0 if a world would start, 2 if it would be an error.",
+    )
+    parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the world that would start."""
+    environ: Mapping[str, str] = options.environ
+    world = would_start(environ)
+    if options.json:
+        print(json.dumps(as_json(world, environ), indent=2))  # noqa: T201
+    else:
+        print("\n".join(report(world, environ, Style(sys.stdout, environ))))  # noqa: T201
+    return 0 if world.error is None else 2
+
+
+def would_start(environ: Mapping[str, str]) -> World:
+    """Return the world that `environ` describes; nothing is joined, and nobody waited for."""
+    place = settings = None
+    backend, chosen_by = environ.get("SYNCPRIMS_BACKEND") or None, ""
+    error: SyncError | None = None
+    try:
+        settings = read_settings(environ)
+        place = detect(environ)
+        choice = choose(environ, None, grouped=False, find_place=lambda: detect(environ))
+        backend, chosen_by = choice.backend, choice.chosen_by
+        class_of(choice).check(choice.place, settings)
+    except SyncError as found:
+        error = found
+    return World(backend, chosen_by, place, settings, error)
+
+
+# -- as a person reads it ----------------------------------------------------------------------
+
+
+def report(world: World, environ: Mapping[str, str], style: Style) -> list[str]:
+    """Return the lines of the report."""
+    place = world.place
+    if world.error is not None:
+        lines = [style("red", "No world would start: " + type(world.error).__name__)]
+        lines += [f"  {line}" for line in str(world.error).splitlines()]
+    elif place is None or place.world_size == 1:
+        lines = [style("bold", f"A world of one would start: backend {world.backend}.")]
+    else:
+        lines = [
+            style(
+                "bold",
+                f"Rank {place.rank} of {place.world_size} would start: backend {world.backend}, "
+                f"started by {place.launcher}.",
+            )
+        ]
+    rows = [("backend", world.backend or "auto", f"chosen by {world.chosen_by}")]
+    if not world.chosen_by:
+        rows = []
+    if place is not None:
+        known_by = _known_by(place, environ)
+        here = f"local rank {place.local_rank} of {place.local_world_size}"
+        rows += [
+            ("rank", f"{place.rank} of {place.world_size}", known_by),
+            ("node", f"{place.node_rank} of {place.num_nodes}", here),
+            ("run id", place.run_id or "none", _why_run_id(place)),
+        ]
+    lines += ["", *table(rows)] if rows else []
+    lines += ["", style("bold", "The deciding variables")]
+    lines += table([("SYNCPRIMS_BACKEND", _shown(environ, "SYNCPRIMS_BACKEND", "auto"))])
+    lines += _launchers(place, environ, style)
+    lines += ["", style("bold", "Settings")]
+    lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
+    unknown = misspelt(environ)
+    if unknown:
+        lines += ["", style("yellow", "Set, but read by nobody here")]
+        lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
+    lines += ["", style("bold", "Here"), *table(list(_here().items()))]
+    return lines
+
+
+def _known_by(place: Topology, environ: Mapping[str, str]) -> str:
+    if place.launcher == "none":
+        return "no launcher's variables are set"
+    launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
+    names = (launcher.rank, *launcher.world_size)
+    said = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    return f"{place.launcher} says {said}"
+
+
+def _why_run_id(place: Topology) -> str:
+    if place.run_id is not None:
+        return "the same on all ranks of one run"
+    return "nobody else is to be met" if place.world_size == 1 else "set SYNCPRIMS_RUN_ID"
+
+
+def _launchers(place: Topology | None, environ: Mapping[str, str], style: Style) -> list[str]:
+    rows: list[tuple[str, str, str]] = []
+    for launcher in LAUNCHERS:
+        names = variables_of(launcher.name)
+        found = [f"{name}={environ[name]}" for name in names if name in environ]
+        if place is not None and place.launcher == launcher.name:
+            state = "decides"
+        elif not launcher.speaks(environ):
+            state = "is silent"
+        elif place is None:
+            state = "speaks"
+        else:  # SLURM's variables are in every shell of a job, too
+            state = "is no step" if place.launcher == "none" else "has to agree"
+        absent = [name for name in names[:2] if name not in environ]
+        not_set = [f"{', '.join(absent)} not set"] if absent else []
+        rows.append((launcher.name, state, "; ".join([*found, *not_set])))
+    return ["  launchers, the first that speaks decides:", *table(rows, "    ")]
+
+
+def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
+    return f"= {environ[name]}" if environ.get(name) else f"not set: {default}"
+
+
+def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that are called like ours and are not, and what may have been meant."""
+    ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *variables_of(LAUNCHERS[0].name)]
+    known = [name[len(_OURS) :] for name in ours if name.startswith(_OURS)]
+    found: dict[str, str | None] = {}
+    for name in sorted(environ):
+        if name.startswith(_OURS) and name[len(_OURS) :] not in known + _BY_THE_LAUNCHER:
+            meant = difflib.get_close_matches(name[len(_OURS) :], known, 1)
+            found[name] = _OURS + meant[0] if meant else None
+    return found
+
+
+def _here() -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "processors": str(processors()),
+        "python": f"{platform.python_version()}, {sys.executable}",
+        "syncprims": version(),
+        "torch": "installed" if find_spec("torch") else "not installed",
+    }
+
+
+def variables_of(name: str) -> list[str]:
+    """Return the variables by which one launcher tells a place; rank and size come first."""
+    launcher = next(one for one in LAUNCHERS if one.name == name)
+    names = [launcher.rank, *launcher.world_size, launcher.local_rank, launcher.local_world_size]
+    names += [launcher.node_rank] if launcher.node_rank else []
+    return list(dict.fromkeys([*names, *launcher.num_nodes, *launcher.run_id]))
+
+
+# -- as a program reads it ---------------------------------------------------------------------
+
+
+def as_json(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the same for programs; a variable that is not set is null."""
+    names = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
+    for launcher in LAUNCHERS:
+        names += variables_of(launcher.name)
+    error = world.error
+    return {
+        "backend": world.backend,
+        "chosen_by": world.chosen_by,
+        "place": world.place._asdict() if world.place is not None else None,
+        "settings": world.settings._asdict() if world.settings is not None else None,
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
+        "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
+        "misspelt": misspelt(environ),
+        "here": _here(),
+    }

@@ -1,0 +1,485 @@
+"""What ranks do together, on every backend and world size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from conftest import several
+
+import syncprims as sp
+
+if TYPE_CHECKING:
+    from support.rank_worlds import Ranks
+
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    2**70,
+    -(2**63),
+    1.5,
+    math.inf,
+    1 + 2j,
+    "",
+    "héllo \ud800",
+    b"\x00\xff",
+    [1, [2, [3]]],
+    (1, "two", None),
+    {"a": 1, 2: (3.0,), None: []},
+    {1, 2, 3},
+    frozenset({"x"}),
+    Path("/some/where"),
+    "x" * 200_000,
+]
+
+
+def test_queries_know_the_place(world: Ranks) -> None:
+    def program() -> tuple[Any, ...]:
+        w = sp.current()
+        assert (w.rank, w.world_size) == (sp.get_rank(), sp.get_world_size())
+        assert (w.local_rank, w.local_world_size) == (
+            sp.get_local_rank(),
+            sp.get_local_world_size(),
+        )
+        assert (w.node_rank, w.num_nodes) == (sp.get_node_rank(), sp.get_num_nodes())
+        place = sp.get_rank(), sp.get_world_size(), sp.get_node_rank(), sp.get_num_nodes()
+        return *place, sp.is_main(), sp.is_local_main(), sp.is_last()
+
+    n, hosts = world.ranks, world.kind.hosts
+    here = n // hosts
+    assert world.run(program) == [
+        (r, n, r // here, hosts, r == 0, r % here == 0, r == n - 1) for r in range(n)
+    ]
+
+
+def test_nobody_leaves_a_barrier_before_all_have_entered(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        for k in range(20):
+            (tmp_path / f"{k}-{sp.get_rank()}").touch()
+            sp.barrier(f"round {k}" if k % 2 else None)
+            arrived = [(tmp_path / f"{k}-{r}").exists() for r in range(sp.get_world_size())]
+            assert all(arrived)
+
+    world.run(program)
+
+
+def test_broadcast_gives_everyone_the_object_of_src(world: Ranks) -> None:
+    def program() -> None:
+        for src in range(sp.get_world_size()):
+            for value in VALUES:
+                sent = value if sp.get_rank() == src else "something else"
+                got = sp.broadcast(sent, src=src)
+                assert got == value
+                assert type(got) is type(value)
+
+    world.run(program)
+
+
+def test_broadcast_returns_the_very_object_on_src(world: Ranks) -> None:
+    def program() -> bool:
+        mine = ["mine"]
+        return sp.broadcast(mine, src=0) is mine
+
+    assert world.run(program) == [r == 0 for r in range(world.ranks)]
+
+
+def test_arrays_travel_and_belong_to_their_receivers(world: Ranks) -> None:
+    def program() -> None:
+        for dtype in ("f8", "f4", "f2", "i1", "u8", "?", "c16", "U5", "M8[s]"):
+            sent = (
+                np.arange(6).astype(dtype).reshape(2, 3) if dtype != "M8[s]" else np.zeros(3, dtype)
+            )
+            got = sp.broadcast(sent if sp.is_main() else None)
+            assert got is not None
+            assert got.dtype == sent.dtype
+            assert np.array_equal(got, sent)
+            got[...] = got  # writable
+        scalar = sp.broadcast(np.float32(2.5))
+        assert type(scalar) is np.float32
+        everyone = sp.all_gather(np.full(sp.get_rank() + 1, sp.get_rank()))
+        assert [len(a) for a in everyone] == list(range(1, sp.get_world_size() + 1))
+        assert sp.broadcast(np.empty((0, 3))).shape == (0, 3)
+        assert sp.broadcast(np.array(7)).shape == ()
+
+    world.run(program)
+
+
+def test_an_array_can_be_received_into_out(world: Ranks) -> None:
+    def program() -> None:
+        sent = np.arange(4.0)
+        out = np.zeros(4)
+        assert sp.broadcast(sent, out=out) is out
+        assert np.array_equal(out, sent)
+        total = sp.all_reduce(np.ones(4), out=out)
+        assert total is out
+        assert np.array_equal(out, np.full(4, sp.get_world_size()))
+        with pytest.raises(ValueError, match="float32"):
+            sp.broadcast(sent, out=np.zeros(4, "f4"))
+        with pytest.raises(ValueError, match=r"\(3,\)"):
+            sp.all_reduce(sent, out=np.zeros(3))
+        sp.barrier("still in step")
+
+    world.run(program)
+
+
+def test_all_gather_lists_by_rank_at_every_size(world: Ranks) -> None:
+    def program() -> Any:
+        assert sp.all_gather(None) == [None] * sp.get_world_size()
+        return sp.all_gather({"rank": sp.get_rank()})
+
+    everyone = [{"rank": r} for r in range(world.ranks)]
+    assert world.run(program) == [everyone] * world.ranks
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
+def test_all_reduce_of_numbers_is_exact(world: Ranks, op: str) -> None:
+    big = 2**53
+
+    def program() -> Any:
+        return sp.all_reduce(big + 1 + sp.get_rank(), op), sp.all_reduce(0.5 * sp.get_rank(), op)
+
+    ints = [big + 1 + r for r in range(world.ranks)]
+    floats = [0.5 * r for r in range(world.ranks)]
+    expected = {
+        "sum": (sum(ints), sum(floats)),
+        "mean": (sum(ints) / len(ints), sum(floats) / len(floats)),
+        "min": (min(ints), min(floats)),
+        "max": (max(ints), max(floats)),
+        "prod": (math.prod(ints), math.prod(floats)),
+    }[op]
+    for result in world.run(program):
+        assert result == expected
+        assert type(result[0]) is type(expected[0])
+
+
+def test_all_reduce_of_bools_counts(world: Ranks) -> None:
+    def program() -> Any:
+        mine = sp.get_rank() == 0
+        flags = np.array([mine, True])
+        count = sp.all_reduce(flags)
+        return sp.all_reduce(mine), sp.all_reduce(mine, "max"), count.dtype, count.tolist()
+
+    n = world.ranks
+    assert world.run(program) == [(1, True, np.dtype("i8"), [1, n])] * n
+
+
+def test_all_reduce_of_trees_leaves_the_callers_alone(world: Ranks) -> None:
+    def program() -> None:
+        n, r = sp.get_world_size(), sp.get_rank()
+        tree: Any = {"loss": 1.0, "parts": [np.full(3, r), (2, {"deep": np.ones((2, 2), "f4")})]}
+        before = repr(tree)
+        got = sp.all_reduce(tree)
+        assert repr(tree) == before
+        assert got["loss"] == n
+        array, (two, deep) = got["parts"]
+        assert array.tolist() == [sum(range(n))] * 3
+        assert array is not tree["parts"][0]
+        assert two == 2 * n
+        assert deep["deep"].dtype == np.float32
+        assert (deep["deep"] == n).all()
+        assert sp.all_reduce(np.arange(3), "mean").dtype == np.float64
+
+    world.run(program)
+
+
+def test_float_sums_agree_bit_for_bit(world: Ranks) -> None:
+    def program() -> bytes:
+        mine = np.random.default_rng(sp.get_rank()).normal(size=1000)
+        return sp.all_reduce(mine).tobytes()
+
+    assert len(set(world.run(program))) == 1
+
+
+def test_nan_wins_minimum_and_maximum(world: Ranks) -> None:
+    def program() -> bool:
+        mine = math.nan if sp.is_last() else 1.0
+        both = [sp.all_reduce(mine, op) for op in ("min", "max")]
+        return all(math.isnan(value) for value in both)
+
+    assert all(world.run(program))
+
+
+@several()
+def test_mismatched_values_are_the_same_error_everywhere(world: Ranks) -> None:
+    def program() -> list[str]:
+        r = sp.get_rank()
+        said = []
+        for value in (
+            {"w": np.zeros((2, 3 + r))},
+            np.zeros(2, "f8" if r else "f4"),
+            {"a": 1} if r else {"b": 1},
+            [1, 2] if r else [1],
+            np.zeros(1) if r else 1.0,
+        ):
+            with pytest.raises(sp.RankMismatch) as caught:
+                sp.all_reduce(value)
+            said.append(str(caught.value))
+        sp.barrier("still in step")
+        return said
+
+    first, *others = world.run(program)
+    assert all(other == first for other in others)
+    assert "value['w']" in first[0]
+    assert "(2, 3)" in first[0]
+    assert "(2, 4)" in first[0]
+    assert "float32" in first[1]
+    assert "float64" in first[1]
+
+
+def test_reduce_refuses_what_it_cannot(world: Ranks) -> None:
+    def program() -> None:
+        with pytest.raises(ValueError, match="sum, mean, min, max, prod"):
+            sp.all_reduce(1, "minimum")
+        with pytest.raises(TypeError, match=r"value\['a'\]\[0\] is a str"):
+            sp.all_reduce({"a": ["text"]})
+
+    world.outcomes(program)
+
+
+def test_flags(world: Ranks) -> None:
+    def program() -> list[bool]:
+        r, last = sp.get_rank(), sp.get_world_size() - 1
+        return [
+            sp.any_rank(False),
+            sp.any_rank(r == last),
+            sp.all_ranks(True),
+            sp.all_ranks(r == last),
+            sp.any_rank(np.bool_(True)),
+        ]
+
+    n = world.ranks
+    assert world.run(program) == [[False, True, True, n == 1, True]] * n
+
+
+def test_assert_same_accepts_equal_values_in_any_order(world: Ranks) -> None:
+    def program() -> None:
+        pairs = [("a", 1), ("b", {"x", "y", "z"}), ("w", np.arange(5.0))]
+        sp.assert_same(dict(pairs if sp.get_rank() % 2 else reversed(pairs)), "config")
+        sp.assert_same(math.nan, "the same bits")
+
+    world.run(program)
+
+
+@several()
+def test_assert_same_shows_each_ranks_value(world: Ranks) -> None:
+    def program() -> str:
+        with pytest.raises(sp.RankMismatch) as caught:
+            sp.assert_same({"lr": 0.1 * sp.get_rank()}, "config")
+        sp.barrier("still in step")
+        return str(caught.value)
+
+    said = world.run(program)
+    assert len(set(said)) == 1
+    assert "config differs" in said[0]
+    assert "rank 0: {'lr': 0.0}" in said[0]
+    assert "rank 1: {'lr': 0.1}" in said[0]
+
+
+@several(4)
+def test_groups_meet_without_the_others(world: Ranks) -> None:
+    def program() -> Any:
+        r = sp.get_rank()
+        low, odd = sp.group([1, 0]), sp.group([1, 3])
+        assert low.ranks == (0, 1)
+        assert sp.group([0, 1]) is low
+        said: list[Any] = []
+        if r in (0, 1):
+            with low as entered:
+                assert entered is low
+                said += [sp.all_gather(r), sp.all_reduce(r), sp.split(list("abc"))]
+                said.append(low.broadcast(r, src=1))
+        else:
+            with pytest.raises(ValueError, match=rf"rank {r} is not in the group .*\[0, 1\]"):
+                low.__enter__()
+            with pytest.raises(ValueError, match="not in the group"):
+                low.barrier()
+        if r in (1, 3):
+            said.append(odd.all_gather(r))
+            with pytest.raises(ValueError, match="src=0"):
+                odd.broadcast(1, src=0)
+        sp.barrier("all again")
+        said.append(len(sp.all_gather(None)))
+        return said
+
+    assert world.run(program) == [
+        [[0, 1], 1, ["a", "b"], 1, 4],
+        [[0, 1], 1, ["c"], 1, [1, 3], 4],
+        [4],
+        [[1, 3], 4],
+    ]
+
+
+def test_a_group_of_strangers_is_refused(world: Ranks) -> None:
+    def program() -> None:
+        for ranks in ([], [0, 0], [99], [-1]):
+            with pytest.raises(ValueError, match="group is made of different ranks"):
+                sp.group(ranks)
+
+    world.run(program)
+
+
+def test_bad_arguments_are_refused_before_anyone_waits(world: Ranks) -> None:
+    def program() -> None:
+        with pytest.raises(ValueError, match="src=99"):
+            sp.broadcast(1, src=99)
+        for timeout in (0, -1.0):
+            with pytest.raises(ValueError, match="seconds above 0"):
+                sp.barrier(timeout=timeout)
+        with pytest.raises(TypeError, match="a name is a str"):
+            sp.barrier(3)  # type: ignore[arg-type]
+        sp.barrier("still in step")
+
+    world.run(program)
+
+
+def test_device_waits_where_there_is_none(world: Ranks) -> None:
+    assert world.run(lambda: sp.barrier("step", device=True)) == [None] * world.ranks
+
+
+def test_cpu_tensors_travel(world: Ranks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def program() -> None:
+        torch.set_num_threads(1)
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+            sent = torch.arange(6).to(dtype).reshape(2, 3)
+            got: Any = sp.broadcast(sent if sp.is_main() else None)
+            assert got.dtype is dtype
+            assert torch.equal(got, sent)
+        n = sp.get_world_size()
+        mean = sp.all_reduce({"g": torch.full((2,), float(sp.get_rank()))}, "mean")["g"]
+        assert mean.tolist() == [(n - 1) / 2] * 2
+        assert sp.all_reduce(torch.tensor(3)).item() == 3 * n
+        out = torch.zeros(2)
+        assert sp.all_reduce(torch.ones(2), out=out) is out
+        assert out.tolist() == [n, n]
+
+    world.run(program, SYNCPRIMS_PICKLE="0")
+
+
+class Config(NamedTuple):
+    steps: int
+    rate: float
+
+
+@dataclasses.dataclass
+class Settings:
+    tags: frozenset[str]
+    pair: tuple[str, str]
+
+
+def test_assert_same_compares_what_needs_pickle_by_itself(world: Ranks) -> None:
+    def program() -> None:
+        text = "hello" + str(sp.get_world_size())
+        other = text if sp.get_rank() else "hello" + str(sp.get_world_size())
+        sp.assert_same(Settings(frozenset("abcdef"), (text, other)), "settings")
+        if sp.get_world_size() > 1:
+            with pytest.raises(sp.RankMismatch, match="settings differs"):
+                sp.assert_same(Settings(frozenset("ab"), ("x", str(sp.get_rank()))), "settings")
+
+    world.run(program)
+
+
+class Shown:
+    """It counts how often it is shown and pickled, and fails to be shown where it is asked to."""
+
+    def __init__(self, value: int, *, fails: bool = False) -> None:
+        self.value, self.fails, self.asked = value, fails, 0
+
+    def __repr__(self) -> str:
+        self.asked += 1
+        if self.fails:
+            raise RuntimeError("no words for it")
+        return f"Shown({self.value})"
+
+    def __reduce__(self) -> Any:
+        self.asked += 1
+        return Shown, (self.value,)
+
+
+def test_assert_same_encodes_once_and_shows_nothing_where_all_agree(world: Ranks) -> None:
+    def program() -> int:
+        value = Shown(1)
+        sp.assert_same({"value": value}, "config")
+        return value.asked
+
+    assert world.run(program) == [1] * world.ranks
+
+
+@several()
+def test_assert_same_tells_of_what_cannot_be_shown(world: Ranks) -> None:
+    def program() -> str:
+        value = Shown(sp.get_rank(), fails=sp.is_last())
+        with pytest.raises(sp.RankMismatch) as caught:
+            sp.assert_same(value, "value")
+        sp.barrier("still in step")
+        return str(caught.value)
+
+    for said in world.run(program):
+        assert "rank 0: Shown(0)  (digest" in said
+        assert f"rank {world.ranks - 1}: <no text: its __repr__ raised RuntimeError>" in said
+
+
+def test_reductions_keep_types_and_do_not_overflow_on_their_way(world: Ranks) -> None:
+    def program() -> None:
+        n = sp.get_world_size()
+        half = sp.all_reduce(np.full(2, 40000, "f2"), "mean")
+        assert half.dtype == np.float16
+        assert half.tolist() == [40000, 40000]
+        big = sp.all_reduce(np.int64(2**62))
+        assert int(big) == n * 2**62
+        assert type(sp.all_reduce(np.int32(3))) is np.int32
+        assert sp.all_reduce(Config(1, 0.5)) == Config(n, 0.5 * n)
+
+    world.run(program)
+
+
+@several(2)
+def test_dtypes_of_scalars_must_agree_and_pythons_numbers_mix(world: Ranks) -> None:
+    def program() -> Any:
+        with pytest.raises(sp.RankMismatch, match="float32"):
+            sp.all_reduce(np.float32(1) if sp.is_main() else np.float64(1))
+        return sp.all_reduce(1 if sp.is_main() else 0.5), sp.all_reduce(
+            np.float64(2) if sp.is_main() else 1
+        )
+
+    assert world.run(program) == [(1.5, 3)] * 2
+
+
+@several(2)
+def test_numpys_bools_and_numbers_mix_as_pythons_do(world: Ranks) -> None:
+    def program() -> Any:
+        first, other = np.True_, np.float64(0.5)
+        return [
+            sp.all_reduce(first if sp.get_rank() == turn else other, op)
+            for op in ("sum", "mean", "prod", "max")
+            for turn in (0, 1)
+        ]
+
+    assert world.run(program) == [[1.5, 1.5, 0.75, 0.75, 0.5, 0.5, 1, 1]] * 2
+
+
+def test_arguments_of_other_types(world: Ranks) -> None:
+    def program() -> None:
+        for timeout in (np.int64(30), np.float32(30)):
+            sp.barrier(timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="seconds, or a timedelta"):
+            sp.barrier(timeout="30")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="whole number"):
+            sp.group(["a"])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="whole number"):
+            sp.on_rank("a")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a reason is a str"):
+            sp.Trigger().set(3)  # type: ignore[arg-type]
+        assert sp.on_rank(n=0, default=1)(lambda: 1)() == 1
+        assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
+        assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
+        assert sp.group(np.arange(1)) is sp.group([0])  # type: ignore[arg-type]
+
+    world.run(program)

@@ -1,0 +1,174 @@
+"""A flag that any rank raises and all see at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import in_processes, several
+
+import syncprims as sp
+from syncprims.testing import run_world
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from support.rank_worlds import Ranks
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_all_ranks_see_it_at_the_same_check_and_then_it_is_reset(world: Ranks, lag: int) -> None:
+    def program() -> Any:
+        stop = sp.Trigger("stop", lag=lag)
+        seen = []
+        for step in range(6):
+            if step == 2 and sp.is_last():
+                stop.set("converged")
+                stop.set("said twice")
+            if stop.check():
+                seen.append((step, stop.ranks, stop.reason))
+        return seen
+
+    expected = [(2 + lag, [world.ranks - 1], "converged")]
+    assert world.run(program) == [expected] * world.ranks
+
+
+@several(4)
+def test_ranks_and_reason_are_the_same_everywhere(world: Ranks) -> None:
+    def program() -> Any:
+        stop = sp.Trigger()
+        if sp.get_rank() in (1, 3):
+            stop.set(f"by {sp.get_rank()}")
+        assert stop.check()
+        return stop.ranks, stop.reason
+
+    assert world.run(program) == [([1, 3], "by 1")] * 4
+
+
+@several()
+def test_lagging_checks_mix_with_other_calls(world: Ranks) -> None:
+    def program() -> Any:
+        a, b = sp.Trigger("a", lag=1), sp.Trigger("b", lag=1)
+        many = [sp.Trigger(f"t{i}", lag=1) for i in range(20)]
+        answers = []
+        for step in range(12):
+            if step == 3 and sp.is_main():
+                a.set()
+            if step == 5 and sp.is_last():
+                b.set()
+            answers.append((a.check(), b.check()))
+            assert sp.all_gather(step) == [step] * sp.get_world_size()
+            assert not any(trigger.check() for trigger in many)
+        return answers
+
+    for answers in world.run(program):
+        assert [i for i, (a, _) in enumerate(answers) if a] == [4]
+        assert [i for i, (_, b) in enumerate(answers) if b] == [6]
+
+
+@several(2)
+def test_a_lagging_check_does_not_wait_for_a_peer_one_check_behind(world: Ranks) -> None:
+    if world.kind.backend != "file":
+        pytest.skip("a stopped rank may hold this backend's one lock")
+
+    def program() -> None:
+        lag = sp.Trigger(lag=1)
+        pid = sp.all_gather(os.getpid())[1]
+        if sp.is_main():
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                assert not lag.check()  # would hang if it waited for the stopped rank
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        else:
+            lag.check()
+        lag.check()
+
+    world.run(program)
+
+
+@several(2)
+def test_a_mismatch_is_seen_at_the_next_call(world: Ranks) -> None:
+    def program() -> Any:
+        lag = sp.Trigger("one", lag=1)
+        other = sp.Trigger("other", lag=1)
+        (lag if sp.is_main() else other).check()
+        with pytest.raises(sp.CollectiveMismatch):
+            sp.barrier()
+
+    world.run(program)
+
+
+def test_the_worlds_own_trigger(world: Ranks) -> None:
+    def program() -> Any:
+        answers = [sp.check_trigger()]
+        if sp.is_last():
+            sp.set_trigger("enough")
+        return [*answers, sp.check_trigger(), sp.check_trigger()]
+
+    assert world.run(program) == [[False, True, False]] * world.ranks
+
+
+@in_processes
+def test_a_signal_sets_it_and_a_second_one_acts(world: Ranks) -> None:
+    def program() -> Any:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        stop = sp.Trigger()
+        stop.set_on_signal(signal.SIGTERM)
+        if sp.is_last():
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen = stop.check(), stop.ranks, stop.reason
+        if sp.is_last():
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
+        return seen
+
+    assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM")] * world.ranks
+
+
+def test_none_is_lost_whenever_in_a_check_it_is_set() -> None:
+    """A tracer stands in for the signal's handler: it can come before any operation."""
+
+    def check_interrupted(trigger: sp.Trigger, at: int) -> tuple[bool, bool]:
+        seen = 0
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal seen
+            if frame.f_code is not sp.Trigger.check.__code__:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                seen += 1
+                if seen == at:
+                    trigger.set("SIGTERM")
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            found = trigger.check()
+        finally:
+            sys.settrace(before)
+        return found, seen >= at
+
+    def program() -> int:
+        at, reached = 1, True
+        while reached:
+            trigger = sp.Trigger()
+            found, reached = check_interrupted(trigger, at)
+            assert not found or trigger.reason == "SIGTERM"
+            assert [found, trigger.check()].count(True) == reached, at
+            at += 1
+        return at
+
+    (operations,) = run_world(program, 1)
+    assert operations > 20
+
+
+def test_lag_is_zero_or_one() -> None:
+    with pytest.raises(ValueError, match="lag=2"):
+        sp.Trigger(lag=2)

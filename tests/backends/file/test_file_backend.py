@@ -1,0 +1,553 @@
+"""What only the file backend promises: its directory, its leftovers, its limits."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.rank_worlds import PATIENCE, Died, Kind, Ranks, Scripts, Signs
+
+import syncprims as sp
+from syncprims._world.registry import backend_class
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+
+
+@pytest.fixture
+def world(meeting_place: Path) -> Ranks:
+    return Ranks(Kind("file", 4), meeting_place)
+
+
+def count(folder: str) -> int:
+    return len(list(Path(folder).iterdir()))
+
+
+def refusal(directory: Path, **variables: str) -> str:
+    """Return what a rank says that may not meet in `directory`."""
+
+    def program() -> str:
+        with pytest.raises(sp.SyncError) as caught:
+            sp.init()
+        assert isinstance(caught.value, sp.ConfigurationError | sp.BackendUnavailable)
+        return str(caught.value)
+
+    (said,) = Ranks(Kind("file", 1), directory).run_alone(program, **variables)
+    return str(said)
+
+
+def test_generations_never_mix(world: Ranks) -> None:
+    """10,000 barriers with random delays, each with its round's number in a flag's payload."""
+
+    def program() -> tuple[int, int]:
+        jitter = random.Random(sp.get_rank())
+        fds = count("/proc/self/fd")
+        files = sum(len(names) for _, _, names in os.walk(os.environ["SYNCPRIMS_DIR"]))
+        for k in range(10_000):
+            if jitter.random() < 0.001:
+                time.sleep(jitter.random() * 0.003)  # the delay under test
+            sp.barrier()
+            if k % 500 == 0:
+                assert sp.all_gather(k) == [k] * 4
+                assert sp.broadcast((k, "x" * 3000), src=k // 500 % 4)[0] == k
+        sp.barrier("before counting")
+        grown = sum(len(names) for _, _, names in os.walk(os.environ["SYNCPRIMS_DIR"])) - files
+        return count("/proc/self/fd") - fds, grown
+
+    for fds, files in world.run(program):
+        # Each rank keeps a bounded tail of files for what did not fit into a cell.
+        assert fds <= 3 + 1  # an eye on each peer
+        assert files <= 4 * 8
+    world.check_nothing_left()
+
+
+@pytest.mark.soak
+def test_a_million_barriers_grow_nothing(world: Ranks) -> None:
+    def program() -> tuple[int, int]:
+        for _ in range(1000):
+            sp.barrier()
+        fds = count("/proc/self/fd")
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(1_000_000):
+            sp.barrier()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+        return count("/proc/self/fd") - fds, grown
+
+    for fds, kilobytes in Ranks(world.kind, world.directory, patience=1200).run(program):
+        assert fds == 0
+        assert kilobytes < 1024
+    world.check_nothing_left()
+
+
+def test_large_payloads_leave_only_a_bounded_tail(world: Ranks) -> None:
+    def program() -> int:
+        most = 0
+        for k in range(60):
+            data = sp.broadcast(os.urandom(100_000) if k % 4 == sp.get_rank() else None, src=k % 4)
+            assert data is not None
+            assert len(data) == 100_000
+            found = [n for _, _, names in os.walk(os.environ["SYNCPRIMS_DIR"]) for n in names]
+            most = max(most, len(found))
+        return most
+
+    assert max(world.run(program)) < 30
+    world.check_nothing_left()
+
+
+def test_everything_is_private(world: Ranks) -> None:
+    def program() -> list[tuple[str, int]]:
+        sp.broadcast("x" * 5000)
+        root = Path(os.environ["SYNCPRIMS_DIR"])
+        modes = [(p.name, stat.S_IMODE(p.stat().st_mode)) for p in root.rglob("*")]
+        sp.barrier("all have looked")
+        return modes
+
+    os.umask(before := os.umask(0))
+    previous = os.umask(0)
+    try:
+        (modes, *_) = world.run(program)
+    finally:
+        os.umask(previous)
+    assert before == previous
+    assert len(modes) > 7
+    assert {mode for _, mode in modes} == {0o700, 0o600}
+
+
+def test_the_next_run_starts_clean_wherever_the_last_was_killed(meeting_place: Path) -> None:
+    """The same directory, the same run id; every rank of the last run killed at some point."""
+    points = random.Random(7)
+
+    def doomed() -> None:
+        at = points.randrange(40)
+        sp.init()
+        for k in range(50):
+            if k == at:
+                os.kill(os.getpid(), 9)
+            sp.any_rank(False)
+
+    def healthy() -> Any:
+        with sp.init():
+            return sp.all_gather(sp.get_rank())
+
+    world = Ranks(Kind("file", 2), meeting_place)
+    for _ in range(8):
+        points.random()
+        world.outcomes(doomed, start=False, SYNCPRIMS_RUN_ID="same")
+        assert world.outcomes(healthy, start=False, SYNCPRIMS_RUN_ID="same") == [[0, 1]] * 2
+        assert not any(meeting_place.iterdir())
+
+
+def test_a_killed_run_is_swept_up_by_the_next_of_another_name(meeting_place: Path) -> None:
+    world = Ranks(Kind("file", 2), meeting_place)
+
+    def doomed() -> None:
+        sp.barrier()
+        os.kill(os.getpid(), 9)
+
+    assert all(isinstance(outcome, Died) for outcome in world.outcomes(doomed))
+    assert any(meeting_place.iterdir())
+    world.run(lambda: sp.barrier())
+    assert not any(meeting_place.iterdir())
+
+
+def test_two_runs_in_one_directory_never_meet(tmp_path: Path, meeting_place: Path) -> None:
+    scripts = [Scripts(Kind("file", 2), meeting_place, tmp_path) for _ in range(2)]
+    started = [
+        one.start(
+            "for _ in range(200): assert set(all_gather(os.environ['WHO'])) == {os.environ['WHO']}",
+            WHO=str(number),
+            run_id=f"run {number}",
+        )
+        for number, one in enumerate(scripts)
+    ]
+    for one, processes in zip(scripts, started, strict=True):
+        assert [ended.code for ended in one.wait(processes)] == [0, 0]
+    assert not any(meeting_place.iterdir())
+
+
+def test_without_a_run_id_an_explicit_directory_will_do(scripts: Scripts) -> None:
+    for _ in range(2):
+        ended = scripts.run("print(all_gather(rank))", run_id="")
+        assert [one.out for one in ended] == ["[0, 1, 2]\n"] * 3, [one.err for one in ended]
+
+
+def test_two_processes_of_one_rank_are_told(meeting_place: Path, tmp_path: Path) -> None:
+    scripts = Scripts(Kind("file", 2), meeting_place, tmp_path)
+    first = scripts.start("init()\nprint('in', flush=True)\ntime.sleep(60)\n", run_id="one")
+    for process in first:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+    second = scripts.start("init()", run_id="one", SYNCPRIMS_JOIN_TIMEOUT="0.3")
+    for ended in scripts.wait(second):
+        assert ended.code == 1
+        assert "is taken by another living process" in ended.err
+        assert "SYNCPRIMS_RUN_ID" in ended.err
+    for process in first:
+        process.kill()
+    scripts.wait(first)
+
+
+def test_a_restarted_run_never_reads_the_old_ones_notes(scripts: Scripts) -> None:
+    source = "print(all_gather(os.environ['TORCHELASTIC_RESTART_COUNT']))"
+    started = [
+        scripts.start(source, run_id="torchrun's", TORCHELASTIC_RESTART_COUNT=count)
+        for count in "01"
+    ]
+    for count, processes in zip("01", started, strict=True):
+        out = {ended.out for ended in scripts.wait(processes)}
+        assert out == {f"{[count] * 3}\n"}
+
+
+# -- directories that will not do -----------------------------------------------------------------
+
+
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    loose.chmod(0o777)
+    said = refusal(loose)
+    assert f"{loose} has mode 0777" in said
+    assert f"chmod 700 {loose}" in said
+
+
+def test_a_link_a_file_and_an_unwritable_place_are_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    assert f"{link} cannot be used as a meeting place: it is a link" in refusal(link)
+    plain = tmp_path / "plain"
+    plain.write_text("mine")
+    assert "it is no directory" in refusal(plain)
+    assert plain.read_text() == "mine"
+    assert "SYNCPRIMS_DIR" in refusal(plain / "below")
+    assert "SYNCPRIMS_DIR" in refusal(Path("/proc/nowhere"))
+
+
+@needs_root
+def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir(mode=0o700)
+    os.chown(foreign, 65534, 65534)
+    said = refusal(foreign)
+    assert "belongs to user 65534" in said
+    assert "SYNCPRIMS_DIR" in said
+
+
+def test_planted_files_are_refused_and_left_alone(meeting_place: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+
+    def plant_link(path: Path) -> None:
+        path.symlink_to(victim)
+
+    def plant_hard_link(path: Path) -> None:
+        path.hardlink_to(victim)
+
+    for plant in (plant_link, plant_hard_link, os.mkfifo, Path.mkdir):
+        for name in ("seats", "seat-0"):
+            table = meeting_place / "planted" / "table-1"
+            table.mkdir(parents=True, mode=0o700)
+            table.parent.chmod(0o700)
+            plant(table / name)
+            begin = time.monotonic()
+
+            def program() -> str:
+                try:
+                    with sp.init():
+                        return "joined"
+                except (sp.SyncError, OSError) as error:
+                    return str(error)
+
+            world = Ranks(Kind("file", 1), meeting_place)
+            (said,) = world.outcomes(program, start=False, SYNCPRIMS_RUN_ID="planted")
+            assert time.monotonic() - begin < PATIENCE / 4
+            assert said == "joined" or name in said
+            assert victim.read_text() == "precious"
+            for path in sorted(meeting_place.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_a_full_disk_is_a_shared_failure(tmp_path: Path) -> None:
+    """The file that is too large is cut off by a limit of the process, as by a full disk."""
+    place = tmp_path / "meet"
+    place.mkdir(mode=0o700)
+
+    def program() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sp.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
+        try:
+            sp.broadcast(bytes(8_000_000) if sp.is_main() else None)
+        except OSError as error:
+            said = f"own {error.errno}"
+        except sp.PeerFailed as error:
+            said = error.failures[0].type
+        return said, sp.all_gather("still in step")
+
+    first, second = Ranks(Kind("file", 2), place).run(program)
+    assert first == ("own 27", ["still in step"] * 2)
+    assert second == ("OSError", ["still in step"] * 2)
+
+
+def test_no_room_for_a_group_is_a_shared_failure(meeting_place: Path) -> None:
+    def program() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if sp.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))
+        with pytest.raises(sp.SyncError) as caught:
+            sp.group([1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        return type(caught.value).__name__, sp.group([1]).ranks, sp.all_gather("in step")
+
+    outcomes = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert [said for said, *_ in outcomes] == ["PeerFailed", "BackendUnavailable"]
+    assert [rest for _, *rest in outcomes] == [[(1,), ["in step"] * 2]] * 2
+
+
+def test_a_receiver_without_descriptors_is_a_shared_failure(meeting_place: Path) -> None:
+    def program() -> Any:
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        sp.barrier()
+        if sp.get_rank() == 1:
+            free = os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, usual[1]))
+        with pytest.raises((OSError, sp.PeerFailed)) as caught:
+            sp.broadcast(np.ones(1_000_000) if sp.is_main() else None)
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        return type(caught.value).__name__, sp.broadcast(np.ones(1_000_000))[0]
+
+    outcomes = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert outcomes == [("PeerFailed", 1), ("OSError", 1)]
+
+
+def test_a_long_wait_costs_little(meeting_place: Path) -> None:
+    def program() -> float:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            time.sleep(2)  # the long wait
+        used = time.process_time()
+        sp.barrier()
+        return time.process_time() - used
+
+    waited, _ = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert waited < 0.5  # seconds of processor, a bound far above what it takes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_thread_is_started(world: Ranks) -> None:
+    def program() -> int:
+        sp.barrier()
+        return count("/proc/self/task")
+
+    before = count("/proc/self/task")
+    assert before >= 1
+    assert all(count <= 2 for count in world.run(program))  # itself, and the tests' watchdog
+
+
+def test_what_others_keep_in_the_directory_stays(tmp_path: Path) -> None:
+    place = tmp_path / "project"
+    place.mkdir(mode=0o755)
+    (place / "flake" / "table-1").mkdir(parents=True)
+    (place / "flake" / "table-1" / "results.csv").write_text("precious")
+    for name in ("uv.lock", "poetry.lock", "flake.lock"):
+        (place / name).touch()
+    before = sorted(path.relative_to(place) for path in place.rglob("*"))
+    Ranks(Kind("file", 2), place).run(lambda: sp.barrier())
+    assert sorted(path.relative_to(place) for path in place.rglob("*")) == before
+
+
+def test_a_large_payload_does_not_stay_in_memory(meeting_place: Path) -> None:
+    def program() -> int:
+        sp.broadcast(b"x" * 5_000_000)
+        for _ in range(3):
+            sp.barrier()
+        left = sum(p.stat().st_size for p in meeting_place.rglob("board-*-*"))
+        sp.barrier("all have looked")
+        return left
+
+    assert Ranks(Kind("file", 2), meeting_place).run(program) == [0, 0]
+
+
+def test_an_abort_that_its_giver_died_over_is_finished_by_the_next(
+    meeting_place: Path, signs: Signs
+) -> None:
+    """Rank 0 is killed in the very pause between the abort and its decision."""
+
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 2:
+            signs.wait(1)  # absent, until there has long been a verdict
+        if sp.get_rank() == 0:
+            verdicts = sys.modules["syncprims.backends.file.abort"]
+            dying = SimpleNamespace(sleep=lambda seconds: os.kill(os.getpid(), 9))
+            vars(verdicts)["time"] = dying
+        with pytest.raises(sp.SyncError) as caught:
+            sp.barrier("load", timeout=0.3 if sp.get_rank() == 0 else 600)
+        signs.give(sp.get_rank())
+        return type(caught.value).__name__
+
+    outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program)
+    assert isinstance(outcomes[0], Died)
+    assert outcomes[1:] == ["SyncTimeout"] * 2
+
+
+def test_many_short_worlds_one_after_another(meeting_place: Path) -> None:
+    def program() -> int:
+        before = count("/proc/self/fd")
+        for number in range(60):
+            with sp.init():
+                assert sp.all_gather(number) == [number] * 3
+        return count("/proc/self/fd") - before
+
+    assert Ranks(Kind("file", 3), meeting_place).run_alone(program) == [0, 0, 0]
+    assert not any(meeting_place.iterdir())
+
+
+def test_a_rank_that_finishes_right_after_the_last_barrier_harms_nobody(
+    meeting_place: Path,
+) -> None:
+    """Its note is up, so the others pass, however late they look; and it is never called lost."""
+
+    def program() -> list[str]:
+        said = []
+        for number in range(25):
+            with sp.init():
+                trio = sp.group([0, 1, 2])
+                if sp.get_rank() < 3:
+                    if sp.get_rank() == number % 3:
+                        time.sleep(0.002)  # the others wait for this one, without rank 3
+                    trio.barrier("three of four")
+                sp.barrier("last")
+                if sp.get_rank() == number % 4:
+                    continue  # leaves at once
+                if number % 5 == 0:
+                    with pytest.raises(sp.PeerLost, match="finished after round") as caught:
+                        sp.barrier("one too many")
+                    said.append(type(caught.value).__name__)
+        return said
+
+    outcomes = Ranks(Kind("file", 4), meeting_place).run_alone(program)
+    assert {word for said in outcomes for word in said} == {"PeerLost"}
+
+
+def test_a_rank_that_is_just_joining_or_leaving_is_not_lost(meeting_place: Path) -> None:
+    """Between looking at a rank's lock and at its word, it may sit down or leave."""
+
+    def program() -> Any:
+        rank = int(os.environ["SYNCPRIMS_RANK"])
+        backend_class("file")
+        seats = sys.modules["syncprims.backends.file.liveness"]
+        look = vars(seats)["is_free"]
+
+        def look_slowly(*where: Any) -> bool:
+            free = bool(look(*where))
+            time.sleep(0.05)  # the very gap under test
+            return free
+
+        vars(seats)["is_free"] = look_slowly
+        for number in range(6):
+            time.sleep(0.02 * ((rank + number) % 3))
+            with sp.init():
+                sp.barrier("together")
+                if rank == number % 3:
+                    continue
+                with pytest.raises(sp.PeerLost, match="finished after round"):
+                    sp.barrier("one too many")
+        return "passed"
+
+    assert Ranks(Kind("file", 3), meeting_place).run_alone(program) == ["passed"] * 3
+
+
+def test_a_disk_without_any_room_keeps_ranks_in_step(meeting_place: Path) -> None:
+    def program() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sp.barrier()
+        said: list[Any] = []
+        for number in range(4):
+            if number == 1 and sp.is_main():
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            try:
+                payload = b"x" * 100_000 if number == 1 and sp.is_main() else b""
+                said.append(sp.all_gather((number, payload))[1][0])
+            except OSError as error:
+                said.append(str(error))
+            except sp.PeerFailed as error:
+                said.append(error.failures[0].type)
+        return said
+
+    own, other = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert "writing 100" in own.pop(1)  # what did not fit, not the excuse for it
+    assert own == [0, 2, 3]
+    assert other == [0, "OSError", 2, 3]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupt_around_the_post_never_pairs_rounds_off_by_one(
+    meeting_place: Path, moment: str
+) -> None:
+    def program() -> list[Any]:
+        sp.barrier()
+        said: list[Any] = []
+        if sp.is_main():
+            board = sp.current().group._rounds._board
+            post = board.post
+
+            def interrupted(note: Any) -> None:
+                if moment == "after":
+                    post(note)
+                board.post = post  # type: ignore[method-assign]
+                raise KeyboardInterrupt
+
+            board.post = interrupted  # type: ignore[method-assign]
+        for number in range(4):
+            try:
+                said.append(sp.all_gather(number))
+            except KeyboardInterrupt:
+                said.append("interrupted")
+                if moment == "before":
+                    said.append(sp.all_gather(number))  # nothing was posted: it may be tried again
+            except sp.PeerFailed as error:
+                said.append(error.failures[0].type)
+        return said
+
+    own, other = Ranks(Kind("file", 2), meeting_place).run(program)
+    if moment == "before":
+        assert own == ["interrupted", *([n, n] for n in range(4))]
+        assert other == [[n, n] for n in range(4)]
+    else:
+        assert own == ["interrupted", *["KeyboardInterrupt"] * 3]
+        assert all(one in ([0, 0], "KeyboardInterrupt") for one in other)
+        assert other[1:] == ["KeyboardInterrupt"] * 3
+
+
+def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> None:
+    """The wait is made long by a clock that runs a thousand times too fast on the waiting rank."""
+
+    def program() -> list[float]:
+        moments: list[float] = []
+        sp.barrier()
+        if sp.is_main():
+            board = sp.current().group._rounds._board
+            board.now = lambda: 1000 * time.monotonic()  # type: ignore[method-assign]
+        for _ in range(5):
+            if not sp.is_main():
+                time.sleep(0.3)  # late, which is what is tried
+            sp.barrier(timeout=100_000)
+            moments.append(time.monotonic())
+        return moments
+
+    moments = zip(*Ranks(Kind("file", 2), meeting_place).run(program), strict=True)
+    # A busy machine may delay some; a rank that sleeps too long would notice none soon.
+    assert min(abs(first - second) for first, second in moments) < 0.1

@@ -1,0 +1,291 @@
+"""File systems that will not do: locks that do not hold, and no room left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.intruders import needs_root
+from support.rank_worlds import Kind, Ranks
+
+import syncprims as sp
+from syncprims._world.registry import backend_class
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+backend_class("file")
+filesystems: Any = import_module("syncprims.backends.file.filesystems")
+PrivateDirectory: Any = import_module("syncprims.backends.file.private_dir").PrivateDirectory
+
+#: As a login node of a cluster might have it, and more.
+MOUNTINFO = r"""
+22 27 0:21 / /proc rw,relatime shared:12 - proc proc rw
+25 24 0:23 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw,size=24684084k
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
+40 27 0:45 / /home rw,relatime shared:23 master:2 - nfs4 filer:/vol/home rw,vers=4.2,hard
+41 27 0:46 / /old rw,relatime - nfs filer:/vol/old rw,vers=3,nolock,local_lock=all
+42 27 0:47 / /lustre/work rw,flock - lustre 10.0.0.1@o2ib:/work rw,localflock
+43 27 0:48 / /mnt/win rw - cifs //server/share rw,vers=3.1.1
+44 27 0:49 / /mnt/win3 rw - smb3 //server/share rw
+45 27 0:50 / /mnt/ssh rw - fuse.sshfs me@there: rw,user_id=1000
+46 27 0:51 / /mnt/gluster rw - fuse.glusterfs node1:/volume rw,allow_other
+47 27 0:52 / /mnt/c rw - 9p C:\134 rw,dirsync,aname=drvfs
+48 27 0:53 / /mnt/ceph rw - ceph mon1:6789:/ rw,acl
+49 27 0:54 / /gpfs/fs1 rw - gpfs fs1 rw
+50 27 0:55 / /mnt/beegfs rw - beegfs beegfs_nodev rw,cfgFile=/etc/beegfs.conf
+51 27 0:56 / /afs rw - afs AFS rw
+52 27 0:57 / /var/lib/docker/merged rw - overlay overlay rw,lowerdir=/l,upperdir=/u,workdir=/w
+53 27 0:45 /me/data\040sets /data\040sets rw - nfs4 filer:/vol/home rw
+54 27 254:0 /srv/really /srv/shown rw,relatime - ext4 /dev/vda rw
+55 27 0:60 /@data /btrfs rw - btrfs /dev/vdb rw,subvol=/@data
+56 40 0:61 / /home/me/fast rw - tmpfs tmpfs rw
+57 27 0:62 / /hidden/below rw - nfs4 filer:/vol/h rw
+58 27 0:63 / /hidden rw - xfs /dev/vdc rw
+59 27 0:64 / /twice rw - nfs4 filer:/vol/t rw
+60 27 0:65 / /twice rw - ext4 /dev/vdd rw
+61 27 0:66 / /mnt/ntfs rw - fuseblk /dev/sda2 rw
+62 27 0:67 / /mnt/fuse rw - fuse something rw
+63 27 0:68 / /tab\011new\012line\134 rw optional:1 another:2 - lustre x rw
+this line is odd
+64 27 0:69 / /short
+x 27 0:69 / /number rw - nfs x rw
+"""
+
+#: Path, its device as stat(2) has it, mount point, type, and whether it is refused.
+PATHS = [
+    ("/", "254:0", "/", "ext4", False),
+    ("/srv", "254:0", "/", "ext4", False),
+    ("/homes", "254:0", "/", "ext4", False),  # no more than the beginning of a name
+    ("/dev/shm/syncprims-0", "0:23", "/dev/shm", "tmpfs", False),
+    ("/home/me/meet", "0:45", "/home", "nfs4", True),
+    ("/home/me/fast/meet", "0:61", "/home/me/fast", "tmpfs", False),
+    ("/old", "0:46", "/old", "nfs", True),
+    ("/lustre/work/a/b", "0:47", "/lustre/work", "lustre", True),
+    ("/lustre", "254:0", "/", "ext4", False),
+    ("/mnt/win/x", "0:48", "/mnt/win", "cifs", True),
+    ("/mnt/win3/x", "0:49", "/mnt/win3", "smb3", True),
+    ("/mnt/ssh/x", "0:50", "/mnt/ssh", "fuse.sshfs", True),
+    ("/mnt/gluster/x", "0:51", "/mnt/gluster", "fuse.glusterfs", True),
+    ("/mnt/c/Users", "0:52", "/mnt/c", "9p", True),
+    ("/mnt/ceph/x", "0:53", "/mnt/ceph", "ceph", True),
+    ("/gpfs/fs1/x", "0:54", "/gpfs/fs1", "gpfs", True),
+    ("/mnt/beegfs/x", "0:55", "/mnt/beegfs", "beegfs", True),
+    ("/afs/cell/user", "0:56", "/afs", "afs", True),
+    ("/var/lib/docker/merged/tmp", "0:57", "/var/lib/docker/merged", "overlay", False),
+    ("/data sets/x", "0:45", "/data sets", "nfs4", True),
+    ("/srv/shown/x", "254:0", "/srv/shown", "ext4", False),
+    ("/btrfs/x", "0:99", "/btrfs", "btrfs", False),  # stat(2) has another device there
+    ("/hidden/below/x", "0:63", "/hidden", "xfs", False),  # the later mount covers the other
+    ("/twice/x", "0:65", "/twice", "ext4", False),
+    ("/twice/x", "", "/twice", "ext4", False),  # the last one wins
+    ("/mnt/ntfs/x", "0:66", "/mnt/ntfs", "fuseblk", False),
+    ("/mnt/fuse/x", "0:67", "/mnt/fuse", "fuse", False),
+    ("/tab\tnew\nline\\/x", "0:68", "/tab\tnew\nline\\", "lustre", True),
+]
+
+
+@pytest.mark.parametrize(("path", "device", "point", "kind", "remote"), PATHS)
+def test_mount_of_a_path(path: str, device: str, point: str, kind: str, remote: bool) -> None:
+    mount = filesystems.mount_of(MOUNTINFO, path, device)
+    assert (mount.point, mount.type, mount.remote) == (point, kind, remote)
+
+
+def test_the_number_of_a_mount_decides() -> None:
+    mount = filesystems.mount_of(MOUNTINFO, "/hidden/below", "0:63", 57)
+    assert (mount.point, mount.type, mount.remote) == ("/hidden/below", "nfs4", True)
+    assert filesystems.mount_of(MOUNTINFO, "/home/me", "0:45", 999).type == "nfs4"
+
+
+def test_odd_texts_tell_nothing() -> None:
+    assert len(filesystems.mounts(MOUNTINFO)) == len(MOUNTINFO.split("\n")) - 5
+    lines = MOUNTINFO.strip()
+    for cut in range(0, len(lines), 7):
+        filesystems.mount_of(lines[cut:], "/home/me")
+        filesystems.mount_of(lines[:cut], "/home/me")
+    for text in ("", "\n", " - ", "1 2 3 4 5 6 - ", "1 2 0:1 / /a rw - \0"):
+        mount = filesystems.mount_of(text, "/b")
+        assert mount is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_mount_of_a_real_place(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        filesystems.refuse_remote(tmp_path, fd)
+        text = Path("/proc/self/mountinfo").read_text()
+        real = os.path.realpath(tmp_path)
+        assert os.path.ismount(filesystems.mount_of(text, real).point)
+    finally:
+        os.close(fd)
+
+
+def refusal(directory: Path, changed: dict[str, Any]) -> str:
+    """Return what a rank says in `directory` if these names of the module mean something else."""
+
+    def program() -> str:
+        vars(filesystems).update(changed)
+        with pytest.raises(sp.BackendUnavailable) as caught:
+            sp.init()
+        return str(caught.value)
+
+    (said,) = Ranks(Kind("file", 1), directory).run_alone(program)
+    return str(said)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_remote_file_system_is_refused_with_the_cure(meeting_place: Path) -> None:
+    text = f"1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / {meeting_place} rw - lustre x rw\n"
+
+    class Pretended(type(meeting_place)):  # type: ignore[misc]
+        def read_text(self, *how: Any, **more: Any) -> str:
+            return text if self.name == "mountinfo" else "flags: 0\n"
+
+    said = refusal(meeting_place, {"Path": Pretended})
+    assert f"{meeting_place} is on a file system of type lustre" in said
+    assert f"mounted at {meeting_place}" in said
+    assert "set SYNCPRIMS_DIR to a directory on a local file system" in said
+    assert not any(meeting_place.iterdir())
+
+
+class NoLocks:
+    """An operating system whose file locks always succeed, or never do."""
+
+    LOCK_EX, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_NB
+
+    def __init__(self, error: OSError | None = None) -> None:
+        self._error = error
+
+    def flock(self, fd: int, how: int) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def test_locks_that_hold_nobody_off_are_refused_with_the_cure(meeting_place: Path) -> None:
+    said = refusal(meeting_place, {"fcntl": NoLocks()})
+    assert "could be locked twice at a time" in said
+    assert "set SYNCPRIMS_DIR to a directory on a local file system" in said
+    said = refusal(meeting_place, {"fcntl": NoLocks(OSError(37, "No locks available"))})
+    assert "cannot be locked: [Errno 37] No locks available; set SYNCPRIMS_DIR" in said
+    assert not any(meeting_place.iterdir())
+
+
+def test_without_proc_the_probe_must_do(meeting_place: Path) -> None:
+    class Nowhere(type(meeting_place)):  # type: ignore[misc]
+        def read_text(self, *how: Any, **more: Any) -> str:
+            raise FileNotFoundError(2, "No such file or directory", str(self))
+
+    def program() -> list[int]:
+        vars(filesystems)["Path"] = Nowhere
+        with sp.init():
+            return sp.all_gather(1)
+
+    assert Ranks(Kind("file", 2), meeting_place).run_alone(program) == [[1, 1]] * 2
+
+
+# -- real mounts ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Path]:
+    """A file system mounted for this test, with the given type and options."""
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("needs root on Linux, to mount")
+    kind, options = request.param
+    point = tmp_path / "mounted"
+    point.mkdir(mode=0o700)
+    for name in ("lower", "upper", "work"):
+        (tmp_path / name).mkdir(mode=0o700)
+    options = options.format(at=tmp_path)
+    mount = ["mount", "-t", kind, "-o", options, kind, str(point)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{kind} cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "--lazy", str(point)], check=True)
+
+
+LOCAL = [
+    ("tmpfs", "mode=700"),
+    ("ramfs", "mode=700"),
+    ("overlay", "lowerdir={at}/lower,upperdir={at}/upper,workdir={at}/work"),
+]
+
+
+@pytest.mark.parametrize("mounted", LOCAL, ids=[one[0] for one in LOCAL], indirect=True)
+def test_local_file_systems_will_do(mounted: Path) -> None:
+    world = Ranks(Kind("file", 2), mounted)
+    assert world.run(lambda: sp.all_gather("x" * 5000)[1][:2]) == ["xx", "xx"]
+    assert not any(mounted.iterdir())
+
+
+def fill(directory: Path, left: int) -> None:
+    """Leave at most so many bytes in the file system of `directory`."""
+    found = os.statvfs(directory)
+    size = found.f_bavail * found.f_frsize - left
+    with (directory / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(size, 1))
+
+
+@needs_root
+@pytest.mark.parametrize("mounted", [("tmpfs", "mode=700,size=1m")], ids=[""], indirect=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_too_full_to_join_is_told_and_nothing_is_left(mounted: Path, ranks: int) -> None:
+    """Every amount of room, from none to enough."""
+
+    def program() -> str:
+        try:
+            with sp.init():
+                return "joined"
+        except sp.BackendUnavailable as error:
+            return str(error)
+        except (sp.SyncTimeout, sp.PeerLost, sp.PeerFailed) as error:
+            return type(error).__name__  # the other had no room
+
+    page = os.sysconf("SC_PAGE_SIZE")
+    outcomes = []
+    for left in range(0, 80 * page, 8 * page):
+        fill(mounted, left)
+        said = Ranks(Kind("file", ranks), mounted).run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="0.3")
+        assert [path.name for path in mounted.iterdir()] == ["filler"]
+        (mounted / "filler").unlink()
+        full = [one for one in said if "No space left" in one]
+        assert all("free some space, or set SYNCPRIMS_DIR" in one for one in full), said
+        assert full or said == ["joined"] * ranks, said
+        outcomes.append("joined" if not full else "full")
+    assert outcomes[0] == "full"
+    assert outcomes[-1] == "joined"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "mounted", [("tmpfs", "mode=700,size=1m,nr_inodes=10")], ids=[""], indirect=True
+)
+def test_a_disk_without_room_for_another_file_is_told_and_nothing_is_left(mounted: Path) -> None:
+    def program() -> str:
+        try:
+            with sp.init():
+                return "joined"
+        except sp.BackendUnavailable as error:
+            return str(error)
+
+    base = mounted / "meet"
+    for room in range(10):
+        fillers = [mounted / str(number) for number in range(9 - room)]
+        for filler in fillers:
+            filler.touch()
+        (said,) = Ranks(Kind("file", 1), base).run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="0.3")
+        assert said == "joined" or "free some space, or set SYNCPRIMS_DIR" in said
+        assert (said == "joined") == (room >= 8), (room, said)
+        assert not list(base.iterdir()) if base.exists() else room == 0
+        for filler in fillers:
+            filler.unlink()
+        base.rmdir() if base.exists() else None

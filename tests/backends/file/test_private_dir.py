@@ -1,0 +1,390 @@
+"""Another user who plants things where ranks meet: refused in clear words, or harmless."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.intruders import (
+    KINDS_OF_FILES,
+    RUN,
+    RUN_NAME,
+    STRANGER,
+    Remains,
+    Victim,
+    as_stranger,
+    attempt,
+    bind,
+    needs_root,
+    outcome_of,
+    start_stranger,
+)
+from support.rank_worlds import Kind, Ranks
+
+from syncprims._world.registry import backend_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+pytestmark = needs_root
+
+
+class Place:
+    """A world-writable directory like /tmp, with room for ranks to meet below it."""
+
+    def __init__(self, common: Path) -> None:
+        self.common = common / "common"
+        self.common.mkdir()
+        self.common.chmod(0o1777)
+        self.base = self.common / "meet"
+        self.victim = Victim(common / "victim")
+
+    @property
+    def run(self) -> Path:
+        """The directory of the run."""
+        return self.base / RUN_NAME
+
+    def own_base(self, mode: int = 0o700) -> None:
+        """Make the base as its user would."""
+        self.base.mkdir()
+        self.base.chmod(mode)
+
+
+@pytest.fixture
+def place() -> Generator[Place]:
+    # Not pytest's own directory, which no other user can reach.
+    common = Path(tempfile.mkdtemp(prefix="strangers-"))
+    common.chmod(0o755)
+    try:
+        yield Place(common)
+    finally:
+        shutil.rmtree(common)
+
+
+# -- where ranks meet -----------------------------------------------------------------------------
+
+
+def squat(place: Place, mode: int) -> None:
+    as_stranger(lambda: place.base.mkdir(mode))
+
+
+def below(place: Place, mode: int, owner: int, *, levels: int = 1) -> None:
+    """Put the base `levels` below a directory like this."""
+    weak = place.common / "weak"
+    weak.mkdir()
+    os.chown(weak, owner, owner)
+    weak.chmod(mode)
+    inner = weak
+    for number in range(levels - 1):
+        inner /= f"level-{number}"
+        inner.mkdir(mode=0o755)
+    place.base = inner / "meet"
+    place.own_base()
+
+
+def through_a_link(place: Place) -> None:
+    as_stranger(lambda: (place.common / "way").symlink_to(place.victim.folder))
+    place.base = place.common / "way" / "meet"
+
+
+#: Name, how it is planted, and what is said.
+BASES: list[tuple[str, Callable[[Place], object], str]] = [
+    ("squatted", lambda p: squat(p, 0o755), "belongs to user 65534"),
+    ("squatted, right mode", lambda p: squat(p, 0o700), "belongs to user 65534"),
+    ("squatted, open to all", lambda p: squat(p, 0o777), "belongs to user 65534"),
+    ("link", lambda p: as_stranger(lambda: p.base.symlink_to(p.victim.folder)), "a link"),
+    (
+        "dangling link",
+        lambda p: as_stranger(lambda: p.base.symlink_to(p.victim.folder / "new")),
+        "a link",
+    ),
+    ("pipe", lambda p: as_stranger(lambda: os.mkfifo(p.base)), "it is no directory"),
+    ("file", lambda p: as_stranger(lambda: p.base.touch()), "it is no directory"),
+    ("socket", lambda p: as_stranger(lambda: bind(p.base)), "it is no directory"),
+    ("group may write", lambda p: p.own_base(0o770), "chmod 700"),
+    ("all may write", lambda p: p.own_base(0o777), "chmod 700"),
+    ("all may write, sticky", lambda p: p.own_base(0o1777), "chmod 700"),
+    ("parent open to all", lambda p: below(p, 0o777, 0), "has mode 0777, so others"),
+    ("parent open to a group", lambda p: below(p, 0o775, 0), "chmod go-w"),
+    ("parent another's", lambda p: below(p, 0o755, STRANGER), "belongs to user 65534, so"),
+    ("parent another's, sticky", lambda p: below(p, 0o1777, STRANGER), "belongs to user 65534"),
+    ("far above open to all", lambda p: below(p, 0o777, 0, levels=3), "has mode 0777, so"),
+    ("far above another's", lambda p: below(p, 0o711, STRANGER, levels=3), "to user 65534, so"),
+    ("another's link on the way", through_a_link, "is a link that belongs to user 65534"),
+]
+
+
+@pytest.mark.parametrize(("plant", "says"), [b[1:] for b in BASES], ids=[b[0] for b in BASES])
+def test_a_place_that_strangers_can_change_is_refused(
+    place: Place, plant: Callable[[Place], object], says: str
+) -> None:
+    plant(place)
+    said = outcome_of(place.base)
+    assert said.startswith("ConfigurationError")
+    assert says in said
+    assert "SYNCPRIMS_DIR" in said
+    place.victim.check()
+
+
+def test_a_place_like_tmp_will_do_and_so_will_roots_links(place: Place) -> None:
+    as_stranger(lambda: (place.common / f"{RUN_NAME}.lock").touch())
+    assert outcome_of(place.base) == "joined"
+    (place.common / "way").symlink_to("./meet/../meet")
+    assert outcome_of(place.common / "way" / "new" / "below") == "joined"
+    assert list((place.base / "new" / "below").iterdir()) == []
+    (place.common / "round").symlink_to("round")
+    assert "links" in outcome_of(place.common / "round" / "below")
+
+
+def test_memory_that_is_open_to_all_is_not_taken_by_default(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend_class("file")
+    from importlib import import_module
+
+    default_base = import_module("syncprims.backends.file.private_dir").default_base
+    assert default_base(str(place.common)) == place.common / "syncprims"
+    os.chown(place.common, STRANGER, STRANGER)  # root's session inherits another's, as with su
+    assert place.common not in default_base(str(place.common)).parents
+    assert default_base("/proc/nowhere") == default_base(None)
+
+
+# -- what is found there --------------------------------------------------------------------------
+
+
+def in_a_base_that_was_open(place: Place, plant: Callable[[], object]) -> None:
+    """Let a stranger plant in a base that all may write to, and its owner then close it."""
+    place.own_base(0o777)
+    as_stranger(plant)
+    place.base.chmod(0o755)
+
+
+def tables(place: Place, plant: Callable[[Path], object]) -> None:
+    """Let a stranger plant in the place of the first table."""
+    place.own_base()
+    place.base.chmod(0o755)
+    place.run.mkdir()
+    place.run.chmod(0o777)
+    as_stranger(lambda: plant(place.run / "table-1"))
+    place.run.chmod(0o700)
+
+
+DIRECTORIES: list[tuple[str, Callable[[Path, Victim], object], str]] = [
+    ("squatted", lambda path, _: path.mkdir(0o777), "belongs to user 65534"),
+    ("squatted, right mode", lambda path, _: path.mkdir(0o700), "belongs to user 65534"),
+    ("link", lambda path, victim: path.symlink_to(victim.folder), "a link"),
+    ("dangling link", lambda path, victim: path.symlink_to(victim.folder / "new"), "a link"),
+    ("pipe", lambda path, _: os.mkfifo(path), "no directory"),
+    ("file", lambda path, _: path.touch(), "no directory"),
+    ("socket", lambda path, _: bind(path), "no directory"),
+]
+
+
+@pytest.mark.parametrize("where", ["run", "table"])
+@pytest.mark.parametrize(
+    ("plant", "says"), [d[1:] for d in DIRECTORIES], ids=[d[0] for d in DIRECTORIES]
+)
+def test_planted_directories_are_refused(
+    place: Place, where: str, plant: Callable[[Path, Victim], object], says: str
+) -> None:
+    if where == "run":
+        in_a_base_that_was_open(place, lambda: plant(place.run, place.victim))
+    else:
+        tables(place, lambda path: plant(path, place.victim))
+    said = outcome_of(place.base)
+    assert said.startswith("ConfigurationError")
+    assert says in said
+    assert "SYNCPRIMS_DIR" in said
+    place.victim.check()
+
+
+def test_own_directories_with_a_loose_mode_are_refused(place: Place) -> None:
+    place.own_base()
+    for mode in (0o770, 0o777, 0o750, 0o705):
+        place.run.mkdir()
+        place.run.chmod(mode)
+        said = outcome_of(place.base)
+        assert f"has mode {mode:04o}" in said
+        assert f"chmod 700 {place.run}" in said
+        place.run.rmdir()
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_a_planted_lock_is_refused(place: Place, kind: str) -> None:
+    place.own_base(0o755)
+    lock = place.base / f"{RUN_NAME}.lock"
+    KINDS_OF_FILES[kind](lock, place.victim)
+    place.victim.folder.chmod(0o755)
+    before = lock.lstat()
+    said = outcome_of(place.base)
+    assert said.startswith("ConfigurationError")
+    assert str(lock) in said
+    assert lock.lstat()[:6] == before[:6]
+    if kind == "hard link":
+        lock.unlink()
+    place.victim.check()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o666])
+def test_a_lock_that_a_stranger_holds_is_refused_at_once(place: Place, mode: int) -> None:
+    """Whoever may read a file may lock it, and need never let go."""
+    place.own_base(0o755)
+    lock = place.base / f"{RUN_NAME}.lock"
+    lock.touch()
+    lock.chmod(mode)
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        fd = os.open(lock, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(writer, b"held")
+        signal.pause()
+
+    pid = start_stranger(hold)
+    try:
+        assert os.read(reader, 4) == b"held"
+        assert f"has mode {mode:04o}" in outcome_of(place.base, patience=30)
+        lock.chmod(0o600)  # too late: it is open
+        said = outcome_of(place.base, patience=0.2)
+        assert said.startswith("BackendUnavailable: another process has held")
+        assert "SYNCPRIMS_RUN_ID" in said
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader)
+        os.close(writer)
+    assert outcome_of(place.base) == "joined"
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+@pytest.mark.parametrize("alive", [False, True], ids=["of a dead run", "of a living run"])
+def test_planted_files_are_refused_or_harmless(place: Place, kind: str, alive: bool) -> None:
+    remains = Remains.capture(place.base)
+    place.base.rmdir()
+    table = next(name for name in remains.directories if "table" in name)
+    names = {*remains.files, f"{table}/seat-1"} - {f"{RUN_NAME}.lock"}
+    if alive:
+        names -= remains.locked  # who holds the lock, and what stands there now, are two things
+    assert len(names) >= 3
+    for name in sorted(names):
+        with remains.laid(place.base, alive=alive):
+            (place.base / name).unlink(missing_ok=True)
+            KINDS_OF_FILES[kind](place.base / name, place.victim)
+            said = outcome_of(place.base, rank=1, ranks=2, patience=0.1)
+            # Alone at a clean table, or beside a rank that only seems to live. A bell is not
+            # touched before all have come, and need not work.
+            told = alive and not Path(name).name.startswith("bell-")
+            met = said.startswith("SyncTimeout") and "ranks [0] did not come" in said
+            assert (met and not told) or Path(name).name in said, (name, said)
+        place.victim.check()
+
+
+# -- clearing away --------------------------------------------------------------------------------
+
+
+def test_sweeping_and_clearing_remove_nothing_outside(place: Place) -> None:
+    place.own_base(0o777)
+    inner = place.victim.folder
+
+    def plant() -> None:
+        (place.base / "syncprims-a").symlink_to(inner)
+        (place.base / "syncprims-b.lock").symlink_to(inner / "precious")
+        (place.base / "syncprims-c").symlink_to("..")
+        (place.base / "syncprims-d").mkdir(0o777)
+        (place.base / "syncprims-d" / "table-1").symlink_to(inner)
+        os.mkfifo(place.base / "syncprims-f.lock")
+        (place.base / "syncprims-..lock").touch()
+
+    as_stranger(plant)
+    place.base.chmod(0o755)
+    for name in "ace":
+        (place.base / f"syncprims-{name}.lock").touch(0o600)
+    ours = place.base / "syncprims-e" / "table-1"
+    for folder in (ours.parent, ours, ours / "deep"):
+        folder.mkdir(mode=0o700)
+    (ours / "deep" / "file").touch()
+    (ours / "seats").symlink_to(inner / "precious")
+    (ours / "link").symlink_to(inner)
+    (ours.parent / "table-2").symlink_to(inner)
+    assert outcome_of(place.base) == "joined"
+    place.victim.check()
+    assert (ours / "deep" / "file").exists()
+
+
+# -- between a look and a use ---------------------------------------------------------------------
+
+
+def swap_for_ever(path: Path, victim: Victim) -> None:
+    """Put one thing after the other at `path`, as fast as can be."""
+    spare = path.with_name("spare")
+    while True:
+        for kind in ("link", "own", "dangling", "file", "pipe"):
+            with contextlib.suppress(OSError):
+                if kind == "own":
+                    spare.mkdir(0o777)
+                elif kind == "file":
+                    spare.touch()
+                elif kind == "pipe":
+                    os.mkfifo(spare)
+                else:
+                    spare.symlink_to(victim.folder / ("" if kind == "link" else "new"))
+            with contextlib.suppress(OSError):
+                spare.rename(path)
+            for left in (spare, path):
+                with contextlib.suppress(OSError):
+                    left.unlink()
+                with contextlib.suppress(OSError):
+                    left.rmdir()
+
+
+def race(place: Place, where: str, tries: int) -> None:
+    if where == "open":
+        place.common.chmod(0o777)
+    swapped = place.common / ("way" if where == "on the way" else "meet")
+    base = swapped / "meet" if where == "on the way" else swapped
+
+    def program() -> list[int]:
+        said: dict[str, int] = {}
+        for _ in range(tries):
+            if where == "open":
+                with contextlib.suppress(OSError):
+                    base.mkdir(mode=0o700)
+            outcome = attempt().split(":")[0]
+            said[outcome] = said.get(outcome, 0) + 1
+            place.victim.check()
+            for ours in (base, swapped):
+                with contextlib.suppress(OSError):
+                    ours.rmdir()
+        assert set(said) <= {"joined", "ConfigurationError", "BackendUnavailable"}, said
+        return [said.get("joined", 0), tries]
+
+    pid = start_stranger(lambda: swap_for_ever(swapped, place.victim))
+    try:
+        ((joined, tried),) = Ranks(Kind("file", 1), place.common).run_alone(
+            program, SYNCPRIMS_RUN_ID=RUN, SYNCPRIMS_DIR=str(base), SYNCPRIMS_JOIN_TIMEOUT="1"
+        )
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    place.victim.check()
+    assert tried == tries
+    assert not joined or where != "open"
+
+
+@pytest.mark.parametrize("where", ["sticky", "on the way", "open"])
+def test_what_is_swapped_between_a_look_and_a_use_harms_nobody(place: Place, where: str) -> None:
+    race(place, where, 300)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["sticky", "on the way", "open"])
+def test_ten_thousand_swaps_harm_nobody(place: Place, where: str) -> None:
+    for _ in range(20):  # each within the patience for one world
+        race(place, where, 500)

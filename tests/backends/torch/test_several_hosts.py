@@ -1,0 +1,209 @@
+"""Several hosts: each a network, a memory and a torchrun agent of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from support.network_hosts import network, why_not
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.network_hosts import Network
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+#: A little of everything; each rank tells what it saw.
+_TOUR = """
+import torch
+seen = {}
+barrier("begin")
+seen["objects"] = all_gather({"rank": rank})
+seen["flag"] = any_rank(rank == get_world_size() - 1), all_ranks(rank == 0)
+seen["large"] = len(broadcast("x" * 300_000 if rank == 1 else None, src=1))
+total = all_reduce(torch.arange(100_000, dtype=torch.float64) + rank)
+seen["sum"] = total[:3].tolist(), total.sum().item()
+seen["array"] = broadcast(torch.full((50_000,), float(rank)), src=2).unique().tolist()
+with main_first():
+    if rank == 0:
+        tell("prepared")
+    seen["prepared"] = (folder / "prepared-0").exists()
+with main_first(local=True):
+    tell(f"node-{get_node_rank()}")
+    seen["local"] = (folder / f"node-{get_node_rank()}-{rank - get_local_rank()}").exists()
+trigger = Trigger("stop")
+if rank == 2:
+    trigger.set("enough")
+seen["trigger"] = trigger.check(), trigger.ranks, trigger.reason
+seen["board"] = type(current().group._rounds._board).__name__
+tell("end", json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_the_contract_holds_across_hosts(hosts: int, tmp_path: Path) -> None:
+    ranks = range(2 * hosts)
+    with network(hosts, 2, tmp_path) as net:
+        net.run(_TOUR)
+        ended = net.wait()
+        assert [end.code for end in ended] == [0] * hosts, ended
+        for rank in ranks:
+            seen = json.loads(net.told(rank))
+            assert seen == {
+                "objects": [{"rank": r} for r in ranks],
+                "flag": [True, False],
+                "large": 300_000,
+                "sum": [[sum(ranks) + k * len(ranks) for k in range(3)], seen["sum"][1]],
+                "array": [2.0],
+                "prepared": True,
+                "local": True,
+                "trigger": [True, [2], "enough"],
+                "board": "TwoLevelBoard",
+            }
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+_WAIT = """
+barrier("begin")
+tell("waiting")
+if rank == 3 and os.environ.get("LATE"):
+    time.sleep(3600)
+outcome(lambda: barrier("load"))
+os._exit(0)
+"""
+
+
+def said(net: Network, rank: int) -> tuple[float, str, str]:
+    """Return after how many seconds a rank got which error about whom, and the error's text."""
+    first, _, text = net.told(rank).partition("\n")
+    seconds, _, kind = first.partition(" ")
+    return float(seconds), kind, text
+
+
+def await_ends(net: Network, *ranks: int) -> None:
+    net.await_told(*(f"end-{rank}" for rank in ranks))
+
+
+def test_a_killed_rank_is_told_on_every_host(tmp_path: Path) -> None:
+    with network(2, 2, tmp_path) as net:
+        net.run("""
+            barrier("begin")
+            if rank == 3:
+                net = [folder / f"waiting-{r}" for r in range(3)]
+                while not all(path.exists() for path in net):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            tell("waiting")
+            outcome(lambda: barrier("load"))
+            time.sleep(0.5)
+            """)
+        await_ends(net, 0, 1, 2)
+        texts = {said(net, rank)[1:] for rank in range(3)}
+        assert len(texts) == 1, "one verdict for all"
+        ((kind, text),) = texts
+        assert kind == "PeerLost 3"
+        assert "rank 3 was lost: killed by SIGKILL, while others wait in barrier 'load'" in text
+        assert "rank 3 was last seen at barrier 'begin' (script.py:" in text
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_killed_host_is_told_to_the_other(gone: int, tmp_path: Path) -> None:
+    """That of rank 0 as well, with the agent that served the store."""
+    with network(2, 2, tmp_path) as net:
+        net.run(_WAIT, LATE="1", SYNCPRIMS_HEARTBEAT="2")
+        net.await_told(*(f"waiting-{rank}" for rank in range(4)))
+        net.hosts[gone].kill()
+        for rank in (0, 1) if gone else (2,):
+            net.await_told(f"end-{rank}")
+            seconds, kind, text = said(net, rank)
+            assert kind == f"PeerLost {2 if gone else 0}"
+            assert f"host host{gone}" in text
+            assert "barrier 'load' (script.py:" in text
+            assert seconds < 20, "bounded by the heartbeat, and by nothing else"
+
+
+def test_a_cut_link_is_told_on_both_sides(tmp_path: Path) -> None:
+    with network(2, 2, tmp_path) as net:
+        net.run(_WAIT, LATE="1", SYNCPRIMS_HEARTBEAT="2")
+        net.await_told(*(f"waiting-{rank}" for rank in range(4)))
+        net.cut(net.hosts[1])
+        await_ends(net, 0, 1, 2)
+        assert said(net, 0)[1:] == said(net, 1)[1:]
+        for rank, lost in ((0, 2), (2, 0)):
+            seconds, kind, text = said(net, rank)
+            assert kind == f"PeerLost {lost}"
+            assert f"host host{1 - rank // 2}" in text
+            assert seconds < 20, "bounded by the heartbeat, and by nothing else"
+
+
+def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:
+    """And a mismatch; and the program's own process group is whole after both."""
+    with network(2, 2, tmp_path) as net:
+        net.run(
+            """
+            import torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            barrier("begin")
+            if rank == 3:
+                while not all((folder / f"late-{r}").exists() for r in range(3)):
+                    time.sleep(0.01)
+            try:
+                barrier("load", timeout=0.7)
+                said = "passed"
+            except SyncTimeout as error:
+                said = [error.missing, error.arrived, str(error)]
+            tell("late")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            tell("end", json.dumps([said, total.item()]))
+            dist.destroy_process_group()
+            """,
+            GLOO_SOCKET_IFNAME="eth0",
+        )  # of the program's own group
+        assert [end.code for end in net.wait()] == [0, 0], net.told(0)
+        for rank in range(4):
+            (missing, arrived, text), total = json.loads(net.told(rank))
+            assert (missing, arrived, total) == ([3], [0, 1, 2], 4.0)
+            assert "barrier 'load' (script.py:" in text
+            assert "rank 3 was last seen at barrier 'begin' (script.py:" in text
+
+
+def test_different_calls_on_different_hosts_are_shown_to_all(tmp_path: Path) -> None:
+    with network(2, 2, tmp_path) as net:
+        net.run("""
+            import torch
+            barrier("begin")
+            if rank < 2:
+                outcome(lambda: broadcast(torch.ones(3)))
+            else:
+                outcome(lambda: all_reduce(torch.ones(3)))
+            """)
+        net.wait()
+        texts = {said(net, rank)[1:] for rank in range(4)}
+        kinds = {kind.split()[0] for kind, _ in texts}
+        assert kinds == {"CollectiveMismatch"}
+        (text,) = {text for _, text in texts}
+        for rank in range(4):
+            call = "broadcast from rank 0" if rank < 2 else "all_reduce"
+            assert f"rank {rank}: {call} (script.py:" in text
+
+
+def test_what_is_local_waits_for_no_other_host(tmp_path: Path) -> None:
+    with network(2, 2, tmp_path) as net:
+        net.run("""
+            barrier("begin")
+            if rank >= 2:
+                while not (folder / "local-0").exists() or not (folder / "local-1").exists():
+                    time.sleep(0.01)
+            with main_first(local=True):
+                pass
+            current().node_group.barrier()
+            tell("local")
+            barrier("end")
+            tell("end", "passed")
+            """)
+        assert [end.code for end in net.wait()] == [0, 0]
+        assert [net.told(rank) for rank in range(4)] == ["passed"] * 4

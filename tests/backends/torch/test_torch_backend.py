@@ -1,0 +1,481 @@
+"""The torch backend beside the program's own torch.distributed, and what it asks of a store."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support.rank_worlds import Kind, Ranks, Signs, free_port
+
+import syncprims as sp
+from syncprims._world.environment import place_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def clean_environment(directory: Path, **more: str) -> dict[str, str]:
+    outer = place_variables() | {"MASTER_ADDR", "MASTER_PORT"}
+    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+    return {**clean, "SYNCPRIMS_DIR": str(directory), "OMP_NUM_THREADS": "1", **more}
+
+
+HEAD = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import syncprims as sp
+
+def tell(*said):
+    (Path(sys.argv[1]) / f"end-{sp.get_rank()}").write_text(json.dumps(said))
+"""
+
+
+def launched(
+    command: list[str], source: str, ranks: int, tmp_path: Path, place: Path, **more: str
+) -> list[Any]:
+    """Return what each rank tells of `source`, started by a launcher."""
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + textwrap.dedent(source))
+    done = subprocess.run(
+        [sys.executable, *command, str(script), str(tmp_path)],
+        env=clean_environment(place, **more),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(ranks)]
+
+
+def torchrun(ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+TOUR = """
+    sp.barrier()
+    total = sp.all_reduce(torch.arange(10_000.0) + sp.get_rank())
+    with sp.main_first():
+        pass
+    tell(
+        sp.current().backend_name,
+        sp.all_gather(sp.get_local_rank()),
+        total[:2].tolist(),
+        sp.any_rank(sp.is_last()),
+        dist.is_initialized(),
+    )
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchrun_is_found_by_itself(ranks: int, tmp_path: Path, meeting_place: Path) -> None:
+    said = launched(torchrun(ranks), TOUR, ranks, tmp_path, meeting_place)
+    first = sum(range(ranks))
+    assert said == [["torch", list(range(ranks)), [first, first + ranks], True, False]] * ranks
+    assert not list(meeting_place.iterdir())
+
+
+@pytest.mark.parametrize("backend", ["torch", "gloo"])
+def test_our_launcher_needs_no_store(backend: str, tmp_path: Path, meeting_place: Path) -> None:
+    command = ["-m", "syncprims", "run", "-n", "2", "--backend", backend]
+    said = launched(command, TOUR, 2, tmp_path, meeting_place)
+    assert said == [[backend, [0, 1], [1, 3], True, False]] * 2
+
+
+def test_our_variables_set_by_hand_take_a_store_for_a_name(meeting_place: Path) -> None:
+    world = Ranks(Kind("gloo", 2), meeting_place)
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    gathered = world.run_alone(lambda: sp.all_gather(sp.get_rank()), SYNCPRIMS_RUN_ID="", **store)
+    assert gathered == [[0, 1]] * 2
+
+
+def test_the_programs_own_group_before_and_after(tmp_path: Path, meeting_place: Path) -> None:
+    said = launched(
+        torchrun(2),
+        """
+        seen = []
+        sp.barrier()
+        dist.init_process_group("gloo")  # after: a world that runs already minds nothing
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        seen.append(total.item())
+        sp.barrier()
+        sp.shutdown()
+        dist.all_reduce(total)  # and closes nothing that it has not opened
+        seen.append(total.item())
+        with sp.init():  # before
+            seen.append(sp.all_gather(sp.get_rank()))
+        dist.destroy_process_group()
+        with sp.init():
+            seen.append(sp.broadcast("whole"))
+        tell(seen)
+        """,
+        2,
+        tmp_path,
+        meeting_place,
+    )
+    assert said == [[[2.0, 4.0, [0, 1], "whole"]]] * 2
+
+
+def test_a_group_that_no_launcher_knows_is_the_world(tmp_path: Path, meeting_place: Path) -> None:
+    said = _spawned(tmp_path, meeting_place)
+    assert said == [[[r, 3, r == 2], [0, 1, 2], "torch"] for r in range(3)]
+
+
+def _spawned(tmp_path: Path, place: Path) -> list[Any]:
+    script = tmp_path / "script.py"
+    script.write_text(
+        HEAD
+        + textwrap.dedent("""
+        import torch.multiprocessing as mp
+
+        def rank(number, port):
+            dist.init_process_group(
+                "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=3
+            )
+            place = [sp.get_rank(), sp.get_world_size(), sp.is_last()]
+            sp.barrier()
+            tell(place, sp.all_gather(sp.get_local_rank()), sp.current().backend_name)
+            sp.shutdown()
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            mp.spawn(rank, (int(sys.argv[2]),), nprocs=3)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), str(free_port())],
+        env=clean_environment(place),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(3)]
+
+
+def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path) -> None:
+    port = free_port()
+    code = (
+        "import torch.distributed as dist, syncprims\n"
+        f"dist.init_process_group('gloo', init_method='tcp://127.0.0.1:{port}', rank=0,"
+        " world_size=1)\n"
+        "syncprims.barrier()"
+    )
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=clean_environment(meeting_place, **variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "torch.distributed is initialized with rank=0 and world_size=1" in done.stderr
+    assert "torchrun says rank=1 and world_size=2" in done.stderr
+
+
+# -- joining --------------------------------------------------------------------------------------
+
+
+def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
+    def program() -> Any:
+        if sp.get_rank() == 2:
+            return None
+        # On a busy machine one may be slower to start than the deadline is long.
+        signs.gather(sp.get_rank(), 0, 1, 3)
+        with pytest.raises(sp.SyncTimeout) as caught:
+            sp.barrier()
+        error = caught.value
+        return error.missing, error.arrived, "rank 2 never joined" in str(error)
+
+    world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
+    outcomes = world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="8")
+    assert outcomes.pop(2) is None
+    assert outcomes == [([2], [0, 1, 3], True)] * 3
+
+
+def test_a_store_that_nobody_serves_is_told(meeting_place: Path) -> None:
+    def program() -> Any:
+        if sp.get_rank() == 0:
+            return None
+        with pytest.raises(sp.BackendUnavailable, match=r"cannot reach the store at 127\.0\.0"):
+            sp.barrier()
+        return "told"
+
+    world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
+    assert world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="1") == [None, "told"]
+
+
+def test_an_unreachable_store_ends_a_program_as_any_error_does(meeting_place: Path) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", "import syncprims; syncprims.barrier()"],
+        env=clean_environment(meeting_place, **place, SYNCPRIMS_JOIN_TIMEOUT="2"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr  # and not SIGABRT's
+    last = done.stderr.splitlines()[-1]
+    assert "cannot reach the store" in last
+    assert "Connection refused" in last
+    assert "c10d" not in done.stderr  # torch's C++ has nothing to report
+
+
+def test_a_store_that_is_served_later_is_met(meeting_place: Path, signs: Signs) -> None:
+    def program() -> Any:
+        if sp.get_rank() == 0:
+            signs.wait("first")
+        signs.give("first")
+        return sp.all_gather(sp.get_rank())
+
+    assert Ranks(Kind("torch", 2, hosts=2), meeting_place).run_alone(program) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("missing", ["the store", "room"])
+def test_who_sits_down_and_then_cannot_go_on_leaves_nothing(
+    missing: str, meeting_place: Path
+) -> None:
+    def program() -> Any:
+        from importlib import import_module
+
+        heartbeat = import_module("syncprims.backends.torch.heartbeat").Heartbeat
+
+        def fail(*_: Any) -> None:
+            if missing == "room":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            raise RuntimeError("Connection reset by peer")
+
+        what = "cannot hold" if missing == "room" else "cannot reach the store"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(heartbeat, "__init__" if missing == "room" else "beat", fail)
+            with pytest.raises(sp.BackendUnavailable, match=what):
+                sp.init()
+        with sp.init():
+            return sp.all_gather(sp.get_rank())
+
+    world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
+    assert world.run_alone(program) == [[0, 1]] * 2
+    world.check_nothing_left()
+
+
+def test_worlds_one_after_another(meeting_place: Path) -> None:
+    def program() -> list[list[int]]:
+        seen: list[list[int]] = []
+        for _ in range(5):
+            with sp.init():
+                seen.append(sp.all_gather(sp.get_rank()))
+        return seen
+
+    world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
+    assert world.run_alone(program) == [[[0, 1, 2, 3]] * 5] * 4
+    world.check_nothing_left()
+
+
+# -- what is asked of the store -------------------------------------------------------------------
+
+
+def counting(program: Callable[[Counter[str]], Any]) -> Callable[[], Any]:
+    """Have `program` run with a count of all that this rank asks of a store."""
+
+    def run() -> Any:
+        from importlib import import_module
+
+        stores = import_module("syncprims.backends.torch.store")
+        calls: Counter[str] = Counter()
+
+        class Counting:
+            def __init__(self, store: Any) -> None:
+                self._store = store
+
+            def __getattr__(self, name: str) -> Any:
+                calls[name] += 1
+                return getattr(self._store, name)
+
+        connect = stores.StoreSource.connect
+        stores.StoreSource.connect = lambda source: Counting(connect(source))
+        with sp.init():
+            return program(calls)
+
+    return run
+
+
+ROUNDS = 200
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(2, 2), (8, 2), (3, 3), (6, 3)])
+def test_messages_grow_with_hosts_and_not_with_ranks(
+    ranks: int, hosts: int, meeting_place: Path
+) -> None:
+    def program(calls: Counter[str]) -> int:
+        for _ in range(20):
+            sp.barrier()
+        before = calls.total()
+        for _ in range(ROUNDS):
+            sp.barrier()
+        return calls.total() - before
+
+    world = Ranks(Kind("torch", ranks, hosts), meeting_place)
+    asked = sum(world.run_alone(counting(program), SYNCPRIMS_HEARTBEAT="1000")) / ROUNDS
+    # Each host brings (append, add) and waits (get); the last one settles and tidies (5 more). Who
+    # waits for long because the machine is busy looks around now and then: that is the rest.
+    assert 3 * hosts + 4 <= asked <= 4.5 * hosts + 7
+
+
+def test_a_store_does_not_grow(meeting_place: Path) -> None:
+    def program() -> tuple[int, int]:
+        from importlib import import_module
+
+        stores = import_module("syncprims.backends.torch.store")
+        settings = sp.current().settings
+        host, port = settings.store or ("", 0)
+        store = stores.StoreSource(host, port, "look", 10.0).connect()
+        seen: list[int] = []
+        for _ in range(2):
+            for _ in range(300):
+                sp.any_rank(False)
+            sp.all_gather("x" * 100)
+            sp.barrier()
+            seen.append(store.num_keys())
+            sp.barrier()
+        return seen[0], seen[1]
+
+    for early, late in Ranks(Kind("torch", 4, hosts=2), meeting_place).run(program):
+        assert abs(late - early) <= 12, "the keys of a few rounds, which are about to go"
+
+
+def test_one_host_is_done_with_the_store_once_all_have_come(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    said = launched(
+        torchrun(2),
+        """
+        import threading
+        sp.barrier()
+        board = sp.current().group._rounds._board
+        tell(type(board).__name__, [t.name for t in threading.enumerate()])
+        """,
+        2,
+        tmp_path,
+        meeting_place,
+    )
+    assert said == [["SlotBoard", ["MainThread"]]] * 2
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heartbeats", [6, pytest.param(120, marks=pytest.mark.soak)])
+def test_a_long_body_in_main_first_times_nothing_out(heartbeats: int, meeting_place: Path) -> None:
+    limit = 0.3
+
+    def program() -> str:
+        with sp.main_first():
+            if sp.is_main():
+                end = time.monotonic() + heartbeats * limit
+                while time.monotonic() < end:  # loads a model
+                    sum(range(10_000))
+        return sp.broadcast("whole")
+
+    world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
+    variables = {"SYNCPRIMS_TIMEOUT": "0.2", "SYNCPRIMS_HEARTBEAT": str(limit)}
+    assert world.run(program, **variables) == ["whole"] * 4
+
+
+# -- bulk -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [60_000, 70_000, 3_000_000])
+def test_large_objects_pass_by_the_store(size: int, meeting_place: Path) -> None:
+    def program() -> Any:
+        rank = sp.get_rank()
+        array = torch.full((size // 100,), rank)
+        mine: dict[str, Any] = {"text": chr(97 + rank) * size, "array": array}
+        shared = sp.broadcast(mine, src=2)
+        gathered = sp.all_gather(mine["text"])
+        mixed = sp.all_gather("x" * size if rank == 1 else rank)
+        return (
+            shared["text"] == "c" * size,
+            shared["array"].unique().tolist(),
+            gathered == [chr(97 + r) * size for r in range(4)],
+            [len(m) if isinstance(m, str) else m for m in mixed],
+        )
+
+    world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
+    assert world.run(program) == [(True, [2], True, [0, size, 2, 3])] * 4
+
+
+def test_a_round_minds_no_fate_that_arrives_meanwhile(meeting_place: Path) -> None:
+    def program() -> list[int]:
+        fates = vars(sp.current().group._rounds._board)["_elsewhere"]  # what a link's thread keeps
+        over = threading.Event()
+
+        def arrive() -> None:
+            number = first = 1 << 40  # rounds that are far away
+            while not over.is_set():
+                fates[number] = b""
+                number += 1
+                if number - first > 2000:
+                    del fates[first]
+                    first += 1
+
+        thread = threading.Thread(target=arrive)
+        thread.start()
+        sys.setswitchinterval(1e-6)
+        try:
+            return [sp.all_reduce(1) for _ in range(50)]
+        finally:
+            sys.setswitchinterval(0.005)
+            over.set()
+            thread.join()
+
+    assert Ranks(Kind("torch", 2, hosts=2), meeting_place).run(program) == [[2] * 50] * 2
+
+
+def test_sums_are_those_of_one_host_bit_for_bit(meeting_place: Path) -> None:
+    def program() -> bytes:
+        value = torch.randn(10_001, generator=torch.Generator().manual_seed(sp.get_rank()))
+        return bytes(sp.all_reduce(value).numpy().tobytes())
+
+    place = meeting_place / "one"
+    place.mkdir(mode=0o700)
+    one = Ranks(Kind("file", 4), place).run(program)
+    two = Ranks(Kind("torch", 4, hosts=2), meeting_place).run(program)
+    assert set(one) == set(two)
+    assert len(set(one)) == 1
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_transfer_is_named(meeting_place: Path) -> None:
+    def program() -> Any:
+        value = torch.zeros(40_000_000)
+        sp.barrier()
+        if sp.get_rank() == 3:
+            import signal
+
+            signal.setitimer(signal.ITIMER_REAL, 0.05)  # SIGALRM ends it, in there
+        with pytest.raises(sp.PeerLost) as caught:  # noqa: PT012
+            for _ in range(100):
+                sp.all_reduce(value)
+        return caught.value.rank, "all_reduce" in str(caught.value)
+
+    world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
+    outcomes = world.outcomes(program, start=False)
+    assert outcomes[:3] == [(3, True)] * 3

@@ -1,0 +1,360 @@
+"""The commands as they are typed: files written and read, nodes, shells, pipes and interrupts."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+from support.rank_worlds import CLOSING, free_port
+
+from syncprims import ConfigurationError
+from syncprims._world.environment import place_variables
+from syncprims.cli import COMMANDS, completion, config_file, main, parser
+from syncprims.cli.accelerate_config import REFUSED
+from syncprims.cli.config import ask
+from syncprims.cli.options import OPTIONS
+
+TELL = """
+import os, sys
+names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SYNCPRIMS_MIXED_PRECISION")
+print(sys.argv[1:], *[os.environ.get(name) for name in names])
+"""
+
+
+@pytest.fixture
+def clean() -> dict[str, str]:
+    outer = place_variables() | {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+
+
+def call(
+    *words: str, env: dict[str, str], cwd: Path, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "syncprims", *words], env=env, cwd=cwd, capture_output=True,
+        text=True, timeout=90, check=False, **more,
+    )  # fmt: skip
+
+
+def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str]) -> None:
+    (tmp_path / "tell.py").write_text(TELL)
+    line = "-n 2 --mixed_precision bf16 --num_cpu_threads_per_process 3 --cpu tell.py --lr 0.1"
+    wrote = call("config", "-o", "run.toml", *line.split(), env=clean, cwd=tmp_path)
+    assert wrote.stdout == "wrote run.toml; start it with: syncprims run --config run.toml\n"
+    again = call("config", "-o", "run.toml", "-n", "3", env=clean, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "run.toml exists" in again.stderr
+    done = call("run", "--config", "run.toml", env=clean, cwd=tmp_path)
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {r}] ['--lr', '0.1'] 3  bf16" for r in range(2)
+    ]
+    more = ("--threads", "1", "--debug", "--main_process_port", "0", "tell.py", "-n", "7")
+    done = call("run", "--config_file", "run.toml", *more, env=clean, cwd=tmp_path)
+    assert sorted(done.stdout.splitlines()) == [f"[rank {r}] ['-n', '7'] 1  bf16" for r in range(2)]
+    assert "syncprims run: --debug changes nothing: " in done.stderr
+    assert "syncprims run: --main-process-port changes nothing on one machine" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["gone.py"], "there is no file gone.py in "),
+        (["python", "tell.py"], "name the script without Python"),
+        (["pytest"], "is it a module, -m pytest?"),
+    ],
+)
+def test_a_script_that_is_not_there_is_told_once(
+    tmp_path: Path, clean: dict[str, str], line: list[str], words: str
+) -> None:
+    done = call("run", "-n", "3", *line, env=clean, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("there is no file") == 1
+    assert words in done.stderr
+
+
+def test_config_asks_on_a_terminal_only(tmp_path: Path, clean: dict[str, str]) -> None:
+    refused = call("config", env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    assert refused.returncode == 2
+    assert "nothing to write: give flags" in refused.stderr
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, b"1\n2\n\nbf16\n\ntrain.py\n")
+        asked = call("config", env=clean, cwd=tmp_path, stdin=theirs)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert asked.returncode == 0, asked.stderr
+    assert "How many ranks on each machine" in asked.stdout
+    pytest.importorskip("yaml")
+    assert config_file.read(str(tmp_path / "run.yaml")) == {
+        "nodes": 1, "ranks": 2, "mixed_precision": "bf16", "script": "train.py",
+    }  # fmt: skip
+
+
+def test_questions_are_asked_until_they_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    def replies(*lines: str) -> Any:
+        left = iter(lines)
+
+        def reply(question: str) -> str:
+            asked.append(question)
+            try:
+                return next(left)
+            except StopIteration:
+                raise EOFError from None
+
+        return reply
+
+    defaults = {"nodes": 1, "ranks": 8, "gpus": ("0", "1"), "mixed_precision": "no"}
+    said = ask(defaults, replies("2", "", "node0:29500", "zero", "4", "", "", "3", ""))
+    assert said == {
+        "nodes": 2, "rendezvous": ("node0", 29500), "ranks": 4, "gpus": ("0", "1"),
+        "mixed_precision": "no", "threads": 3,
+    }  # fmt: skip
+    assert "'zero' is not a number of ranks" in capsys.readouterr().err
+    assert any(question.endswith("[0,1]: ") for question in asked)
+    with pytest.raises(ConfigurationError, match="nothing was written"):
+        ask(defaults, replies("1"))
+
+
+# -- several nodes -----------------------------------------------------------------------------
+
+
+def test_it_becomes_torchrun_with_what_it_was_told(tmp_path: Path, clean: dict[str, str]) -> None:
+    """By a stand-in that tells how it was started."""
+    stand_in = tmp_path / "site" / "torch" / "distributed"
+    stand_in.mkdir(parents=True)
+    (stand_in / "__init__.py").touch()
+    (stand_in.parent / "__init__.py").touch()
+    (stand_in / "run.py").write_text(
+        TELL + "print(os.environ['SYNCPRIMS_BACKEND'], 'RANK' in os.environ, os.getpid())\n"
+        "sys.exit(7)\n"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-m", "syncprims", "run", "-n", "4", "--nodes", "2", "--node-rank", "1",
+         "--rendezvous", "node0:1", "--gpus", "0,1,2,3", "-m", "train", "-x"],
+        env={**clean, "PYTHONPATH": str(tmp_path / "site"), "RANK": "0", "WORLD_SIZE": "1"},
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    out, _ = started.communicate(timeout=60)
+    told, also = out.splitlines()
+    assert told.startswith(
+        "['--nnodes', '2', '--nproc-per-node', '4', '--node-rank', '1', '--master-addr', 'node0', "
+        "'--master-port', '1', '-m', 'train', '-x'] "
+    )
+    assert told.endswith(" 0,1,2,3 None")
+    assert also == f"nccl False {started.pid}"  # the same process: signals reach it
+    assert started.returncode == 7
+
+
+def test_two_nodes_meet(tmp_path: Path, clean: dict[str, str]) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "job.py").write_text(
+        "import syncprims as sp\n"
+        "print(sp.all_gather([sp.get_rank(), sp.get_node_rank()]), sp.current().backend_name)\n"
+    )
+    where = f"127.0.0.1:{free_port()}"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "syncprims", "run", "-n", "1", "--nodes", "2",
+             "--node-rank", str(node), "--rendezvous", where, "job.py"],
+            env={**clean, "SYNCPRIMS_DIR": str(tmp_path / f"meet-{node}")}, cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    try:
+        for node in nodes:
+            out, err = node.communicate(timeout=120)
+            assert node.returncode == 0, err
+            assert out == "[[0, 0], [1, 1]] torch\n"
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.terminate()  # torchrun ends its ranks
+                node.communicate()
+
+
+# -- shells, pipes, interrupts -----------------------------------------------------------------
+
+
+def test_bash_completes_commands_flags_and_values(tmp_path: Path, clean: dict[str, str]) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    script = tmp_path / "completion"
+    script.write_text(call("completion", "bash", env=clean, cwd=tmp_path).stdout)
+    probe = textwrap.dedent("""\
+        source "$1"
+        complete -p syncprims
+        try() {
+          COMP_WORDS=(syncprims "$@"); COMP_CWORD=$#
+          _syncprims
+          echo "${COMPREPLY[*]}"
+        }
+        try ru
+        try run --mixed-p
+        try run --mixed-precision ""
+        try run -n 4 --thr
+        try run -n 4 train.py --thr
+        try completion ""
+        try doctor --
+    """)
+    done = subprocess.run(
+        [bash, "-c", probe, "bash", str(script)], capture_output=True, text=True, timeout=60,
+        env=clean, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "complete -o default -F _syncprims syncprims",
+        "run",
+        "--mixed-precision",
+        "no bf16 fp16",
+        "--threads",
+        "",
+        "bash zsh fish",
+        "--help --json --seconds",
+    ]
+
+
+@pytest.mark.parametrize("shell", sorted(completion.SHELLS))
+def test_every_shell_is_told_of_every_command(
+    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in COMMANDS:
+        assert command.__name__.rpartition(".")[2] in script
+    assert "mixed-precision" in script
+    found = shutil.which(shell)
+    if found is not None:  # at least it reads
+        (tmp_path / "script").write_text(script)
+        subprocess.run([found, "-n", str(tmp_path / "script")], check=True, timeout=60)
+
+
+NAMES = ("run", "config", "env", "doctor", "trace", "completion")
+
+
+def test_every_command_is_among_these_names() -> None:
+    assert len(NAMES) == len(COMMANDS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args([name, "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: syncprims {name}")
+    assert "exit code" in said or name == "completion"
+
+
+def test_the_page_has_every_command_and_flag() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    for name in NAMES:
+        assert f"## {name}\n" in page
+    for option in OPTIONS:
+        named = (option.flag, f"`{option.key}`", f"--{option.key}")
+        assert any(name in page for name in named), option.key
+    for family, _ in REFUSED:
+        spelled = (f"--{family[0]}", f"--{family[0].rstrip('_')}", f"--{family[0]}*", family[0])
+        assert any(name in page for name in spelled), family
+
+
+@pytest.mark.parametrize("line", ["run.yaml", "-n 2 other.toml --lr 0.1"])
+def test_a_file_in_the_place_of_the_script_is_told(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", *line.split()]) == 2
+    name = "run.yaml" if line == "run.yaml" else "other.toml"
+    assert f"name the file to write with -o {name}" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_devices_that_are_not_there_are_told(tmp_path: Path, clean: dict[str, str]) -> None:
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("there are devices here")
+    (tmp_path / "job.py").write_text("import syncprims\nsyncprims.barrier()\n")
+    done = call("run", "--gpus", "0", "job.py", env=clean, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "backend 'nccl' needs a CUDA device, and rank 0 has none" in done.stderr
+
+
+def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[str, str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "syncprims", "env"], env=clean, cwd=tmp_path, stdout=writer,
+            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "syncprims", "env"], env=clean, cwd=tmp_path, stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "syncprims: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "told"),
+    [
+        (["env"], [1], 0, ""),
+        (["--version"], [1], 0, ""),
+        (["env", "--json"], [0, 1, 2], 0, ""),
+        (["config"], [0], 2, "nothing to write"),
+        (["trace", "nowhere"], [2], 2, ""),
+    ],
+    ids=str,
+)
+def test_closed_streams_are_no_traceback(
+    words: list[str], closed: list[int], code: int, told: str, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSING, str(closed), sys.executable, "-m", "syncprims", *words],
+        env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr
+
+
+def test_what_an_output_cannot_spell_is_escaped(tmp_path: Path, clean: dict[str, str]) -> None:
+    place = {"SYNCPRIMS_RUN_ID": "jos\u00e9", "PYTHONIOENCODING": "ascii"}
+    done = call("env", env={**clean, **place}, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "SYNCPRIMS_RUN_ID" in done.stdout
+    assert r"jos\xe9" in done.stdout
+
+
+def test_an_interrupt_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(question: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert main(["config"]) == 130
+    assert capsys.readouterr().err == "syncprims: interrupted\n"
+    assert not any(tmp_path.iterdir())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

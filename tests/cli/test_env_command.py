@@ -1,0 +1,138 @@
+"""`syncprims env`: which world would start, and why."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
+
+from syncprims._world.environment import place_variables, rank_variables
+from syncprims.cli import env
+from syncprims.cli.terminal import Style
+
+
+def shown(environ: dict[str, str]) -> str:
+    return "\n".join(env.report(env.would_start(environ), environ, Style(io.StringIO(), environ)))
+
+
+STARTS: list[tuple[str, dict[str, str], tuple[Any, ...], list[str]]] = [
+    ("nothing", {}, ("single", 0, 1),
+     ["A world of one would start: backend single", "SYNCPRIMS_BACKEND  not set: auto",
+      "RANK, WORLD_SIZE not set", "SLURM_PROCID, SLURM_STEP_NUM_TASKS not set", "the default"]),
+    ("torchrun", TORCHRUN, ("torch", 5, 8),
+     ["Rank 5 of 8 would start: backend torch, started by torchrun", "RANK=5", "WORLD_SIZE=8",
+      "torchrun says RANK=5 WORLD_SIZE=8", "takes 'torch' for world_size=8", "1 of 2"]),
+    ("gloo under torchrun", {**TORCHRUN, "SYNCPRIMS_BACKEND": "gloo"}, ("gloo", 5, 8),
+     ["SYNCPRIMS_BACKEND  = gloo", "chosen by SYNCPRIMS_BACKEND=gloo"]),
+    ("file on one host",
+     {"RANK": "1", "WORLD_SIZE": "2", "SYNCPRIMS_RUN_ID": "a", "SYNCPRIMS_BACKEND": "file",
+      "SYNCPRIMS_TIMEOUT": "60"}, ("file", 1, 2),
+     ["run id   a", "SYNCPRIMS_TIMEOUT          = 60", "SYNCPRIMS_WARN_AFTER       not set: 30 s"]),
+    ("a shell of SLURM", {**SHELL, "SLURM_JOB_NAME": "bash"}, ("single", 0, 1),
+     ["SLURM      is no step", "no launcher's variables"]),
+    ("two that agree",
+     {**SLURM, "SLURM_STEP_NODELIST": "node[1-2]", "PMI_RANK": "5", "PMI_SIZE": "6"},
+     ("torch", 5, 6), ["SLURM      decides", "MPICH      has to agree"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected", "words"), [s[1:] for s in STARTS], ids=[s[0] for s in STARTS]
+)
+def test_the_world_and_the_variables_that_decide(
+    environ: dict[str, str], expected: tuple[Any, ...], words: list[str]
+) -> None:
+    world = env.would_start(environ)
+    assert world.error is None
+    assert world.place is not None
+    assert (world.backend, world.place.rank, world.place.world_size) == expected
+    text = shown(environ)
+    for word in words:
+        assert word in text
+
+
+ERRORS: list[tuple[str, dict[str, str], str, list[str]]] = [
+    ("half a set", {"WORLD_SIZE": "2"}, "ConfigurationError", ["WORLD_SIZE=2 without RANK"]),
+    ("two launchers", {**TORCHRUN, **OPEN_MPI}, "ConfigurationError",
+     ["two launchers contradict each other", "torchrun says", "Open MPI says"]),
+    ("lonely", {"RANK": "0", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "single"},
+     "ConfigurationError", ["WORLD_SIZE=2", "SYNCPRIMS_BACKEND=single"]),
+    ("no such backend", {"SYNCPRIMS_BACKEND": "flie"}, "ConfigurationError", ["named 'flie'"]),
+    ("for tests alone", {"SYNCPRIMS_BACKEND": "threads"}, "ConfigurationError", ["run_world"]),
+    ("two nodes on files", {**TORCHRUN, "SYNCPRIMS_BACKEND": "file"}, "ConfigurationError",
+     ["'file'", "2 nodes"]),
+    ("no name for the run", {"RANK": "0", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"},
+     "ConfigurationError", ["set SYNCPRIMS_RUN_ID"]),
+    ("nowhere to meet", {"RANK": "0", "WORLD_SIZE": "2"}, "ConfigurationError", ["MASTER_ADDR"]),
+    ("several nodes, nowhere to meet", OPEN_MPI, "ConfigurationError", ["2 nodes", "MASTER_ADDR"]),
+    ("a bad setting", {"SYNCPRIMS_TIMEOUT": "soon"}, "ConfigurationError", ["'soon'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "kind", "words"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS]
+)
+def test_contradictions_are_shown_as_the_errors_they_would_be(
+    environ: dict[str, str], kind: str, words: list[str]
+) -> None:
+    text = shown(environ)
+    assert text.startswith(f"No world would start: {kind}")
+    for word in words:
+        assert word in text
+    assert "SYNCPRIMS_BACKEND" in text
+    told = env.as_json(env.would_start(environ), environ)
+    assert told["error"]["type"] == kind
+    assert json.loads(json.dumps(told))["error"] == told["error"]
+
+
+def test_the_command_itself() -> None:
+    outer = place_variables() | {"MASTER_ADDR", "MASTER_PORT"}
+    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+
+    def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "syncprims", "env", *words], env={**clean, **more},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    alone = call()
+    assert alone.returncode == 0
+    assert alone.stdout.startswith("A world of one would start")
+    assert "\033" not in alone.stdout
+    assert json.loads(call("--json").stdout)["variables"]["WORLD_SIZE"] is None
+    assert call("--json", WORLD_SIZE="2").returncode == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_is_for_terminals_that_want_it() -> None:
+    assert Style(Terminal(), {})("red", "no") == "\033[31mno\033[0m"
+    assert Style(Terminal(), {"NO_COLOR": "1"})("red", "no") == "no"
+    assert Style(Terminal(), {"NO_COLOR": ""})("red", "no") == "\033[31mno\033[0m"
+    assert Style(Terminal(), {"TERM": "dumb"})("red", "no") == "no"
+    assert Style(io.StringIO(), {})("red", "no") == "no"
+
+
+def test_what_is_called_like_ours_and_read_by_nobody_is_shown() -> None:
+    environ = {"SYNCPRIMS_TIMOUT": "60", "SYNCPRIMS_FOO": "1", "SYNCPRIMS_RUN_ID": "a"}
+    text = shown(environ)
+    assert "SYNCPRIMS_TIMOUT  did you mean SYNCPRIMS_TIMEOUT?" in text
+    assert "Set, but read by nobody here\n  SYNCPRIMS_FOO\n" in text
+    found = env.as_json(env.would_start(environ), environ)["misspelt"]
+    assert found == {"SYNCPRIMS_TIMOUT": "SYNCPRIMS_TIMEOUT", "SYNCPRIMS_FOO": None}
+
+
+def test_what_the_library_and_its_launcher_read_is_known() -> None:
+    rank = rank_variables(0, 2)
+    read = {name for name in place_variables() if name.startswith("SYNCPRIMS_")}
+    environ = dict.fromkeys({*rank, *read, "SYNCPRIMS_ERROR_FILE", "SYNCPRIMS_TRACE_LIMIT"}, "1")
+    assert env.misspelt(environ) == {}

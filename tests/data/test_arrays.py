@@ -1,0 +1,486 @@
+"""Arrays of every kind and size between ranks, on every backend."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from conftest import several
+from support.rank_worlds import Kind, Ranks
+
+import syncprims as sp
+from syncprims._data import codec, shared_memory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+#: Items of 8 bytes: around what a note holds, and around pieces of the shared memory.
+SIZES = [0, 1, 191, 192, 193, 1000, 4095, 65_536, 262_143, 262_144, 262_145, 1_100_000]
+OPS = ("sum", "mean", "min", "max", "prod")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def noise(rank: int, shape: Any, dtype: str = "f8") -> Any:
+    random = np.random.default_rng([rank, 7]).standard_normal(shape)
+    return (random * 3).astype(dtype) if dtype != "?" else random > 0
+
+
+def expected(parts: list[Any], op: str) -> Any:
+    """Return what one rank would find by itself, in the order of ranks."""
+    dtype = parts[0].dtype
+    if op == "mean" and dtype.kind in "biu":
+        wide: Any = np.dtype("f8")
+    elif dtype.kind == "b" and op in ("sum", "prod"):
+        wide = np.dtype("i8")
+    else:
+        wide = np.dtype("f4") if dtype == "f2" else dtype
+    function = {"min": np.minimum, "max": np.maximum, "prod": np.multiply}.get(op, np.add)
+    total = parts[0].astype(wide)
+    for part in parts[1:]:
+        total = function(total, part.astype(wide))
+    if op == "mean":
+        total = total / len(parts)
+    return total.astype(np.dtype("f2") if dtype == "f2" else wide)
+
+
+def same(one: Any, other: Any) -> bool:
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and bool(one.tobytes() == other.tobytes())
+
+
+def test_every_dtype_and_op_to_the_bit(world: Ranks) -> None:
+    def program() -> None:
+        ranks = range(sp.get_world_size())
+        with np.errstate(all="ignore"):
+            for dtype in DTYPES:
+                parts = [noise(rank, (37, 91), dtype) for rank in ranks]
+                mine = parts[sp.get_rank()].copy()
+                for op in OPS:
+                    got = sp.all_reduce(mine, op)
+                    assert same(got, expected(parts, op)), (dtype, op)
+                    assert same(mine, parts[sp.get_rank()])
+                src = ranks[-1]
+                assert same(sp.broadcast(mine, src), parts[src])
+
+    world.run(program)
+
+
+@several()
+def test_every_size_with_and_without_out(world: Ranks) -> None:
+    def program() -> None:
+        ranks = range(sp.get_world_size())
+        for size in SIZES:
+            parts = [noise(rank, size) for rank in ranks]
+            mine = parts[sp.get_rank()]
+            total = expected(parts, "sum")
+            assert same(sp.all_reduce(mine), total)
+            out = np.empty(size)
+            assert sp.all_reduce(mine, out=out) is out
+            assert same(out, total)
+            for src in ranks:
+                assert same(sp.broadcast(mine if src == sp.get_rank() else None, src), parts[src])
+            into = np.empty(size)
+            got: Any = sp.broadcast(mine if sp.is_main() else None, out=into)
+            assert got is into
+            assert same(into, parts[0])
+            assert sp.all_reduce(mine, out=mine) is mine  # in place
+            assert same(mine, total)
+
+    world.run(program)
+
+
+@several()
+def test_arrays_of_every_layout(world: Ranks) -> None:
+    def program() -> None:
+        base = np.rint(noise(0, (300, 200)) * 100) + sp.get_rank()  # whole: exact in any order
+        layouts: list[Any] = [
+            base.T,
+            base[::2, ::3],
+            np.asfortranarray(base),
+            base[:, :1],
+            base.astype(">f8"),
+            base.reshape(10, 30, 200),
+            np.broadcast_to(base[0], (50, 200)),
+        ]
+        for array in layouts:
+            sent = sp.broadcast(array, sp.get_world_size() - 1)
+            assert np.array_equal(sent, array - sp.get_rank() + sp.get_world_size() - 1)
+            everywhere = sp.all_gather(array)
+            assert np.array_equal(sp.all_reduce(array, "max"), np.max(everywhere, axis=0))
+            if sent is not array:
+                sent[...] = 0  # what arrives is one's own, also to write to
+        for out in (np.zeros((200, 300)).T, np.zeros((300, 400))[:, ::2]):
+            assert sp.broadcast(base, out=out) is out
+            assert np.array_equal(out, base - sp.get_rank())
+            assert sp.all_reduce(base, "min", out=out) is out
+            assert np.array_equal(out, base - sp.get_rank())
+
+    world.run(program)
+
+
+@several()
+def test_an_out_that_lies_over_the_value(world: Ranks) -> None:
+    def program() -> None:
+        memory = noise(sp.get_rank(), 100_001)
+        wanted = expected(sp.all_gather(memory[:-1].copy()), "sum")
+        out = memory[1:]
+        assert sp.all_reduce(memory[:-1], out=out) is out
+        assert same(out.copy(), wanted)
+
+    world.run(program)
+
+
+@several()
+def test_trees_with_arrays_large_and_small(world: Ranks) -> None:
+    def program() -> None:
+        n, rank = sp.get_world_size(), sp.get_rank()
+        tree: dict[str, Any] = {
+            "weights": [noise(rank, (100, 100), "f4"), noise(rank, 3)],
+            "loss": 0.5 * rank,
+            "steps": rank,
+            "pair": Pair(noise(rank, 5000, "i8"), (noise(rank, 700),)),
+        }
+        if rank % 2:  # the order of keys is everybody's own
+            tree = dict(reversed(tree.items()))
+        trees = sp.all_gather(tree)
+        got = sp.all_reduce(tree)
+        assert isinstance(got["pair"], Pair)
+        assert got["steps"] == n * (n - 1) // 2
+        picks: list[Any] = [
+            lambda t: t["weights"][0],
+            lambda t: t["weights"][1],
+            lambda t: t["pair"].first,
+            lambda t: t["pair"].second[0],
+        ]
+        for pick in picks:
+            assert same(pick(got), expected([pick(t) for t in trees], "sum"))
+        sent: Any = sp.broadcast(tree if rank == n - 1 else None, n - 1)
+        assert same(sent["pair"].first, trees[-1]["pair"].first)
+        assert list(sent) == list(trees[-1])
+
+    world.run(program)
+
+
+@several()
+def test_arrays_of_mixed_sizes_keep_out_of_each_others_way(world: Ranks) -> None:
+    """One rank is slow to read what the others have reduced, and larger pieces follow smaller."""
+
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        dice = np.random.default_rng(5)  # the same on all
+        slow = np.random.default_rng([9, rank])
+        piece: Any = shared_memory._Piece  # pyright: ignore[reportPrivateUsage]
+        read = piece.read_others
+
+        def read_slowly(self: Any) -> None:
+            time.sleep(0.002 if slow.random() < 0.3 else 0)  # the fault, not a wait
+            read(self)
+
+        piece.read_others = read_slowly
+        for _ in range(12):
+            sizes = dice.integers(200, 20_000, 6)
+            parts = [[noise(r, int(size)) for size in sizes] for r in range(n)]
+            got = sp.all_reduce(parts[rank])
+            for place, total in enumerate(got):
+                assert same(total, expected([part[place] for part in parts], "sum"))
+
+    world.run(program)
+
+
+@several()
+def test_payloads_of_one_checksum_are_not_one(world: Ranks) -> None:
+    def program() -> None:
+        # These two differ by a multiple of the polynomial of CRC-32.
+        pair = [1 << 40, (1 << 40) ^ 0x1DB710641]
+        mine = pair[sp.get_rank() % 2]
+        sent = [pair[rank % 2] for rank in range(sp.get_world_size())]
+        assert zlib.crc32(codec.encode(pair[0])) == zlib.crc32(codec.encode(pair[1]))
+        assert sp.all_gather(mine) == sent
+        assert sp.all_reduce(mine) == sum(sent)
+
+    world.run(program)
+
+
+@several()
+def test_an_object_that_needs_pickle_takes_its_arrays_along(world: Ranks) -> None:
+    def program() -> None:
+        shared = ["twice"]
+        sent: Any = {"w": np.arange(1000.0), "x": shared, "y": shared}
+        got: Any = sp.broadcast(sent if sp.is_main() else None)
+        assert got["x"] is got["y"]
+        assert np.array_equal(got["w"], sent["w"])
+        assert sp.broadcast("next") == "next"
+
+    world.run(program)
+
+
+@several()
+def test_what_is_no_array_of_numbers_is_refused_on_all(world: Ranks) -> None:
+    def program() -> None:
+        masked: Any = np.ma.masked_less(np.arange(3), 1)
+        for bad in (np.zeros(2, "S3000"), np.array(["a"]), masked):
+            with pytest.raises((TypeError, sp.PeerFailed)):
+                sp.all_reduce(bad)
+        whole: Any = np.int64(1)  # any whole number will do
+        assert sp.broadcast(np.ones(500), src=whole)[0] == 1
+
+    world.run(program)
+
+
+@several()
+def test_arrays_that_differ_are_a_mismatch_on_all(world: Ranks) -> None:
+    def program() -> None:
+        last = sp.get_rank() == sp.get_world_size() - 1
+        big = np.ones((1000, 2))
+        for other in (np.ones(2000), np.ones((1000, 2), "f4"), np.ones(2), 1.0, [big, big]):
+            with pytest.raises(sp.RankMismatch, match=r"\(1000, 2\)"):
+                sp.all_reduce(other if last else big)
+            assert sp.all_reduce(big).sum() == 2000 * sp.get_world_size()  # still in step
+
+    world.run(program)
+
+
+@several()
+def test_an_out_that_does_not_fit_is_ones_own_error(world: Ranks) -> None:
+    def program() -> None:
+        big = np.ones(10_000)
+        frozen = np.zeros(10_000)
+        frozen.flags.writeable = False
+        for out in (np.ones(9_999), np.ones(10_000, "f4"), frozen):
+            bad = sp.get_rank() == 1
+            for call in (sp.all_reduce, sp.broadcast):
+                if bad:
+                    with pytest.raises(ValueError):  # noqa: PT011 - numpy words the last one
+                        call(big, out=out)
+                else:
+                    assert call(big, out=np.empty(10_000))[0] >= 1
+        assert sp.all_gather(sp.get_rank()) == list(range(sp.get_world_size()))
+
+    world.run(program)
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise RuntimeError("not here")
+
+
+def test_an_object_that_cannot_be_made_here_is_a_shared_failure(meeting_place: Path) -> None:
+    def program() -> str:
+        try:
+            sp.broadcast((np.ones(5_000_000), Unreadable()) if sp.is_main() else None)
+        except sp.SyncError as error:
+            return f"{type(error).__name__} {sp.all_reduce(1)}"
+        raise AssertionError("no error")
+
+    # Nobody waits for pieces that a rank cannot take.
+    outcomes = Ranks(Kind("file", 3), meeting_place).run(program)
+    assert outcomes == ["PeerFailed 3", "EncodingError 3", "EncodingError 3"]
+
+
+@several()
+def test_deferred_flags_stand_beside_arrays(world: Ranks) -> None:
+    def program() -> list[bool]:
+        trigger = sp.Trigger(lag=1)
+        seen: list[bool] = []
+        for step in range(6):
+            if step == 2 and sp.get_rank() == 1:
+                trigger.set("enough")
+            seen.append(trigger.check())
+            total = sp.all_reduce(np.full(50_000, float(step)))
+            assert total[-1] == step * sp.get_world_size()
+            assert sp.broadcast(np.full(900_000, step), step % sp.get_world_size())[0] == step
+        return seen
+
+    assert world.run(program) == [[False, False, False, True, False, False]] * world.ranks
+
+
+@several()
+def test_groups_have_their_own_memory(world: Ranks) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        pairs = [sp.group([0, 1]), sp.group([0, n - 1])]
+        for size in (100_000, 10):
+            for pair in pairs:
+                if rank in pair.ranks:
+                    got = pair.all_reduce(np.full(size, rank))
+                    assert got[0] == sum(pair.ranks)
+                    assert pair.broadcast(np.full(size, rank), pair.ranks[-1])[-1] == pair.ranks[-1]
+            assert sp.all_reduce(np.full(size, 1))[0] == n
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("call", ["broadcast", "all_reduce"])
+def test_a_death_between_the_pieces_is_told(meeting_place: Path, call: str) -> None:
+    def program() -> Any:
+        array = np.ones(60_000_000, "f4")
+        sp.barrier()
+        if sp.get_rank() == 1:
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        try:
+            while True:
+                getattr(sp, call)(array, out=array)
+        except sp.PeerLost as error:
+            return error.rank, "SIGKILL" in str(error), call in str(error)
+
+    outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program)
+    assert outcomes[0] == outcomes[2] == (1, True, True)
+
+
+def test_an_interrupt_between_the_pieces_breaks_the_group(meeting_place: Path) -> None:
+    def program() -> Any:
+        array = np.ones(30_000_000, "f4")
+        sp.barrier()
+        if sp.get_rank() == 1:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            while True:
+                sp.all_reduce(array, out=array)
+        except KeyboardInterrupt:
+            with pytest.raises(sp.PeerFailed):
+                sp.barrier()
+            return "interrupted"
+        except sp.PeerFailed as error:
+            return error.rank, error.failures[1].type
+
+    first, second = Ranks(Kind("file", 2), meeting_place).outcomes(program)
+    assert (first, second) == ((1, "KeyboardInterrupt"), "interrupted")
+
+
+def test_memory_beside_the_arrays_is_bounded(meeting_place: Path) -> None:
+    def program() -> int:
+        array, out = np.ones(16_000_000), np.ones(16_000_000)  # 128 MB each
+        sp.barrier()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        sp.all_reduce(array, out=out)
+        sp.broadcast(array, out=out)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    for grown in Ranks(Kind("file", 2), meeting_place).run(program):
+        assert grown < 24 * 1024  # KB, where one copy would be 125,000
+
+
+def test_where_room_is_short_the_memory_is_smaller(meeting_place: Path) -> None:
+    def program() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sp.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))
+        total = sp.all_reduce(np.arange(1_000_000))
+        assert same(total, np.arange(1_000_000) * 2)
+        return sp.broadcast(total)[-1]
+
+    assert Ranks(Kind("file", 2), meeting_place).run(program) == [1_999_998] * 2
+
+
+def test_no_room_at_all_is_a_shared_failure(meeting_place: Path) -> None:
+    def program() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sp.barrier()
+        said: list[str] = []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+        for call in (sp.broadcast, sp.all_reduce):
+            try:
+                call(np.ones(1_000_000))
+            except (OSError, sp.PeerFailed) as error:
+                said.append(f"{type(error).__name__}: {'SYNCPRIMS_DIR' in str(error)}")
+        sp.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return said, sp.all_reduce(np.ones(1_000_000))[0]
+
+    first, second = Ranks(Kind("file", 2), meeting_place).run(program)
+    assert first == (["OSError: True", "OSError: True"], 2)
+    assert second == (["PeerFailed: True", "OSError: True"], 2)
+
+
+def test_tensors_of_every_dtype(world: Ranks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def program() -> None:
+        torch.set_num_threads(1)
+        n, rank = sp.get_world_size(), sp.get_rank()
+        base = torch.arange(6000).reshape(60, 100) % 5
+        names = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64"
+        for name in (*names.split(), "complex128", "uint16", "uint32", "uint64", "float8_e5m2"):
+            dtype = getattr(torch, name)
+            parts = [(base + r % 2).to(dtype) for r in range(n)]
+            sent: Any = sp.broadcast(parts[rank] if rank == n - 1 else None, n - 1)
+            assert (sent.dtype, sent.tolist()) == (dtype, parts[-1].tolist()), name
+            total = sp.all_reduce(parts[rank])
+            assert total.dtype == (torch.int64 if name == "bool" else dtype)
+            # Small whole numbers: every dtype holds their sums exactly, or rounds them once.
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            exact: Any = sum(part.to(wide) for part in parts)
+            assert total.tolist() == exact.to(total.dtype).tolist(), name
+
+    world.run(program)
+
+
+@several()
+def test_tensors_keep_what_they_are(world: Ranks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def program() -> None:
+        torch.set_num_threads(1)
+        n, rank = sp.get_world_size(), sp.get_rank()
+        leaf = torch.full((50, 100), float(rank), requires_grad=True)
+        sent = sp.broadcast(leaf, n - 1)
+        assert sent.requires_grad
+        assert sent.tolist() == [[n - 1.0] * 100] * 50
+        total = sp.all_reduce(torch.nn.Parameter(leaf.detach()) if rank else leaf)
+        assert not total.requires_grad
+        assert total[0, 0] == n * (n - 1) / 2
+        out = torch.zeros(100, 50).t()
+        assert sp.all_reduce(leaf, out=out) is out
+        assert torch.equal(out, total)
+        half = torch.full((3000,), 1 + 2**-7, dtype=torch.bfloat16)
+        place = torch.empty_like(half)
+        assert sp.all_reduce(half, "mean", out=place) is place
+        assert torch.equal(place, half)
+        state = torch.nn.Linear(100, 100).state_dict()
+        got: Any = sp.broadcast(state if rank == 0 else None)
+        assert list(got) == ["weight", "bias"]
+
+    world.run(program)
+
+
+@several()
+def test_torch_is_not_deceived(world: Ranks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def program() -> None:
+        torch.set_num_threads(1)
+        n, rank = sp.get_world_size(), sp.get_rank()
+        value = torch.full((1000,), 1 + 2j, dtype=torch.complex64)
+        for out in (torch.zeros(1000, dtype=torch.complex64).conj(), torch.zeros_like(value)):
+            assert sp.all_reduce(value, out=out) is out
+            assert torch.equal(out.resolve_conj(), value * n)
+            assert sp.broadcast(value, out=out) is out
+            assert torch.equal(out.resolve_conj(), value)
+        leaf = torch.ones(1000, requires_grad=True)
+        middle = leaf * 2
+        loss = (middle * middle).sum()
+        sp.all_reduce(torch.ones(1000), out=middle.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        dense = torch.ones(1000)
+        with pytest.raises(sp.RankMismatch, match="sparse_coo"):
+            sp.all_reduce(dense if rank else dense.to_sparse())
+        assert torch.equal(sp.all_reduce(dense.to_sparse()).to_dense(), dense * n)
+
+    world.run(program)

@@ -1,0 +1,204 @@
+"""The layers: each imports only those below it, and nothing imports in a circle.
+
+``docs/concepts/architecture.md`` shows the same picture to people.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+#: What each part of ``syncprims/`` may import beside itself: all parts before it.
+LAYERS = ["errors", "interface", "_protocol", "_data", "_world", "_api", ""]
+#: What stands on the layers, and which internals it may import. ``""`` is what users import.
+ROOMS = {
+    "doctor": {"errors", "interface", "_data", "_world", ""},
+    "tracing": {"errors", "_protocol"},
+    "testing": {"errors", "interface", "_protocol", "_data", "_world", ""},
+    "training": {"errors", "_protocol", "_data", "_world", ""},
+    "cli": {"errors", "interface", "_world", "", "doctor", "tracing"},
+    "__main__": {"cli"},
+}
+BACKENDS = {"single": set[str](), "threads": set[str](), "file": set[str](), "torch": {"file"}}
+
+#: Libraries that nobody should pay for who does not use them, and the modules that exist for them.
+HEAVY = {"torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "rich", "matplotlib"}
+ROOM_FOR = {
+    "syncprims.backends.file.backend": {"filelock"},
+    "syncprims.backends.torch": {"torch", "numpy"},
+    "syncprims.testing.plugin": {"pytest"},
+    "syncprims.tracing": {"numpy"},
+    "syncprims.training": {"torch", "numpy", "safetensors"},
+}
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "syncprims" else ("syncprims", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+SOURCES = {
+    module_of(path): path
+    for path in sorted([*ROOT.glob("syncprims/**/*.py"), *ROOT.glob("backends/**/*.py")])
+}
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return ast.parse(SOURCES[module].read_text())
+
+
+def nodes(module: str, *, at_import_time: bool) -> list[ast.Import | ast.ImportFrom]:
+    """Return the import statements of a module: those that importing it runs, or all of them."""
+    tree = parsed(module)
+    found = tree.body if at_import_time else ast.walk(tree)
+    return [node for node in found if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def names(module: str, node: ast.Import | ast.ImportFrom) -> set[str]:
+    """Return the modules that a statement imports, by their absolute names."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    base = node.module or ""
+    if node.level:
+        package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
+        base = f"{package}.{base}" if base else package
+    inner = {f"{base}.{alias.name}" for alias in node.names}
+    return {name if name in SOURCES else base for name in inner}
+
+
+@cache
+def imports(module: str, *, at_import_time: bool = False) -> frozenset[str]:
+    """Return every module that a module imports, also inside functions and for types only."""
+    return frozenset(
+        name
+        for node in nodes(module, at_import_time=at_import_time)
+        for name in names(module, node)
+    )
+
+
+def part(module: str) -> str:
+    """Return the layer, room or file of ``syncprims/`` that a module belongs to."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def is_in(module: str, package: str) -> bool:
+    """Return whether a module is this package or inside of it."""
+    return module == package or module.startswith(f"{package}.")
+
+
+@cache
+def code(module: str) -> str:
+    """Return a module's code without its docstrings and comments."""
+    tree = ast.parse(SOURCES[module].read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            value = body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                body[0].value = ast.Constant("")
+    return ast.unparse(tree)
+
+
+def test_in_the_package_stand_only_layers_and_rooms() -> None:
+    found = {path.name for path in (ROOT / "syncprims").iterdir() if path.name != "__pycache__"}
+    files = {"__init__.py", "__main__.py", "errors.py", "interface.py", "py.typed"}
+    folders = {name for name in [*LAYERS, *ROOMS] if name and (ROOT / "syncprims" / name).is_dir()}
+    assert found == files | folders
+
+
+def test_a_module_imports_only_what_is_below_it() -> None:
+    wrong: list[str] = []
+    for module in SOURCES:
+        own = part(module)
+        if own == "backends":
+            continue
+        allowed = ROOMS[own] if own in ROOMS else set(LAYERS[: LAYERS.index(own)])
+        wrong += [
+            f"{module} imports {name}"
+            for name in imports(module)
+            if is_in(name, "syncprims") and part(name) not in allowed | {own}
+        ]
+    assert wrong == []
+
+
+def test_backends_know_the_contract_only() -> None:
+    wrong: list[str] = []
+    for module in SOURCES:
+        if module == "syncprims.backends" or part(module) != "backends":
+            continue
+        own = module.split(".")[2]
+        siblings = {f"syncprims.backends.{name}" for name in {own} | BACKENDS[own]}
+        allowed = siblings | {"syncprims.errors", "syncprims.interface"}
+        wrong += [
+            f"{module} imports {name}"
+            for name in imports(module)
+            if is_in(name, "syncprims") and not any(is_in(name, known) for known in allowed)
+        ]
+    assert wrong == []
+
+
+def test_nothing_imports_in_a_circle() -> None:
+
+    graph = {
+        module: {name for name in imports(module) if name in SOURCES and name != module}
+        for module in SOURCES
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_heavy_library_is_imported_only_where_a_module_exists_for_it() -> None:
+    for module in SOURCES:
+        rooms = [libraries for room, libraries in ROOM_FOR.items() if is_in(module, room)]
+        found = {name.partition(".")[0] for name in imports(module, at_import_time=True)}
+        assert found & HEAVY <= set[str]().union(*rooms), module
+
+
+def test_training_needs_no_library_beside_those_of_its_extra() -> None:
+    known = {"syncprims", "torch", "numpy", "safetensors", "tqdm", "xxhash"}
+    for module in SOURCES:
+        if part(module) == "training":
+            tops = {name.partition(".")[0] for name in imports(module)}
+            assert tops <= known | sys.stdlib_module_names, module
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    readers = {
+        module
+        for module in SOURCES
+        if part(module) not in ("testing", "training") and "os.environ" in code(module)
+    }
+    # The command line passes its own environment on to the ranks that it starts.
+    assert readers == {"syncprims._world.runtime", "syncprims.cli"}
+    assert not [module for module in SOURCES if "getenv" in code(module)]
+
+
+def test_mutable_state_lives_in_one_module() -> None:
+    assert not [
+        module
+        for module in SOURCES
+        if any(isinstance(node, ast.Global) for node in ast.walk(parsed(module)))
+    ]
+    runtime = SOURCES["syncprims._world.runtime"].read_text()
+    assert "_state = _State(os.environ, _make)" in runtime
+
+
+def test_the_package_list_is_the_tree() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {name for name, path in SOURCES.items() if path.name == "__init__.py"}
+    assert set(tool["packages"]) == packages
+    assert {name.rpartition(".")[0] for name in SOURCES} - {""} <= packages
+    assert tool["package-dir"] == {"syncprims.backends": "backends"}

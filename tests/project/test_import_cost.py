@@ -1,0 +1,45 @@
+"""Importing is cheap: the standard library only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FOREIGN = ("torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "syncprims.backends")
+
+
+def loaded_after(code: str) -> set[str]:
+    probe = f"{code}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["syncprims", "syncprims.cli", "syncprims._world.runtime"])
+def test_import_loads_the_standard_library_only(module: str) -> None:
+    new = loaded_after(f"import {module}") - loaded_after("pass")
+    own = {name for name in new if name.split(".")[0] == "syncprims"}
+    outsiders = {name.split(".")[0] for name in new - own} - sys.stdlib_module_names
+    assert not outsiders
+    assert not set(FOREIGN) & new
+
+
+def test_a_world_of_one_stays_light() -> None:
+    loaded = loaded_after("import syncprims\nsyncprims.barrier()\nsyncprims.all_reduce(1)")
+    assert not {"torch", "numpy", "filelock", "tqdm"} & loaded
+
+
+def test_training_says_that_it_needs_torch() -> None:
+    probe = "import sys\nsys.modules['torch'] = None\nimport syncprims.training"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "ImportError: syncprims.training works on torch: pip install 'syncprims[torch]'\n"
+    )
+
+
+def test_the_probe_would_notice() -> None:
+    assert "numpy" in loaded_after("import numpy")

@@ -1,0 +1,182 @@
+"""What is installed works away from the checkout: wheel, sdist, and spawned children."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import filelock
+import pytest
+from support import ROOT
+
+JOB = """
+import multiprocessing as mp, os, syncprims
+
+def work(rank):
+    os.environ.update(SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="2", SYNCPRIMS_RUN_ID="job",
+                      SYNCPRIMS_BACKEND="file")
+    assert syncprims.all_gather(rank) == [0, 1]
+
+if __name__ == "__main__":
+    assert "site" in syncprims.__file__, syncprims.__file__
+    ranks = [mp.get_context("spawn").Process(target=work, args=(r,)) for r in range(2)]
+    [rank.start() for rank in ranks]
+    [rank.join() for rank in ranks]
+    print([rank.exitcode for rank in ranks])
+"""
+
+
+def pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build sdist and wheel once, from a copy of what is under version control or new."""
+    pytest.importorskip("setuptools_scm")
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    dist = root / "dist"
+    with filelock.FileLock(root / "dist.lock"):
+        if not dist.exists():
+            source = root / "source"
+            ignore = shutil.ignore_patterns(
+                ".venv", "*.egg-info", "build", "__pycache__", ".*_cache"
+            )
+            shutil.copytree(ROOT, source, ignore=ignore)
+            script = (
+                "from setuptools import build_meta as b; import sys; dist = sys.argv[1]; "
+                "b.build_sdist(dist); b.build_wheel(dist)"
+            )
+            done = subprocess.run(
+                [sys.executable, "-c", script, str(dist)],
+                cwd=source, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+    return dist
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {n for n in names if n.endswith((".py", "py.typed")) and ".dist-info" not in n}
+    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "syncprims").rglob("*.py")}
+    expected |= {f"syncprims/{p.relative_to(ROOT)}" for p in (ROOT / "backends").rglob("*.py")}
+    assert modules == {*expected, "syncprims/py.typed"}
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"syncprims"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    metadata = (
+        zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    )
+    assert "Requires-Dist: filelock" in metadata
+    for extra in ("torch", "progress", "test", "trace", "all"):
+        assert f"Provides-Extra: {extra}" in metadata
+
+
+def test_the_sdist_holds_all_that_a_builder_needs(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"backends/file/backend.py", "syncprims/py.typed", "LICENSE", "README.md"} <= names
+    assert {"tests/conftest.py", "docs/changelog.md", "examples/digits.py", "Makefile"} <= names
+    assert {"bench/results.json", "examples/slurm.sbatch", ".ci/floors", "constraints.txt"} <= names
+    junk = (
+        "__pycache__",
+        ".pyc",
+        ".git/",
+        ".venv",
+        "build/",
+        "dist/",
+        "_cache/",
+        "examples/.cache",
+    )
+    assert not [name for name in names if any(part in f"{name}/" for part in junk)]
+
+
+@pytest.mark.parametrize("kind", ["whl", "tar.gz"])
+def test_installed_it_works_outside_the_checkout(built: Path, tmp_path: Path, kind: str) -> None:
+    (package,) = built.glob(f"*.{kind}")
+    site = tmp_path / "site"
+    pip("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
+        "--root-user-action=ignore", "--target", str(site), str(package))  # fmt: skip
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site), "SYNCPRIMS_DIR": str(tmp_path / "meet")},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "[0, 0]\n", done.stderr
+    shown = subprocess.run(
+        [sys.executable, str(site / "bin" / "syncprims"), "run", "--help"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "usage: syncprims run" in shown.stdout, shown.stderr
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_version_is_the_tag(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools_scm")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "SETUPTOOLS_SCM"))}
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+
+    def git(*words: str) -> None:
+        command = ["git", *who, *words]
+        subprocess.run(command, cwd=tmp_path, env=clean, check=True, capture_output=True)
+
+    def version() -> str:
+        command = [sys.executable, "-m", "setuptools_scm"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init", "--initial-branch=main")
+    git("add", ".")
+    git("commit", "--message=first")
+    git("tag", "v0.1.0")
+    assert version() == "0.1.0"
+    git("commit", "--message=second", "--allow-empty")
+    assert version().startswith("0.1.1.dev1+g")
+
+
+def test_the_floors_are_those_that_a_release_is_checked_with() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".ci" / "floors")], check=True, capture_output=True, text=True
+    )
+    floors = dict(line.split("==") for line in done.stdout.splitlines())
+    assert {"filelock", "numpy", "torch", "safetensors", "pytest"} <= floors.keys()
+    assert all(version[0].isdigit() for version in floors.values())
+
+
+def test_the_changelog_has_the_form_that_it_names() -> None:
+    lines = (ROOT / "docs" / "changelog.md").read_text().splitlines()
+    releases = [line for line in lines if line.startswith("## ")]
+    assert releases[0] == "## Unreleased"
+    form = r"## \d+\.\d+\.\d+ - \d{4}-\d\d-\d\d"
+    assert all(re.fullmatch(form, release) for release in releases[1:])
+    parts = {line for line in lines if line.startswith("### ")}
+    kinds = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    assert parts <= {f"### {kind}" for kind in kinds}
+
+
+def test_a_bare_checkout_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "syncprims", tmp_path / "syncprims")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import syncprims; syncprims.barrier()"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "pip install -e ." in done.stderr

@@ -1,0 +1,237 @@
+"""The examples that come from elsewhere do what they did, and what they are there to show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+
+from syncprims import Topology
+from syncprims._world.environment import detect, place_variables, read_settings
+from syncprims.testing import run_world
+
+EXAMPLES = ROOT / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FILE = ["-m", "syncprims", "run", "-n", "2"]
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+
+
+def run(*command: object, folder: Path | None = None, **more: str) -> str:
+    """Return what a Python command prints; nothing of this session reaches it."""
+    outer = place_variables()
+    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k and k not in outer}
+    clean = {k: v for k, v in clean.items() if not k.startswith(("PYTEST", "COV"))}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder, env={**clean, "OMP_NUM_THREADS": "1", **more},
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# -- a script written for Accelerate ------------------------------------------------------------
+
+
+def result(out: str) -> dict[str, Any]:
+    """Return the figures that rank 0 prints."""
+    found: dict[str, Any] = json.loads(out[out.index("{") : out.rindex("}") + 1])
+    return found
+
+
+@needs_torch
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_path: Path) -> None:
+    script = EXAMPLES / "from_accelerate.py"
+    line = "from syncprims.training import Accelerator"
+    assert script.read_text().count(line) == 1
+    original = tmp_path / "original.py"
+    original.write_text(script.read_text().replace(line, "from accelerate import Accelerator"))
+    assert "syncprims.training" not in original.read_text()
+
+    theirs = result(run(*TORCHRUN, original, "--cpu"))
+    # In two parts, to try what is saved: the first on DDP, the other on ranks that share files.
+    place = ["--cpu", "--project", tmp_path / "state"]
+    run(*TORCHRUN, script, *place, "--stop-after", 2)
+    resumed = run(*FILE, script, *place, "--resume")
+    assert "goes on after epoch 2" in resumed
+
+    ours = result(resumed)
+    assert theirs["losses"][-1] < theirs["losses"][0]
+    assert (ours["right"], ours["of"]) == (theirs["right"], theirs["of"])
+    assert ours["of"] == 90
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-6)
+
+
+@needs_torch
+def test_a_schedule_that_keeps_its_own_time_is_saved_too(tmp_path: Path) -> None:
+    """What the script above found: it went on with the rate of the beginning."""
+
+    def job(*, resume: bool) -> list[float]:
+        import torch
+
+        from syncprims.training import Accelerator
+
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
+        )
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        if resume:
+            accelerator.load_state(tmp_path / "state")
+        else:
+            for number in range(4):  # micro-batches: the optimizer steps at every second
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(1, 2)).sum())
+                    optimizer.step()
+                    if number:
+                        schedule.step()
+            accelerator.save_state(tmp_path / "state")
+        return [schedule.last_epoch, *map(float, schedule.get_last_lr())]
+
+    def both() -> list[list[float]]:
+        return [job(resume=False), job(resume=True)]
+
+    assert run_world(both, ranks=1, kind="processes") == [[[3, 0.125], [3, 0.125]]]
+
+
+# -- raw torch.distributed ----------------------------------------------------------------------
+
+
+@needs_torch
+def test_barriers_and_rank_checks_are_replaced_and_the_weights_stay(tmp_path: Path) -> None:
+    import torch
+
+    weights, printed = [], []
+    for name in ("before", "after"):
+        script = EXAMPLES / "from_torch_distributed" / f"{name}.py"
+        out = run(*TORCHRUN, script, "--directory", tmp_path / name)
+        printed.append(re.findall(r"epoch \d: loss [\d.]+", out))
+        weights.append(torch.load(tmp_path / name / "weights.pt", weights_only=True))
+    assert len(printed[0]) == 3
+    assert printed[0] == printed[1]
+    before, after = weights
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    code = (EXAMPLES / "from_torch_distributed" / "after.py").read_text()
+    assert not re.search(r"dist\.(barrier|all_reduce|broadcast|get_rank)|rank == 0", code)
+
+
+# -- test suites --------------------------------------------------------------------------------
+
+
+def outcome(out: str) -> tuple[int, str]:
+    """Return how many tests passed, and what else pytest says of them."""
+    found = re.findall(r"(\d+) passed(.*) in ", out)
+    assert found, out
+    return int(found[-1][0]), found[-1][1]
+
+
+def test_a_project_tests_its_own_ranks(tmp_path: Path) -> None:
+    options = ["-p", "no:cacheprovider", "--basetemp", tmp_path / "base"]
+    out = run("-m", "pytest", "-q", *options, folder=EXAMPLES / "tested_project")
+    assert outcome(out) == (40, "")
+
+
+@pytest.mark.skipif(find_spec("xdist") is None, reason="needs pytest-xdist")
+def test_workers_share_a_database_that_one_of_them_made(tmp_path: Path) -> None:
+    options = ["-p", "no:cacheprovider", "--basetemp", tmp_path / "base", "-n", "2"]
+    out = run("-m", "pytest", "-q", "-rN", *options, EXAMPLES / "shared_database", folder=tmp_path)
+    assert outcome(out) == (10, "")
+    assert not list((tmp_path / "base").rglob("orders.sqlite"))  # the last one cleared away
+
+
+# -- SLURM --------------------------------------------------------------------------------------
+
+BATCH = EXAMPLES / "slurm.sbatch"
+
+#: Stands for srun: it writes down with which variables and for which command it was called.
+SRUN = """#!/bin/sh
+env -0 > "$SRUN_SAW.env"
+printf '%s\\0' "$@" > "$SRUN_SAW.args"
+"""
+
+
+def directives() -> dict[str, str]:
+    """Return the options that sbatch would read."""
+    lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", BATCH.read_text(), re.MULTILINE)
+    return dict(lines)
+
+
+def submitted(tmp_path: Path) -> tuple[dict[str, str], list[str]]:
+    """Run the batch script as SLURM would, and return what reaches the ranks: variables, words."""
+    programs, saw = tmp_path / "bin", tmp_path / "saw"
+    programs.mkdir()
+    (programs / "srun").write_text(SRUN)
+    (programs / "srun").chmod(0o700)
+    options = directives()
+    job = {
+        "SLURM_JOB_ID": "4242",
+        "SLURM_JOB_NAME": options["job-name"],
+        "SLURM_JOB_NODELIST": "node[07-08]",
+        "SLURM_NTASKS": str(int(options["nodes"]) * int(options["ntasks-per-node"])),
+        "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
+        "SLURM_SUBMIT_DIR": str(EXAMPLES.parent),
+        "SLURM_PROCID": "0",  # as in every batch script
+    }
+    done = subprocess.run(
+        ["bash", str(BATCH)],
+        env={"PATH": f"{programs}:/usr/bin:/bin", "SRUN_SAW": str(saw), **job},
+        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pairs = saw.with_suffix(".env").read_text().split("\0")
+    words = saw.with_suffix(".args").read_text().split("\0")[:-1]
+    return dict(pair.split("=", 1) for pair in pairs if pair), words
+
+
+def test_the_batch_script_is_sound_and_starts_what_is_there(tmp_path: Path) -> None:
+    subprocess.run(["bash", "-n", str(BATCH)], check=True, timeout=30)
+    environ, words = submitted(tmp_path)
+    assert detect(environ).launcher == "none"  # the script itself is no rank
+    python = words.index("python")
+    assert all(word.startswith("--") for word in words[:python])
+    assert Path(words[python + 1]) == EXAMPLES / "preempt.py"
+    known = re.findall(r'add_argument\("(--[\w-]+)"', Path(words[python + 1]).read_text())
+    assert {word for word in words[python + 2 :] if word.startswith("--")} <= set(known)
+    assert environ["OMP_NUM_THREADS"] == directives()["cpus-per-task"]
+
+
+def test_every_task_of_the_batch_script_finds_its_place(tmp_path: Path) -> None:
+    environ, _ = submitted(tmp_path)
+    nodes, tasks = int(directives()["nodes"]), int(directives()["ntasks-per-node"])
+    found = []
+    for rank in range(nodes * tasks):
+        step = {
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": str(nodes * tasks),
+            "SLURM_STEP_NUM_NODES": str(nodes),
+            "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})",
+            "SLURM_STEP_NODELIST": environ["SLURM_JOB_NODELIST"],
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank % tasks),
+            "SLURM_NODEID": str(rank // tasks),
+        }
+        found.append(detect({**environ, **step}))
+        settings = read_settings({**environ, **step})
+        assert (settings.timeout, settings.join_timeout) == (600, 900)
+        assert settings.store is not None
+        assert settings.store[0] == "node07"  # where all meet, without a word of the user's
+    run_id = found[0].run_id
+    assert run_id is not None
+    assert found == [
+        Topology(rank, nodes * tasks, rank % tasks, tasks, rank // tasks, nodes, "SLURM", run_id)
+        for rank in range(nodes * tasks)
+    ]

@@ -1,0 +1,41 @@
+"""The public names and signatures are those that were promised."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+import pytest
+
+pytest.importorskip("torch")  # syncprims.training is part of it
+from support.pages import ROOT
+from support.surface import GOLDEN, surface
+
+
+def test_the_public_surface_is_the_frozen_one() -> None:
+    frozen, present = GOLDEN.read_text().splitlines(), surface().splitlines()
+    diff = [
+        line
+        for line in difflib.unified_diff(frozen, present, "frozen", "present", n=1, lineterm="")
+        if not line.startswith("@@")
+    ]
+    assert diff == [], (
+        "\nThe public surface has changed:\n\n" + "\n".join(diff) + "\n\n"
+        "Lines with - were promised to users and are gone; lines with + are new promises. If that "
+        "is meant,\nrun `python -m support.surface --write` and say it in docs/changelog.md."
+    )
+
+
+def test_it_shows_functions_classes_and_their_members() -> None:
+    lines = surface().splitlines()
+    assert "class SyncTimeout(SyncError, TimeoutError)" in lines
+    assert any(line.startswith("barrier(name: str | None = None") for line in lines)
+    assert "    world_size: property" in lines
+    assert "    check(self) -> bool" in lines
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    shown = set(re.findall(r"^::: syncprims\.(?:\w+\.)*(\w+)$", pages, re.MULTILINE))
+    public = set(re.findall(r"^(?:class )?([A-Za-z]\w*)", surface(), re.MULTILINE))
+    assert sorted(public - shown) == []

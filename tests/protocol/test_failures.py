@@ -1,0 +1,720 @@
+"""What every other rank gets when something goes wrong, on every backend with somebody else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import in_processes, several
+from support.rank_worlds import Died, Kind, Ranks, Signs
+
+import syncprims as sp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def caught(call: Callable[[], Any]) -> sp.SyncError:
+    with pytest.raises(sp.SyncError) as info:
+        call()
+    return info.value
+
+
+@several()
+def test_different_calls_are_a_mismatch_on_all_ranks_at_once(world: Ranks) -> None:
+    def program() -> tuple[str, bool]:
+        if sp.get_rank() == 1:
+            error = caught(lambda: sp.broadcast({"lr": 1}))
+        else:
+            error = caught(lambda: sp.barrier("load"))
+        assert isinstance(error, sp.CollectiveMismatch)
+        again = caught(lambda: sp.any_rank(True))  # torn: never a pass any more
+        assert type(again) is type(error)
+        return str(error), str(again) == str(error)
+
+    said = world.run(program)
+    assert len(set(said)) == 1
+    text, same = said[0]
+    assert same
+    assert "rank 0: barrier 'load' (tests/protocol/test_failures.py:" in text
+    assert "rank 1: broadcast from rank 0 (tests/protocol/test_failures.py:" in text
+
+
+MISMATCHES: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+    (lambda: sp.barrier("a"), lambda: sp.barrier("b")),
+    (lambda: sp.barrier("a"), lambda: sp.barrier()),
+    (lambda: sp.broadcast(1, src=0), lambda: sp.broadcast(1, src=1)),
+    (lambda: sp.all_reduce(1, "sum"), lambda: sp.all_reduce(1, "max")),
+    (lambda: sp.any_rank(True), lambda: sp.all_ranks(True)),
+    (lambda: sp.Trigger("x").check(), lambda: sp.barrier("x")),
+    (lambda: sp.group([0]), lambda: sp.group([1])),
+]
+
+
+@several(2)
+@pytest.mark.parametrize("pair", range(len(MISMATCHES)))
+def test_kind_name_src_and_op_are_compared(world: Ranks, pair: int) -> None:
+    def program() -> bool:
+        return isinstance(caught(MISMATCHES[pair][sp.get_rank()]), sp.CollectiveMismatch)
+
+    assert world.run(program) == [True, True]
+
+
+@several()
+def test_call_sites_are_not_compared(world: Ranks) -> None:
+    def program() -> list[int]:
+        if sp.is_main():
+            sp.barrier("epoch")
+        else:
+            sp.barrier("epoch")
+        return sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [list(range(world.ranks))] * world.ranks
+
+
+@in_processes
+@several()
+def test_a_rank_that_does_not_come_is_named_everywhere(world: Ranks, signs: Signs) -> None:
+    present = [r for r in range(world.ranks) if r != 1]
+
+    def program() -> Any:
+        sp.barrier("here")
+        begin = time.monotonic()
+        if sp.get_rank() == 1:
+            signs.wait(*present)  # all were told, and none waits for this one
+        error = caught(lambda: sp.barrier("load", timeout=1))
+        signs.give(sp.get_rank())
+        assert isinstance(error, sp.SyncTimeout)
+        assert isinstance(error, TimeoutError)
+        assert time.monotonic() - begin > 0.9
+        assert error.waited is not None
+        assert error.waited >= 1
+        assert type(caught(sp.barrier)) is sp.SyncTimeout
+        return error.missing, error.arrived, str(error)
+
+    said = world.run(program)
+    assert len(set(map(str, said))) == 1
+    missing, arrived, text = said[0]
+    assert missing == [1]
+    assert arrived == present
+    assert "barrier 'load' (tests/protocol/test_failures.py:" in text
+    assert "rank 1 was last seen at barrier 'here' (tests/protocol/test_failures.py:" in text
+    assert "timeout=" in text
+
+
+@in_processes
+@several()
+def test_a_killed_rank_is_lost(world: Ranks) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            os.kill(os.getpid(), 9)
+        error = caught(lambda: sp.barrier("load"))
+        assert isinstance(error, sp.PeerLost)
+        assert isinstance(error, ConnectionError)
+        return error.rank, error.missing, "SIGKILL" in str(error)
+
+    outcomes = world.outcomes(program)
+    assert isinstance(outcomes.pop(1), Died)
+    knows_signal = world.kind.backend != "tiny"
+    assert outcomes == [(1, [1], knows_signal)] * (world.ranks - 1)
+
+
+@several()
+def test_a_rank_that_finishes_early_is_lost_to_the_others(world: Ranks) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            return None
+        error = caught(lambda: sp.barrier("one more"))
+        assert isinstance(error, sp.PeerLost)
+        return error.rank, "rank 1 finished after round 1" in str(error)
+
+    outcomes = world.run(program)
+    assert outcomes.pop(1) is None
+    assert outcomes == [(1, True)] * (world.ranks - 1)
+
+
+@several()
+def test_a_rank_that_raises_fails_the_others_with_its_traceback(world: Ranks) -> None:
+    def program() -> Any:
+        if sp.get_rank() == 1:
+            raise LookupError("no such shard")
+        error = caught(lambda: sp.barrier("load"))
+        assert isinstance(error, sp.PeerFailed)
+        failure = error.failures[1]
+        return error.rank, failure.type, failure.message, failure.traceback, str(error)
+
+    outcomes = world.outcomes(program)
+    assert isinstance(outcomes.pop(1), LookupError)
+    for rank, kind, message, trace, text in outcomes:
+        assert (rank, kind, message) == (1, "LookupError", "no such shard")
+        assert 'raise LookupError("no such shard")' in trace
+        assert trace.splitlines()[-1] in text
+
+
+@several()
+def test_an_error_caught_by_nobody_names_the_root_cause_to_late_ranks(world: Ranks) -> None:
+    def program() -> Any:
+        if sp.get_rank() == 1:
+            raise LookupError("the cause")
+        if sp.get_rank() == 0:
+            sp.barrier()  # PeerFailed, and nobody catches it: a consequence
+        time.sleep(0.5)  # most likely both are gone; what is told is the same if not
+        return caught(sp.barrier).rank
+
+    outcomes = world.outcomes(program)
+    assert isinstance(outcomes[0], sp.PeerFailed)
+    assert outcomes[0].rank == 1
+    assert outcomes[2:] == [1] * (world.ranks - 2)
+
+
+@several()
+def test_a_shared_failure_leaves_the_group_whole(world: Ranks) -> None:
+    def program() -> Any:
+        ran = []
+        try:
+            with sp.main_first(name="prepare"):
+                ran.append(sp.get_rank())
+                if sp.is_main():
+                    raise KeyError("no data")
+        except KeyError as error:
+            said = ("own", str(error), "", "")
+        except sp.PeerFailed as error:
+            failure = error.failures[0]
+            said = (failure.type, failure.message, failure.traceback, str(error))
+        sp.barrier("after")
+        return ran, said, sp.all_gather(sp.get_rank())
+
+    everyone = list(range(world.ranks))
+    first, *others = world.run(program)
+    assert first == ([0], ("own", "'no data'", "", ""), everyone)
+    for ran, (kind, message, trace, text), gathered in others:
+        assert (ran, kind, message, gathered) == ([], "KeyError", "'no data'", everyone)
+        assert 'raise KeyError("no data")' in trace
+        assert "main_first 'prepare' (tests/protocol/test_failures.py:" in text
+
+
+@several()
+def test_a_collective_inside_main_first_is_a_mismatch(world: Ranks) -> None:
+    def program() -> Any:
+        ran = []
+
+        def block() -> None:
+            with sp.main_first():
+                ran.append(sp.get_rank())
+                sp.barrier("inside")
+
+        error = caught(block)
+        return type(error) is sp.CollectiveMismatch, ran, "barrier 'inside'" in str(error)
+
+    first, *others = world.run(program)
+    assert first == (True, [0], True)
+    assert others == [(True, [], True)] * (world.ranks - 1)
+
+
+@several()
+def test_what_cannot_travel_is_a_shared_failure(world: Ranks) -> None:
+    def program() -> Any:
+        types = []
+        for value in (lambda: None, {"deep": [threading.Lock()]}):
+            error = caught(lambda value=value: sp.broadcast(value))  # type: ignore[misc]
+            types.append(type(error).__name__)
+            assert "pickle" in str(error)
+        sp.barrier("still in step")
+        return types
+
+    first, *others = world.run(program)
+    assert first == ["EncodingError"] * 2
+    assert others == [["PeerFailed"] * 2] * (world.ranks - 1)
+
+
+@several(2)
+def test_pickle_can_be_forbidden(world: Ranks) -> None:
+    def program() -> Any:
+        error = caught(lambda: sp.broadcast({1: slice(3)}))
+        assert "SYNCPRIMS_PICKLE=0" in str(error)
+        return type(error).__name__, sp.broadcast([1, (2,)])
+
+    assert world.run(program, SYNCPRIMS_PICKLE="0") == [
+        ("EncodingError", [1, (2,)]),
+        ("PeerFailed", [1, (2,)]),
+    ]
+    assert world.run(lambda: sp.broadcast(slice(3))) == [slice(3)] * 2
+
+
+@in_processes
+@several(2)
+def test_disagreement_about_settings_is_an_error_on_all_ranks(world: Ranks) -> None:
+    def program() -> Any:
+        os.environ["SYNCPRIMS_PICKLE"] = os.environ["SYNCPRIMS_RANK"]
+        error = caught(sp.init)
+        return type(error).__name__, str(error)
+
+    for name, text in world.outcomes(program, start=False):
+        assert name == "ConfigurationError"
+        assert "disagree about SYNCPRIMS_PICKLE, at init (" in text
+        assert "rank 0: False, rank 1: True" in text
+
+
+@several(4)
+def test_a_deadlock_across_groups_is_found(world: Ranks) -> None:
+    if world.kind.backend != "file":
+        pytest.skip("this backend publishes no words, as the contract allows")
+
+    def program() -> Any:
+        low = sp.group([0, 1])
+        error = caught(lambda: low.barrier("low") if sp.is_main() else sp.barrier("all"))
+        return type(error).__name__, str(error)
+
+    said = world.run(program)
+    for name, text in said:
+        assert name == "CollectiveMismatch"
+        assert "rank 0: barrier 'low' (tests/protocol/test_failures.py:" in text
+        assert "rank 1: barrier 'all' (tests/protocol/test_failures.py:" in text
+
+
+@in_processes
+@several()
+def test_a_long_wait_says_whom_it_waits_for(world: Ranks, signs: Signs) -> None:
+    def program() -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+
+        def hear(record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            signs.give(f"{sp.get_rank()} has said it {len(lines)} times")
+
+        handler.emit = hear  # type: ignore[method-assign]
+        logging.getLogger("syncprims").addHandler(handler)
+        sp.barrier("before")
+        if sp.is_last():  # slow, which is what is tried
+            signs.wait(*(f"{rank} has said it 2 times" for rank in range(sp.get_rank())))
+        sp.barrier("epoch end")
+        return lines
+
+    *waiting, slow = world.run(program, SYNCPRIMS_WARN_AFTER="0.3")
+    assert slow == []
+    for lines in waiting:
+        assert lines[0].startswith(f"still waiting for ranks [{world.ranks - 1}] at barrier 'epoch")
+        assert (
+            f"rank {world.ranks - 1} was last seen at barrier 'before' (tests/test_fail" in lines[0]
+        )
+
+
+@several(2)
+def test_a_stopped_rank_is_not_dead(world: Ranks) -> None:
+    if world.kind.backend != "file":
+        pytest.skip("a stopped rank may hold this backend's one lock")
+
+    def program() -> Any:
+        pid = sp.all_gather(os.getpid())[1]
+        if sp.get_rank() == 1:
+            return sp.all_gather("awake")
+        os.kill(pid, 19)
+        time.sleep(0.3)  # long enough for a verdict, were there one
+        os.kill(pid, 18)
+        return sp.all_gather("awake")
+
+    assert world.run(program) == [["awake", "awake"]] * 2
+
+
+@in_processes
+def test_the_environments_timeout_is_the_default(world: Ranks, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+
+    def program() -> Any:
+        assert sp.current().timeout == 0.4
+        if sp.get_world_size() == 1:
+            return None
+        while not sp.is_main() and not late.exists():
+            time.sleep(0.001)
+        name = type(caught(sp.barrier)).__name__
+        late.touch()
+        return name
+
+    expected = None if world.ranks == 1 else "SyncTimeout"
+    assert world.run(program, SYNCPRIMS_TIMEOUT="0.4") == [expected] * world.ranks
+
+
+@several(2)
+def test_main_first_is_exempt_from_the_default_timeout(world: Ranks) -> None:
+    def program() -> int:
+        with sp.main_first():
+            if sp.is_main():
+                time.sleep(0.8)
+        return sp.get_rank()
+
+    assert world.run(program, SYNCPRIMS_TIMEOUT="0.3") == [0, 1]
+
+
+def test_every_error_survives_pickle_and_has_a_builtin_parent() -> None:
+    failure = sp.Failure(3, "ValueError", "bad", "Traceback ...")
+    for kind in (
+        sp.SyncError,
+        sp.ConfigurationError,
+        sp.BackendUnavailable,
+        sp.CollectiveMismatch,
+        sp.RankMismatch,
+        sp.SyncTimeout,
+        sp.PeerLost,
+        sp.PeerFailed,
+        sp.CheckpointError,
+        sp.EncodingError,
+        sp.WorldClosed,
+        sp.ForkedProcess,
+        sp.ConcurrentCall,
+    ):
+        error = kind("what", rank=1, call="barrier", missing=[2], waited=1.5, failures={3: failure})
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind
+        assert str(again) == "what"
+        assert again.facts() == error.facts()
+        assert kind.__module__ == "syncprims"
+        assert kind is sp.SyncError or len(kind.__bases__) == 2
+
+
+def test_absent_ranks_are_named_when_the_world_starts(meeting_place: Path, signs: Signs) -> None:
+    world = Ranks(Kind("file", 3), meeting_place)
+
+    def program() -> Any:
+        if os.environ["SYNCPRIMS_RANK"] == "1":
+            return None
+        signs.gather(os.environ["SYNCPRIMS_RANK"], 0, 2)
+        error = caught(sp.init)
+        return type(error).__name__, error.missing, "rank 1 never joined" in str(error)
+
+    outcomes = world.outcomes(program, start=False, SYNCPRIMS_JOIN_TIMEOUT="0.7")
+    assert outcomes == [("SyncTimeout", [1], True), None, ("SyncTimeout", [1], True)]
+
+
+def test_two_world_sizes_in_one_run_are_an_error_on_both(meeting_place: Path) -> None:
+    world = Ranks(Kind("file", 2), meeting_place)
+
+    def program() -> Any:
+        if os.environ["SYNCPRIMS_RANK"] == "1":
+            os.environ["SYNCPRIMS_WORLD_SIZE"] = os.environ["SYNCPRIMS_LOCAL_WORLD_SIZE"] = "3"
+            os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+        error = caught(sp.init)
+        return type(error).__name__, "world_size=2" in str(error), "world_size=3" in str(error)
+
+    expected = [("ConfigurationError", True, True)] * 2
+    assert world.outcomes(program, start=False, SYNCPRIMS_JOIN_TIMEOUT="5") == expected
+
+
+@in_processes
+@several(4)
+def test_a_rank_killed_in_a_barrier_is_reported_while_another_is_late(
+    world: Ranks, signs: Signs
+) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()
+        if sp.get_rank() == 3:
+            signs.wait(0, 2)  # late: its note is not what the others wait for in vain
+        error = caught(lambda: sp.barrier("x"))
+        signs.give(sp.get_rank())
+        return type(error).__name__, error.rank
+
+    outcomes = world.outcomes(program)
+    assert isinstance(outcomes.pop(1), Died)
+    assert outcomes == [("PeerLost", 1)] * 3
+
+
+@in_processes
+@several(4)
+def test_a_mismatch_does_not_wait_for_the_last_rank(world: Ranks, signs: Signs) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 2:
+            signs.wait(0, 1, 3)
+        error = caught(lambda: sp.barrier("b" if sp.get_rank() == 1 else "a"))
+        signs.give(sp.get_rank())
+        return type(error).__name__, "rank 2: not here yet" in str(error)
+
+    assert world.run(program) == [("CollectiveMismatch", True)] * 4
+
+
+TEXTS = [
+    '"' * 8000,
+    "\\" * 5000,
+    "数据错误" * 2000,
+    "line\n" * 3000,
+    "\0\x1b" * 2000,
+    "\ud800" * 900,
+]
+
+
+@several(2)
+@pytest.mark.parametrize("number", range(len(TEXTS)))
+def test_any_text_of_an_exception_arrives(world: Ranks, number: int) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            raise ValueError(TEXTS[number])
+        error = caught(lambda: sp.barrier("load"))
+        assert isinstance(error, sp.PeerFailed)
+        failure = error.failures[1]
+        return failure.type, failure.message[:10], "Traceback" in failure.traceback
+
+    said, _ = world.outcomes(program)
+    assert said == ("ValueError", TEXTS[number][:10], True)
+
+
+@in_processes
+@several(2)
+def test_an_interrupted_wait_breaks_the_group(world: Ranks, tmp_path: Path) -> None:
+    """If the call could be made again, all later rounds would be paired off by one."""
+    interrupted = tmp_path / "interrupted"
+
+    def program() -> Any:
+        sp.barrier()
+        if sp.is_main():
+
+            def interrupt(signum: int, frame: object) -> None:
+                raise InterruptedError("stop waiting")
+
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(InterruptedError):
+                sp.all_reduce(1)
+            interrupted.touch()
+        else:
+            while not interrupted.exists():
+                time.sleep(0.001)
+        errors = [caught(lambda: sp.all_reduce(1)) for _ in range(2)]
+        return [
+            (type(error).__name__, error.rank, "InterruptedError" in str(error)) for error in errors
+        ]
+
+    assert world.run(program) == [[("PeerFailed", 0, True)] * 2] * 2
+
+
+def test_interrupts_at_any_moment_leave_nobody_inside(meeting_place: Path) -> None:
+    """A signal handler that raises, thousands of times: the next call never meets a ghost."""
+
+    class Tick(Exception):
+        pass
+
+    def program() -> int:
+        def tick(signum: int, frame: object) -> None:
+            raise Tick
+
+        ticks = 0
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            with sp.init():
+                try:
+                    signal.signal(signal.SIGALRM, tick)
+                    signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.00003)
+                    while True:
+                        sp.barrier("again")
+                except (Tick, sp.PeerFailed):
+                    ticks += 1
+                finally:
+                    while True:  # the handler may interrupt even this
+                        try:
+                            signal.setitimer(signal.ITIMER_REAL, 0)
+                            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+                            break
+                        except Tick:
+                            pass
+                group = sp.current().group
+                assert not group._rounds._inside
+        return ticks
+
+    (ticks,) = Ranks(Kind("single", 1), meeting_place).run_alone(program)
+    assert ticks > 100
+
+
+def test_two_threads_in_two_groups_are_no_deadlock(meeting_place: Path) -> None:
+    def program() -> str:
+        pair = sp.group([0, 1])
+        if sp.get_rank() == 0:
+            other = threading.Thread(target=pair.barrier, args=("background",))
+            other.start()
+            time.sleep(2)  # long enough for the others to look around
+            sp.barrier("world")
+            other.join()
+        else:
+            sp.barrier("world")
+            if sp.get_rank() == 1:
+                pair.barrier("background")
+        sp.barrier("end")
+        return "passed"
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == ["passed"] * 3
+
+
+def test_a_deadlock_that_was_caught_does_not_follow_healthy_groups(
+    meeting_place: Path, signs: Signs
+) -> None:
+    def program() -> Any:
+        three, pair = sp.group([0, 1, 2]), sp.group([0, 1])
+        if sp.get_rank() == 0:
+            said = type(caught(three.barrier)).__name__
+        elif sp.get_rank() == 1:
+            said = type(caught(sp.barrier)).__name__
+        else:
+            signs.wait(0, 1)  # neither finished nor in the way
+            return "bystander"
+        if sp.get_rank() == 1:
+            time.sleep(1.5)  # long enough for the other to look around
+        pair.barrier("healthy")
+        signs.give(sp.get_rank())
+        return said
+
+    outcomes = Ranks(Kind("file", 4), meeting_place).outcomes(program)
+    assert outcomes[:2] == ["CollectiveMismatch"] * 2
+
+
+@several(2)
+def test_an_empty_name_is_a_name(world: Ranks) -> None:
+    def program() -> Any:
+        if sp.is_main():
+            sp.barrier("")
+        else:
+            sp.barrier("")
+        error = caught(lambda: sp.barrier("" if sp.is_main() else None))
+        return type(error).__name__
+
+    assert world.run(program) == ["CollectiveMismatch"] * 2
+
+
+@several(2)
+def test_many_names_while_a_round_is_outstanding(world: Ranks) -> None:
+    if world.kind.backend != "file":
+        pytest.skip("it keeps one file per note")
+
+    def program() -> None:
+        lag = sp.Trigger(lag=1)
+        for i in range(5000):
+            if sp.is_main() and i % 3 == 0:
+                lag.set()
+            lag.check()
+            sp.barrier(f"step {i}")
+
+    world.run(program)
+
+
+@several(2)
+def test_the_longest_name_fits_and_a_longer_one_is_refused(world: Ranks, tmp_path: Path) -> None:
+    deep = tmp_path / ("caf\udce9" + "d" * 150) / ("e" * 200)
+    deep.mkdir(parents=True)
+    (deep / "far_away.py").write_text(
+        "import syncprims\ndef call(name): syncprims.barrier(name, timeout=9)\n"
+    )
+
+    def program() -> None:
+        scope: dict[str, Any] = {}
+        path = str(deep / "far_away.py")
+        exec(compile((deep / "far_away.py").read_text(), path, "exec"), scope)
+        for name in ("😀" * 50, "n" * 200, "\udce9", ""):
+            scope["call"](name)
+            sp.any_rank(True)
+        with pytest.raises(ValueError, match="200 bytes"):
+            scope["call"]("😀" * 51)
+        sp.barrier("still in step")
+
+    world.run(program)
+
+
+@several()
+def test_main_first_inside_of_main_first_is_a_mismatch(world: Ranks) -> None:
+    def program() -> Any:
+        def nested() -> None:
+            with sp.main_first(), sp.main_first():
+                pass
+
+        return type(caught(nested)).__name__
+
+    assert world.run(program) == ["CollectiveMismatch"] * world.ranks
+
+
+@several(2)
+def test_a_mismatch_of_values_names_the_call(world: Ranks) -> None:
+    def program() -> Any:
+        error = caught(lambda: sp.all_reduce([1] * (1 + sp.get_rank())))
+        return (
+            "all_reduce (tests/protocol/test_failures.py:" in str(error),
+            error.arrived,
+            error.call is None,
+        )
+
+    assert world.run(program) == [(True, [0, 1], False)] * 2
+
+
+def test_the_first_calls_own_timeout_bounds_the_join(meeting_place: Path, signs: Signs) -> None:
+    def program() -> Any:
+        rank = os.environ["SYNCPRIMS_RANK"]
+        if rank == "1":
+            signs.wait("0 is told", "2 is told")
+        else:
+            signs.gather(rank, 0, 2)
+        error = caught(lambda: sp.barrier("load", timeout=1))
+        signs.give(f"{rank} is told")
+        return type(error).__name__, error.missing
+
+    world = Ranks(Kind("file", 3), meeting_place)
+    first, _, last = world.outcomes(program, start=False, SYNCPRIMS_JOIN_TIMEOUT="600")
+    assert first == last == ("SyncTimeout", [1])
+
+
+def test_a_death_before_all_have_joined_is_told_at_once(
+    meeting_place: Path, tmp_path: Path, signs: Signs
+) -> None:
+    victim = tmp_path / "victim"
+
+    def kill_when_both_sit() -> None:
+        signs.wait(0, 1)
+        os.kill(int(victim.read_text()), signal.SIGKILL)
+
+    def program() -> Any:
+        rank = int(os.environ["SYNCPRIMS_RANK"])
+        if rank == 2:
+            return None
+        handler = logging.Handler()
+        handler.emit = lambda record: signs.give(rank)  # type: ignore[method-assign]
+        logging.getLogger("syncprims").addHandler(handler)
+        if rank == 0:
+            victim.write_text(str(os.getpid()))
+        else:
+            threading.Thread(target=kill_when_both_sit).start()
+        error = caught(lambda: sp.init(timeout=600))
+        return type(error).__name__, error.rank, error.missing
+
+    outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(
+        program, start=False, SYNCPRIMS_WARN_AFTER="0.2"
+    )
+    assert outcomes[1] == ("PeerLost", 0, [0])
+
+
+def test_a_thread_that_has_not_called_yet_is_no_deadlock(meeting_place: Path) -> None:
+    def program() -> str:
+        pair = sp.group([0, 1])
+        if sp.get_rank() == 0:
+
+            def later() -> None:
+                time.sleep(2.5)  # long enough for the others to look around
+                pair.barrier("pair")
+
+            thread = threading.Thread(target=later)
+            thread.start()
+            sp.barrier("all")
+            thread.join()
+        elif sp.get_rank() == 1:
+            pair.barrier("pair")
+            sp.barrier("all")
+        else:
+            sp.barrier("all")
+        return "passed"
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == ["passed"] * 3

@@ -1,0 +1,227 @@
+"""Wherever a rank of the file backend is killed, and whatever it leaves alive: all are told."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+from support.rank_worlds import Died, Kind, Ranks, Signs, await_end, busy_processors
+
+import syncprims as sp
+from syncprims._world.registry import backend_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+
+VICTIM, LATE = 1, 2
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
+
+
+def kill_me(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- what a rank leaves alive ---------------------------------------------------------------------
+
+
+def hold(leash: int) -> None:
+    """Live until the test lets go of the other end."""
+    os.read(leash, 1)
+
+
+def nobody(leash: int) -> None:
+    pass
+
+
+def a_fork(leash: int) -> None:
+    if os.fork() == 0:
+        hold(leash)
+        os._exit(0)
+
+
+def a_multiprocessing_child(leash: int) -> None:
+    multiprocessing.get_context("fork").Process(target=hold, args=(leash,)).start()
+
+
+def a_raw_fork(leash: int) -> None:
+    """Fork as a library in C does: no hook of Python runs."""
+    if ctypes.CDLL(None).fork() == 0:
+        hold(leash)
+        os._exit(0)
+
+
+COMPANIONS = [nobody, a_fork, a_multiprocessing_child, a_raw_fork]
+
+
+@pytest.fixture
+def leash() -> Generator[tuple[int, int]]:
+    """A pipe: who reads from it lives until the test ends."""
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+# -- where it is killed ---------------------------------------------------------------------------
+
+
+def in_user_code() -> None:
+    kill_me()
+
+
+def in_a_barrier() -> None:
+    signal.signal(signal.SIGALRM, kill_me)
+    signal.setitimer(signal.ITIMER_REAL, 0.03)
+    sp.barrier("load")
+
+
+def while_encoding() -> None:
+    class Deadly:
+        def __reduce__(self) -> NoReturn:
+            kill_me()
+            raise AssertionError
+
+    sp.broadcast(Deadly(), src=VICTIM)
+
+
+def while_writing() -> None:
+    """Die over a file that is half written: of what does not fit into shared memory."""
+    signal.signal(signal.SIGXFSZ, kill_me)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    sp.broadcast(b"x" * 5_000_000, src=VICTIM)
+
+
+PLACES = [in_user_code, in_a_barrier, while_encoding, while_writing]
+
+
+def meet(place: Callable[[], None]) -> None:
+    if place in PLACES[2:]:
+        sp.broadcast(None, src=VICTIM)
+    sp.barrier("load")  # which passes if the late note comes before the news of the death
+    sp.barrier("next")
+
+
+def told(
+    place: Callable[[], None],
+    companion: Callable[[int], None],
+    leash: tuple[int, int],
+    directory: Path,
+) -> None:
+    """Kill rank 1 and assert that both others are told so, one of them when it comes late."""
+
+    def program() -> Any:
+        os.close(leash[1])
+        pids = sp.all_gather(os.getpid())
+        if sp.get_rank() == VICTIM:
+            companion(leash[0])
+            place()
+        if sp.get_rank() == LATE:
+            await_end(pids[VICTIM])
+        with pytest.raises(sp.PeerLost) as caught:
+            meet(place)
+        return caught.value.rank, caught.value.missing, "killed by SIGKILL" in str(caught.value)
+
+    outcomes = Ranks(Kind("file", 3), directory).outcomes(program)
+    assert isinstance(outcomes.pop(VICTIM), Died)
+    assert outcomes == [(VICTIM, [VICTIM], True)] * 2
+
+
+@pytest.mark.parametrize("companion", COMPANIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kill_is_told_wherever_it_falls(
+    place: Callable[[], None],
+    companion: Callable[[int], None],
+    leash: tuple[int, int],
+    meeting_place: Path,
+) -> None:
+    told(place, companion, leash, meeting_place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kill_is_told_on_a_busy_machine(
+    place: Callable[[], None], leash: tuple[int, int], meeting_place: Path
+) -> None:
+    with busy_processors():
+        told(place, a_raw_fork, leash, meeting_place)
+
+
+# -- before all have joined -----------------------------------------------------------------------
+
+
+def joining(directory: Path, prepare: Callable[[], None], **variables: str) -> list[Any]:
+    """Start three ranks of which rank 1 does `prepare` first; return what each one says."""
+
+    signs = Signs(directory.parent)
+
+    def program() -> Any:
+        backend_class("file")
+        rank = int(os.environ["SYNCPRIMS_RANK"])
+        if rank == VICTIM:
+            prepare()
+        else:  # on a busy machine one may be slower to start than the deadline is long
+            signs.gather(f"{rank} is up", *(f"{r} is up" for r in range(3) if r != VICTIM))
+        try:
+            sp.init()
+        except sp.SyncError as error:
+            return type(error).__name__, error.missing, "killed by SIGKILL" in str(error)
+        return "joined"
+
+    outcomes = Ranks(Kind("file", 3), directory).outcomes(program, start=False, **variables)
+    assert isinstance(outcomes.pop(VICTIM), Died)
+    return outcomes
+
+
+def test_a_rank_killed_before_it_joined_is_missed_by_name(meeting_place: Path) -> None:
+    said = joining(meeting_place, kill_me, SYNCPRIMS_JOIN_TIMEOUT="1")
+    assert said == [("SyncTimeout", [VICTIM], False)] * 2
+
+
+def test_a_rank_killed_with_the_run_locked_is_missed_by_name(meeting_place: Path) -> None:
+    """The system frees the lock, and the others go on."""
+
+    def prepare() -> None:
+        vars(sys.modules["syncprims.backends.file.backend"])["_table_for"] = kill_me
+
+    said = joining(meeting_place, prepare, SYNCPRIMS_JOIN_TIMEOUT="1")
+    assert said == [("SyncTimeout", [VICTIM], False)] * 2
+
+
+@pytest.mark.parametrize("companion", [nobody, a_raw_fork])
+def test_a_rank_killed_on_its_seat_is_told_to_those_who_sit(
+    companion: Callable[[int], None], leash: tuple[int, int], meeting_place: Path
+) -> None:
+    """Rank 1 dies between taking its seat and its first note; rank 2 never comes."""
+
+    def program() -> Any:
+        os.close(leash[1])
+        rank = int(os.environ["SYNCPRIMS_RANK"])
+        if rank == VICTIM:
+
+            def die(_: object) -> None:
+                # Not before the other is there: it would find a table of the dead, and lay a new.
+                while not list(meeting_place.glob("*/table-1/seat-0")):
+                    os.sched_yield()
+                signal.signal(signal.SIGALRM, kill_me)
+                signal.setitimer(signal.ITIMER_REAL, 0.05)  # and has seen this one sit
+                signal.pause()
+
+            companion(leash[0])
+            vars(sp.World)["join"]  # what is replaced exists
+            sp.World.join = die  # type: ignore[method-assign, assignment]
+        if rank == LATE:
+            return None
+        with contextlib.suppress(TimeoutError), pytest.raises(sp.PeerLost) as caught:
+            sp.init()
+        return caught.value.rank, caught.value.missing, "killed by SIGKILL" in str(caught.value)
+
+    outcomes = Ranks(Kind("file", 3), meeting_place).outcomes(program, start=False)
+    assert outcomes[0] == (VICTIM, [VICTIM], True)

@@ -1,0 +1,193 @@
+"""What fails alike on all ranks leaves them in step; what does not, passes for nobody any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import several
+from support.rank_worlds import Kind, Ranks, Signs
+
+import syncprims as sp
+from syncprims.testing import run_world
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pairs = several(2)
+
+HERE = r"tests/protocol/test_shared_failures\.py"
+
+
+NO_RESULT: list[tuple[Any, str, type[Exception]]] = [
+    (1j, "max", TypeError),
+    (10**400, "mean", OverflowError),
+    (np.array([1, None], object), "sum", TypeError),
+    (np.array(["2026-01-01"], "M8[D]"), "sum", TypeError),
+    (np.full(50_000, "2026-01-01", "M8[D]"), "sum", TypeError),
+    (np.full(50_000, 3, "m8[s]"), "prod", TypeError),
+    (torch.ones(50_000, dtype=torch.complex64), "min", TypeError),
+    (torch.ones(3).to_sparse(), "max", TypeError),
+]
+
+
+@pairs
+@pytest.mark.parametrize("number", range(len(NO_RESULT)))
+@pytest.mark.filterwarnings("ignore")
+def test_values_without_a_result_leave_all_in_step(world: Ranks, number: int) -> None:
+    value, op, error = NO_RESULT[number]
+
+    def program() -> Any:
+        with pytest.raises(error):
+            sp.all_reduce(value, op)
+        return sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [[0, 1]] * 2
+
+
+@pairs
+def test_a_number_too_large_for_the_other_leaves_all_in_step(world: Ranks) -> None:
+    def program() -> Any:
+        mine: Any = 10**400 if sp.is_main() else 0.5
+        with pytest.raises(ArithmeticError, match=rf"all_reduce \({HERE}:\d+\): "):
+            sp.all_reduce(mine)
+        return sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [[0, 1]] * 2
+
+
+def test_a_call_after_a_start_that_failed_takes_nobodys_place(
+    meeting_place: Path, signs: Signs
+) -> None:
+    """Rank 0 calls twice. Else its second barrier would meet the first one of rank 1."""
+
+    def program() -> list[str]:
+        place = sp.get_rank()
+        if place:
+            signs.wait("0 has waited in vain")
+        said: list[str] = []
+        for _ in range(2):
+            with pytest.raises(sp.SyncError) as caught:
+                sp.barrier("x", timeout=0.4)
+            said.append(type(caught.value).__name__)
+            signs.give("0 has waited in vain")
+        return said
+
+    first, _ = Ranks(Kind("file", 2), meeting_place).run_alone(program)
+    assert first == ["SyncTimeout"] * 2
+
+
+def test_after_a_start_that_failed_init_may_try_again(meeting_place: Path, signs: Signs) -> None:
+    def program() -> Any:
+        if sp.get_rank():
+            signs.wait("0 has waited in vain")
+        else:
+            with pytest.raises(sp.SyncTimeout):
+                sp.barrier(timeout=0.3)
+            with pytest.raises(sp.SyncTimeout):
+                sp.all_gather(1)
+            signs.give("0 has waited in vain")
+        with sp.init():
+            return sp.all_gather(sp.get_rank())
+
+    assert Ranks(Kind("file", 2), meeting_place).run_alone(program) == [[0, 1]] * 2
+
+
+@several(4)
+def test_decorators_share_within_the_group_that_is_entered(world: Ranks) -> None:
+    def program() -> Any:
+        here = sp.get_rank()
+        low, high = sp.group([0, 1]), sp.group([2, 3])
+        with low if here < 2 else high:
+            value = sp.on_rank(1 if here < 2 else 3, share=True)(lambda: f"of {here}")()
+            if here >= 2:
+                with pytest.raises(ValueError, match=r"runs on rank 0, for ranks \[0, 1, 2, 3\]"):
+                    sp.on_main(share=True)(lambda: "never")()
+        return value, sp.on_main(share=True)(lambda: "all")()
+
+    assert world.run(program) == [("of 1", "all")] * 2 + [("of 3", "all")] * 2
+
+
+@several(4)
+def test_groups_that_are_not_the_same_are_told_though_they_exist(world: Ranks) -> None:
+    def program() -> str:
+        again = [sp.group([0, 1]), sp.group([0, 2])]
+        assert sp.group([0, 1]) is again[0]
+        with pytest.raises(sp.CollectiveMismatch, match=r"group '\[0, 1\]'") as caught:
+            sp.group([0, 1] if sp.get_rank() else [0, 2])
+        return str(caught.value)
+
+    assert len(set(world.run(program))) == 1
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_large_groups_that_are_not_the_same_are_told(step: int) -> None:
+    def program() -> None:
+        end = 64 if sp.get_rank() else 62
+        with pytest.raises(sp.CollectiveMismatch, match=r"rank 0: group '\[0"):
+            sp.group(range(0, end, step))
+
+    run_world(program, 64)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_cycle_of_three_groups_is_one_verdict(ends: bool, meeting_place: Path) -> None:
+    def program() -> str:
+        mine = sp.get_rank()
+        groups = [sp.group(two) for two in ([0, 1], [1, 2], [0, 2])]
+        with pytest.raises(sp.SyncError) as caught:
+            groups[mine].barrier()
+        if not ends:
+            with pytest.raises(sp.CollectiveMismatch):
+                groups[mine].barrier()
+        return type(caught.value).__name__
+
+    found = Ranks(Kind("file", 3), meeting_place).run(program)
+    assert found == ["CollectiveMismatch"] * 3
+
+
+def test_a_world_of_one_refuses_what_could_not_travel(meeting_place: Path) -> None:
+    def program() -> str:
+        calls: list[Callable[[], Any]] = [
+            lambda: sp.broadcast(threading.Lock()),
+            lambda: sp.all_gather(threading.Lock()),
+            sp.on_main(share=True)(threading.Lock),
+        ]
+        for call in calls:
+            with pytest.raises(sp.EncodingError, match=rf"{HERE}:\d+\): ") as caught:
+                call()
+            assert caught.value.rank == 0
+            assert str(caught.value.call) in str(caught.value)
+        return sp.broadcast("goes on")
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == ["goes on"]
+
+
+@pairs
+def test_an_object_that_cannot_travel_says_in_which_call(world: Ranks) -> None:
+    def program() -> Any:
+        error = sp.EncodingError if sp.is_main() else sp.PeerFailed
+        with pytest.raises(error, match=rf"broadcast from rank 0 \({HERE}:\d+\)"):
+            sp.broadcast(threading.Lock() if sp.is_main() else None)
+        return sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [[0, 1]] * 2
+
+
+@pairs
+def test_a_generator_that_is_left_early_has_not_failed(world: Ranks) -> None:
+    def program() -> Any:
+        def pieces() -> Any:
+            with sp.main_first():
+                yield from range(3)
+
+        for piece in pieces():
+            assert piece == 0
+            break
+        return sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [[0, 1]] * 2

@@ -1,0 +1,27 @@
+"""What the tests of checkpoints share: worlds to try, and an object of any state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.rank_worlds import Kind
+
+on_some = pytest.mark.parametrize(
+    "kind", [Kind("single", 1), Kind("file", 1), Kind("file", 2), Kind("file", 4)], ids=str,
+    indirect=True,
+)  # fmt: skip
+
+
+class Kept:
+    """An object whose state is whatever it is given."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

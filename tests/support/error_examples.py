@@ -1,0 +1,219 @@
+"""The examples of docs/errors.md: the text of each, made anew by the code that its comment holds.
+
+An example is a comment and a block::
+
+    <!-- made by:
+    barrier(timeout=0)
+    -->
+    ```text
+    ValueError: timeout=0: it takes seconds above 0, or None for the default
+    ```
+
+``made by:`` runs the code in a process of its own, ``made by 3 ranks:`` on three ranks that are
+threads, and ``made by 2 processes:`` on two that are not; the text is that of the lowest rank whose
+error is of the class that the block names. ``as in tests/test_x.py:`` stands for what takes more
+than a few lines: that file makes it, and here its words are held against those in the code.
+``command("run train.py")`` in an example is a command line, and its text what that complains of.
+
+Run it with ``--write`` to write down what the examples say now. An example that fails in another
+way than the page says is refused and named: a new one begins as a block with the class alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+import tempfile
+import textwrap
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import syncprims
+import syncprims.testing
+import syncprims.training  # before examples are forked, each of which would import it
+from support.rank_worlds import fork
+from syncprims._world.environment import place_variables
+from syncprims.cli import main
+from syncprims.testing.schedules import Seed
+from syncprims.testing.worlds import run_once
+
+PAGE = Path(__file__).parents[2] / "docs/errors.md"
+_EXAMPLE = re.compile(
+    r"<!-- (?P<how>made by|as in)(?P<what>[^:]*):(?P<code>.*?)-->\n```text\n(?P<text>.*?)\n```",
+    re.DOTALL,
+)
+
+
+class Example(NamedTuple):
+    """One example of the page."""
+
+    how: str
+    code: str
+    text: str
+    line: int
+
+    @property
+    def kind(self) -> str:
+        """The class that the text begins with; ``warning`` is what the log says."""
+        return self.text.partition(":")[0].rpartition(".")[2]
+
+    def __str__(self) -> str:
+        return f"line {self.line}"
+
+
+def examples() -> list[Example]:
+    """Return the examples of the page."""
+    page = PAGE.read_text()
+    return [
+        Example(
+            (m["how"] + m["what"]).strip(),
+            textwrap.dedent(m["code"]).strip(),
+            m["text"],
+            page.count("\n", 0, m.start()) + 1,
+        )
+        for m in _EXAMPLE.finditer(page)
+    ]
+
+
+def text_of(example: Example) -> str:
+    """Run the example and return what it says, with what differs from run to run left out."""
+    found = re.fullmatch(r"made by(?: (\d) (ranks|processes))?", example.how)
+    assert found, example.how
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o700)
+        said = _alone(example, folder) if found[1] is None else _world(example, folder, found)
+    return masked(said, folder)
+
+
+def masked(text: str, folder: str) -> str:
+    """Return a text with `...` for what is different every time."""
+    text = text.replace(os.path.realpath(folder), "/scratch").replace(folder, "/scratch")
+    # Of a traceback only the example's own frames: what is around them helps nobody.
+    text = re.sub(r"(?m)^  \| +[~^]+\n", "", text)
+    text = re.sub(r'  \| +File "(?!train\.py).*\n(?:  \|     .*\n)*', "", text)
+    # What Python says for itself differs from version to version.
+    text = re.sub(r"(pickle says|are not an encoded object:|made here:) .*", r"\1 ...", text)
+    text = re.sub(r"(begins anew:) .*?\. (?=Define)", r"\1 .... ", text)
+    text = re.sub(r"(is not valid toml:) .*", r"\1 ...", text)
+    text = re.sub(r"\d{4}-\d\d-\d\dT[\d-]+-[0-9a-f]{6}\b", "...", text)  # a traced run
+    text = re.sub(r"<function <lambda> at 0x[0-9a-f]+>", "<function <lambda> at ...>", text)
+    text = re.sub(r"\b[0-9a-f]{12,}\b", "...", text)
+    text = re.sub(r"(process|user|pid|thread|port:) \d+", r"\1 ...", text)
+    text = re.sub(r"(?<=[:=-])\d{5}\b", "...", text)
+    return re.sub(r"(timed out after|busy for|after) \d+\.\d s", r"\1 ... s", text).strip()
+
+
+def _names() -> dict[str, Any]:
+    public = {n: t for m in (syncprims, syncprims.testing) for n, t in vars(m).items()}
+    return {n: t for n, t in public.items() if not n.startswith("_")} | {
+        "os": os, "sys": sys, "Path": Path, "signal": signal, "environ": os.environ,
+        "command": _command,
+    }  # fmt: skip
+
+
+class _Complaint(Exception):
+    """What a command line has written to stderr."""
+
+
+def _command(line: str) -> None:
+    words = io.StringIO()
+    with contextlib.redirect_stderr(words), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code: object = main(shlex.split(line))
+        except SystemExit as end:  # argparse's own
+            code = end.code
+    raise _Complaint(words.getvalue() if code == 2 else f"nothing: it ends with {code}")
+
+
+def _shown(error: BaseException) -> str:
+    if isinstance(error, _Complaint):
+        return str(error)
+    kind = type(error)
+    module = "" if kind.__module__ in ("builtins", "page") else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}: {error}"
+
+
+def _alone(example: Example, folder: str) -> str:
+    """Return what the code raises in a process without a place in any world."""
+    clean = {k: v for k, v in os.environ.items()
+             if k not in place_variables() and "SYNCPRIMS" not in k}  # fmt: skip
+    reader, writer = os.pipe()
+
+    def body() -> None:
+        os.close(reader)
+        os.chdir(folder)
+        words = "nothing: it raises no error"
+        try:
+            exec(compile(example.code, "train.py", "exec", dont_inherit=True), _names())
+        except BaseException as error:
+            words = _shown(error)
+            if not isinstance(error, Exception):
+                words += traceback.format_exc()
+        with os.fdopen(writer, "w") as pipe:
+            pipe.write(words)
+
+    pid = fork(body, {**clean, "SYNCPRIMS_DIR": folder, "SYNCPRIMS_JOIN_TIMEOUT": "1"})
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        words = pipe.read()
+    os.waitpid(pid, 0)
+    return words
+
+
+def _world(example: Example, folder: str, found: re.Match[str]) -> str:
+    """Return what the lowest rank says that raises an error of the example's class."""
+    code = compile(example.code, "train.py", "exec", dont_inherit=True)
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("syncprims")
+    logger.addHandler(handler)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        run = run_once(
+            lambda: exec(code, _names()), int(found[1]),
+            kind="threads" if found[2] == "ranks" else "processes",
+            backend=None, seed=Seed.fresh(), faults=[], timeout=60,
+        )  # fmt: skip
+    finally:
+        os.chdir(before)
+        logger.removeHandler(handler)
+    if example.kind == "warning":
+        return f"warning: {heard[0]}" if heard else "nothing: no warning"
+    errors = [o.error for o in run.outcomes if o.error is not None]
+    for error in errors:
+        if type(error).__name__ == example.kind:
+            return _shown(error)
+    return "\n\n".join(map(_shown, errors)) or "nothing: no rank raises"
+
+
+def write() -> list[str]:
+    """Write down what the examples say now, and return what was refused."""
+    page = PAGE.read_text()
+    refused: list[str] = []
+    for example in examples():
+        if example.how.startswith("made by"):
+            now = example._replace(text=text_of(example))
+            if now.kind != example.kind:
+                refused.append(f"{example} is to be {example.kind!r}, and says: {now.text}")
+                continue
+            page = page.replace(f"{example.code}\n-->\n```text\n{example.text}\n```",
+                                f"{example.code}\n-->\n```text\n{now.text}\n```", 1)  # fmt: skip
+    PAGE.write_text(page)
+    return refused
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python -m support.error_examples --write")
+    with contextlib.redirect_stderr(sys.stdout):
+        not_written = write()
+    sys.exit("\n".join(["not written:", *not_written]) if not_written else 0)

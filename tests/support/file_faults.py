@@ -1,0 +1,327 @@
+"""Faults at the file system, under checkpoints: every call can be counted, failed or deadly."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import syncprims as sp
+from support import warm_torch  # noqa: F401
+from support.rank_worlds import Kind, Ranks
+from syncprims.training import (
+    Accelerator,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
+from syncprims.training.checkpoints import disk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+
+#: What checkpoints call of `os`. That there is nothing else is looked for with strace.
+CALLS = (
+    "open", "write", "pwrite", "read", "preadv", "posix_fadvise", "fsync", "close", "fstat", "stat",
+    "lstat", "listdir", "mkdir", "rename", "unlink", "rmdir",
+)  # fmt: skip
+
+
+class Watched:
+    """An `os` of which every call on the file system goes past `at` first.
+
+    But for looks of the leading rank at whether others, in a save behind the training, have left
+    their words: they are as many as it has to wait, and nothing has changed since the last call.
+    """
+
+    def __init__(self, at: Callable[[int, str, tuple[Any, ...]], object]) -> None:
+        self.count = 0
+        self._at = at
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in CALLS:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "lstat" and ".told-" in args[0] and sp.is_main():
+                return real(*args, **kwargs)
+            number, self.count = self.count, self.count + 1
+            self._at(number, name, args)
+            return real(*args, **kwargs)
+
+        return call
+
+
+@contextlib.contextmanager
+def watched(at: Callable[[int, str, tuple[Any, ...]], object]) -> Generator[Watched]:
+    """Let checkpoints use a watched `os`."""
+    module: Any = disk
+    fake, real = Watched(at), module.os
+    module.os = fake
+    try:
+        yield fake
+    finally:
+        module.os = real
+
+
+def nothing(number: int, name: str, args: tuple[Any, ...]) -> None:
+    """Let it be."""
+
+
+def kill_at(point: int) -> Callable[[int, str, tuple[Any, ...]], object]:
+    """Kill this process before a call."""
+
+    def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if number == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return at
+
+
+def fail_at(point: int, code: int) -> Callable[[int, str, tuple[Any, ...]], object]:
+    """Let a call fail with an errno."""
+
+    def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if number == point:
+            path = args[0] if args and isinstance(args[0], str) else None
+            raise OSError(code, os.strerror(code), path)
+
+    return at
+
+
+class Net(nn.Module):
+    """A model with something of everything; all its numbers are one number, its version."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 8, bias=False)
+        with torch.no_grad():
+            for tensor in self.state_dict().values():
+                tensor.fill_(version)
+
+    def version(self) -> int:
+        """Return its version, having looked at all its numbers."""
+        return one_version(self.state_dict())
+
+
+def one_version(state: dict[str, torch.Tensor]) -> int:
+    """Return the one number that all of these consist of."""
+    found = {float(value) for tensor in state.values() for value in tensor.reshape(-1)}
+    assert len(found) == 1, f"a mixture of {found}"
+    return int(found.pop())
+
+
+class Counter:
+    """An object of a user's, with numbers and a tensor."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.tensor = torch.full((5,), float(version))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version, "tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.version, self.tensor = state["version"], state["tensor"]
+
+
+class Setup(NamedTuple):
+    """A way to save and load, and on how many ranks."""
+
+    name: str
+    ranks: int
+    save: Callable[[str, int], object]
+    load: Callable[[str], int]
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.ranks}"
+
+
+def _save_single(path: str, version: int) -> None:
+    save_model(Net(version), path)
+
+
+def _save_shards(path: str, version: int) -> None:
+    save_model(Net(version), path, max_shard_size=600 if version % 2 else 400)
+
+
+def _save_either(path: str, version: int) -> None:
+    save_model(Net(version), path, max_shard_size="5GB" if version % 2 else 500)
+
+
+def _save_either_other(path: str, version: int) -> None:
+    save_model(Net(version), path, max_shard_size=500 if version % 2 else "5GB")
+
+
+def _load_model(path: str) -> int:
+    net = Net(0)
+    load_checkpoint_in_model(net, path)
+    return net.version()
+
+
+def _objects(version: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    net = Net(version)
+    optimizer = torch.optim.SGD(net.parameters(), lr=float(version), momentum=0.5)
+    for parameter in net.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, version)
+    own = Counter(version + 100 * sp.get_rank())
+    return {"model": net, "optimizer": optimizer, "counter": Counter(version)}, {"own": own}
+
+
+def _save_state(path: str, version: int) -> None:
+    objects, own = _objects(version)
+    torch.manual_seed(version)
+    save_state(path, objects, rank_objects=own, step=version)
+
+
+def _save_state_behind(path: str, version: int) -> None:
+    objects, own = _objects(version)
+    torch.manual_seed(version)
+    save_state(path, objects, rank_objects=own, step=version, block=False).wait()
+
+
+def _load_state(path: str) -> int:
+    objects, own = _objects(0)
+    loaded = load_state(path, objects, rank_objects=own)
+    optimizer = objects["optimizer"]
+    found = {
+        objects["model"].version(), loaded.step, objects["counter"].version,
+        own["own"].version - 100 * sp.get_rank(), torch.initial_seed(),
+        int(optimizer.param_groups[0]["lr"]),
+        one_version({"tensor": objects["counter"].tensor}),
+        *(one_version(state) for state in optimizer.state_dict()["state"].values()),
+    }  # fmt: skip
+    assert len(found) == 1, f"a mixture of {found}"
+    version: int = found.pop()
+    return version
+
+
+def _save_object(path: str, version: int) -> None:
+    Accelerator(cpu=True).save(Net(version).state_dict(), path)
+
+
+def _save_safe_object(path: str, version: int) -> None:
+    Accelerator(cpu=True).save(Net(version).state_dict(), path, safe_serialization=True)
+
+
+def _load_object(path: str) -> int:
+    if not Path(path).exists():
+        raise sp.CheckpointError("nothing is there")
+    return one_version(torch.load(path, weights_only=True))
+
+
+def _load_safe_object(path: str) -> int:
+    if not Path(path).exists():
+        raise sp.CheckpointError("nothing is there")
+    return one_version(load_file(path))
+
+
+WAYS = {
+    "single": (_save_single, _load_model),
+    "shards": (_save_shards, _load_model),
+    "to-shards": (_save_either, _load_model),
+    "from-shards": (_save_either_other, _load_model),
+    "state": (_save_state, _load_state),
+    "state-behind": (_save_state_behind, _load_state),
+}
+SETUPS = {
+    f"{name}-{ranks}": Setup(name, ranks, save, load)
+    for name, (save, load) in WAYS.items()
+    for ranks in (1, 2, 4)
+}
+SETUPS["object-1"] = Setup("object", 1, _save_object, _load_object)
+SETUPS["safe-object-1"] = Setup("safe-object", 1, _save_safe_object, _load_safe_object)
+NONE = 0  #: the version where nothing has been saved
+OLD, NEW = 1, 2
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy what is saved: a directory, or a file."""
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy(source, target)
+
+
+class Trial:
+    """Saves with a fault, and what can be loaded afterwards."""
+
+    def __init__(self, setup: Setup, folder: Path, *, overwrite: bool) -> None:
+        self.setup = setup
+        self.overwrite = overwrite
+        self._folder = folder
+        meeting = folder / "meet"
+        meeting.mkdir(mode=0o700)
+        kind = Kind("file" if setup.ranks > 1 else "single", setup.ranks)
+        self._ranks = Ranks(kind, meeting)
+        self._old = folder / "old"
+        self._new = folder / "new"
+        self.path = folder / "run" / "checkpoint"
+        if overwrite:
+            self._ranks.run(lambda: setup.save(str(self._old), OLD))
+        self.reset()
+        self.counts: list[int] = self._ranks.run(lambda: self._save(nothing))
+        assert self.versions() == [NEW] * setup.ranks
+        copy(self.path, self._new)
+
+    def reset(self) -> None:
+        """Let the directory be as before the save."""
+        shutil.rmtree(self.path.parent, ignore_errors=True)
+        self.path.parent.mkdir()
+        if self.overwrite:
+            copy(self._old, self.path)
+
+    def _save(self, at: Callable[[int, str, tuple[Any, ...]], object]) -> int:
+        with watched(at) as fake:
+            self.setup.save(str(self.path), NEW)
+        return fake.count
+
+    def save(self, victim: int, at: Callable[[int, str, tuple[Any, ...]], object]) -> list[Any]:
+        """Return what the save came to on each rank, with a fault on one."""
+        self.reset()
+        return self._ranks.outcomes(
+            lambda: self._save(at if sp.get_rank() == victim else nothing), start=True
+        )
+
+    def versions(self) -> list[int]:
+        """Return what each rank loads; nothing where nothing was saved before."""
+
+        def load() -> int:
+            if not self.overwrite:
+                try:
+                    return self.setup.load(str(self.path))
+                except sp.CheckpointError:
+                    return NONE
+            return self.setup.load(str(self.path))
+
+        return self._ranks.run(load)
+
+    def save_again(self) -> None:
+        """Save once more, without a fault."""
+        self._ranks.run(lambda: self.setup.save(str(self.path), NEW))
+
+    def listing(self) -> list[str]:
+        """Return all names in and beside the checkpoint."""
+        return sorted(str(p.relative_to(self.path.parent)) for p in self.path.parent.rglob("*"))
+
+    @property
+    def stands(self) -> list[str]:
+        """The names that were there before."""
+        self.reset()
+        return self.listing()
+
+
+ERRNOS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EDQUOT", "EINTR")}

@@ -1,0 +1,262 @@
+"""What the ranks of one world saw, and whether it is what was promised.
+
+A history is pure data: the steps of one program that every rank runs, what each rank wrote down
+before and after each step, and how each ended. :func:`violations` judges it and knows nothing of
+how it came about.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Kind = Literal[
+    "init", "barrier", "broadcast", "all_reduce", "all_gather", "any_rank", "all_ranks", "check"
+]
+What = Literal["enter", "exit", "verdict", "again", "raise", "kill", "end"]
+
+
+class Step(NamedTuple):
+    """One call of a program. A "check" is that of a trigger with ``lag=1``."""
+
+    kind: Kind
+    name: str | None = None
+    src: int | None = None
+    op: str | None = None
+
+    def __str__(self) -> str:
+        facts = [str(fact) for fact in self[1:] if fact is not None]
+        return " ".join([self.kind, *facts])
+
+
+class Event(NamedTuple):
+    """What one rank wrote down: at which step, what, when in monotonic nanoseconds, and facts.
+
+    The fact of an "enter" is what this rank sends, of an "exit" what it got; of a "verdict", and of
+    the one it gets when it asks "again", the error's class, rank and missing ranks.
+    """
+
+    step: int
+    what: What
+    at: int
+    fact: Any = None
+
+
+class History(NamedTuple):
+    """One run of one program."""
+
+    seed: int
+    steps: Sequence[Step]
+    events: list[list[Event]]  #: by rank
+    codes: Sequence[int]  #: exit codes by rank; negative: the signal
+    kills: dict[int, int]  #: when somebody killed which rank
+    hung: Sequence[int] = ()  #: ranks that did not end by themselves
+    faults: Sequence[str] = ()  #: what was done to whom, for the reader
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(len(self.events))
+
+    def when(self, what: What) -> dict[int, Event]:
+        """Return the first such event of each rank that has one."""
+        found: dict[int, Event] = {}
+        for rank, events in enumerate(self.events):
+            for event in events:
+                if event.what == what:
+                    found.setdefault(rank, event)
+        return found
+
+    def at_step(self, step: int, what: What) -> dict[int, Event]:
+        """Return that event of each rank that has one at this step."""
+        return {
+            rank: event
+            for rank, events in enumerate(self.events)
+            for event in events
+            if event.step == step and event.what == what
+        }
+
+    def dead(self) -> dict[int, int]:
+        """Return which ranks died by SIGKILL, and the earliest moment at which that can be known.
+
+        A rank that had ended before somebody could kill it is none of them.
+        """
+        moments = {rank: event.at for rank, event in self.when("kill").items()}
+        moments = {**self.kills, **moments}
+        return {rank: at for rank, at in moments.items() if self.codes[rank] == -9}
+
+
+def waits_for(steps: Sequence[Step]) -> list[int]:
+    """Return, for each step, the last step that all must have entered before anyone leaves it.
+
+    A check with a lag waits for the one before, and never takes back what is known already.
+    """
+    last: dict[str | None, int] = {}
+    known = -1
+    found: list[int] = []
+    for number, step in enumerate(steps):
+        if step.kind == "check":
+            known = max(known, last.get(step.name, -1))
+            last[step.name] = number
+        else:
+            known = number
+        found.append(known)
+    return found
+
+
+def violations(history: History) -> list[str]:
+    """Return what in `history` breaks a promise; nothing if all were kept."""
+    return [
+        *_ends(history),
+        *_early(history),
+        *_values(history),
+        *_causes(history),
+        *_agreement(history),
+    ]
+
+
+def _ends(history: History) -> Iterator[str]:
+    for rank in history.hung:
+        yield f"rank {rank} never ended"
+    ended = history.when("end")
+    dead = history.dead()
+    for rank in history.ranks:
+        if rank in dead or rank in history.hung:
+            continue
+        if rank not in ended or history.codes[rank] != 0:
+            yield f"rank {rank} ended by itself, with exit code {history.codes[rank]}"
+
+
+def _early(history: History) -> Iterator[str]:
+    for number, needed in enumerate(waits_for(history.steps)):
+        if needed < 0:
+            continue
+        entered = history.at_step(needed, "enter")
+        for rank, left in history.at_step(number, "exit").items():
+            for other in history.ranks:
+                if other not in entered:
+                    yield f"rank {rank} left step {number}, and rank {other} never came to {needed}"
+                elif entered[other].at > left.at:
+                    yield f"rank {rank} left step {number} before rank {other} came to {needed}"
+
+
+def _values(history: History) -> Iterator[str]:
+    before: dict[str | None, int] = {}
+    for number, step in enumerate(history.steps):
+        sent = {r: event.fact for r, event in history.at_step(number, "enter").items()}
+        if step.kind == "check":
+            previous = before.get(step.name)
+            before[step.name] = number
+            if previous is None:
+                sent = {}
+            else:
+                sent = {r: event.fact for r, event in history.at_step(previous, "enter").items()}
+            complete = previous is None or len(sent) == len(history.ranks)
+        else:
+            complete = len(sent) == len(history.ranks)
+        if not complete:
+            continue  # who left it all the same is reported as having left early
+        expected = _expected(step, sent)
+        for rank, left in history.at_step(number, "exit").items():
+            if left.fact != expected:
+                yield (
+                    f"rank {rank} got {left.fact!r} from step {number} ({step}), "
+                    f"where {expected!r} is right"
+                )
+
+
+def _expected(step: Step, sent: dict[int, Any]) -> Any:
+    everyone = [sent[rank] for rank in sorted(sent)]
+    if step.kind == "broadcast":
+        return sent[step.src or 0]
+    if step.kind == "all_gather":
+        return everyone
+    if step.kind == "all_reduce":
+        return _reduced(everyone, step.op)
+    if step.kind == "any_rank":
+        return any(everyone)
+    if step.kind == "all_ranks":
+        return all(everyone)
+    if step.kind == "check":
+        setters = [rank for rank, flag in sorted(sent.items()) if flag]
+        return [bool(setters), setters]
+    return None
+
+
+def _reduced(values: list[Any], op: str | None) -> Any:
+    if isinstance(values[0], list):
+        return [_reduced(list(column), op) for column in zip(*values, strict=True)]
+    if isinstance(values[0], str):  # what an array is
+        return values[0]
+    if op == "min":
+        return min(values)
+    return max(values) if op == "max" else sum(values)
+
+
+def _causes(history: History) -> Iterator[str]:
+    """Nobody is blamed who did nothing, and nobody before it was done."""
+    dead = history.dead()
+    raised = {rank: event.at for rank, event in history.when("raise").items()}
+    gone = {**raised, **dead}
+    for rank, verdict in history.when("verdict").items():
+        kind, culprit, missing = verdict.fact
+        causes = {"PeerLost": dead, "PeerFailed": raised}.get(kind)
+        if causes is None or culprit not in causes:
+            yield f"rank {rank} got {kind} about rank {culprit}, and nothing of the kind happened"
+        elif verdict.at < causes[culprit]:
+            yield f"rank {rank} got {kind} about rank {culprit} before it happened"
+        for other in missing:
+            if other not in gone:
+                yield f"rank {rank} was told that rank {other} is gone, and it was not"
+
+
+def _agreement(history: History) -> Iterator[str]:
+    verdicts = history.when("verdict")
+    survivors = [
+        r for r in history.ranks if r not in history.dead() and r not in history.when("raise")
+    ]
+    last = len(history.steps) - 1
+    if not verdicts:
+        passed = history.at_step(last, "exit")
+        for rank in survivors:
+            if rank not in passed:
+                yield f"rank {rank} neither passed all steps nor got a verdict"
+        return
+    if len({repr(event.fact) for event in verdicts.values()}) > 1:
+        yield f"verdicts differ: { {rank: event.fact for rank, event in verdicts.items()} }"
+    if len({event.step for event in verdicts.values()}) > 1:
+        yield f"torn at different steps: { {rank: e.step for rank, e in verdicts.items()} }"
+    for rank in survivors:
+        if rank not in verdicts:
+            yield f"rank {rank} got no verdict, and others did"
+    for rank, again in history.when("again").items():
+        if again.fact != verdicts[rank].fact:
+            yield f"rank {rank} asked again and got {again.fact}, not {verdicts[rank].fact}"
+    needs = waits_for(history.steps)
+    torn = min(needs[event.step] for event in verdicts.values())
+    for rank, events in enumerate(history.events):
+        for event in events:
+            if event.what == "exit" and needs[event.step] >= torn:
+                yield f"rank {rank} passed step {event.step}, where others got a verdict"
+
+
+def show(history: History) -> str:
+    """Return the history as text, rank by rank, with times from its first event on."""
+    begin = min((event.at for events in history.events for event in events), default=0)
+
+    def clock(at: int) -> str:
+        return f"{(at - begin) / 1e6:9.3f} ms"
+
+    lines = [f"seed {history.seed}, {len(history.ranks)} ranks; replay it with"]
+    lines.append(f"    python -m support.random_programs {history.seed}")
+    lines += [f"  {fault}" for fault in history.faults]
+    for rank, events in enumerate(history.events):
+        lines.append(f"rank {rank}, exit code {history.codes[rank]}")
+        if rank in history.kills:
+            lines.append(f"  {clock(history.kills[rank])}  somebody kills it")
+        for event in events:
+            step = f"{event.step:3} {history.steps[event.step]}"
+            lines.append(f"  {clock(event.at)}  {event.what:7} {step:24} {event.fact!r:.120}")
+    return "\n".join(lines)

@@ -1,0 +1,217 @@
+"""Strangers who plant things, victims who must not notice, and what a rank left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import shutil
+import socket
+import stat
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import syncprims as sp
+from support.rank_worlds import Kind, Ranks
+from syncprims._world.environment import rank_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+STRANGER = 65534
+RUN = "planted"
+RUN_NAME = f"syncprims-{RUN}"
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+
+
+def start_process(does: Callable[[], object]) -> int:
+    """Return the pid of a process that does this, and ends with 0 if it succeeds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            does()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def start_stranger(does: Callable[[], object]) -> int:
+    """Return the pid of a process of another user that does this."""
+
+    def become_and_do() -> None:
+        os.setgroups([])
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+        os.umask(0)
+        does()
+
+    return start_process(become_and_do)
+
+
+def as_stranger(does: Callable[[], object]) -> None:
+    """Let another user do this."""
+    assert os.waitpid(start_stranger(does), 0)[1] == 0
+
+
+class Victim:
+    """A directory with a file in it that nobody but its owner may change."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path
+        path.mkdir(mode=0o755)
+        self.file = path / "precious"
+        self.file.write_bytes(b"precious" * 1000)
+        self.file.chmod(0o640)
+        os.utime(self.file, (1, 1))
+        self._before = self._state()
+
+    def _state(self) -> list[tuple[str, int, float, bytes]]:
+        return [
+            (p.name, s.st_mode, s.st_mtime, p.read_bytes() if stat.S_ISREG(s.st_mode) else b"")
+            for p in sorted(self.folder.rglob("*"))
+            for s in [p.lstat()]
+        ]
+
+    def check(self) -> None:
+        """Assert that bytes, mode and time are as they were, and nothing is new."""
+        assert self._state() == self._before
+
+
+def bind(path: Path) -> None:
+    """Plant a unix socket."""
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+def plain_file(path: Path, mode: int, owner: int | None = None) -> None:
+    """Plant a file with just this mode."""
+    path.touch()
+    path.chmod(mode)
+    if owner is not None:
+        os.chown(path, owner, owner)
+
+
+def null_device(path: Path) -> None:
+    """Plant a device."""
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+
+
+#: What may stand where a file of ours should: planted at a path, with a victim at hand.
+KINDS_OF_FILES: dict[str, Callable[[Path, Victim], object]] = {
+    "link": lambda path, victim: path.symlink_to(victim.file),
+    "dangling link": lambda path, victim: path.symlink_to(victim.folder / "new"),
+    "hard link": lambda path, victim: path.hardlink_to(victim.file),
+    "pipe": lambda path, _: os.mkfifo(path, 0o600),
+    "socket": lambda path, _: bind(path),
+    "device": lambda path, _: null_device(path),
+    "directory": lambda path, _: path.mkdir(mode=0o700),
+    "another's": lambda path, _: plain_file(path, 0o600, STRANGER),
+    "readable": lambda path, _: plain_file(path, 0o644),
+    "writable": lambda path, _: plain_file(path, 0o666),
+}
+
+
+def outcome_of(directory: Path, rank: int = 0, ranks: int = 1, patience: float = 1) -> str:
+    """Return ``joined``, or what a rank says that is refused in `directory`."""
+
+    def program() -> str:
+        os.environ.update(rank_variables(rank, ranks))
+        return attempt()
+
+    variables = {"SYNCPRIMS_RUN_ID": RUN, "SYNCPRIMS_JOIN_TIMEOUT": str(patience)}
+    (said,) = Ranks(Kind("file", 1), directory).run_alone(program, **variables)
+    return str(said)
+
+
+def attempt() -> str:
+    """Join, use all kinds of notes, and leave; return ``joined`` or why not."""
+    try:
+        with sp.init():
+            sp.barrier("through", timeout=1)
+            assert sp.broadcast("x" * 5000, timeout=1) == "x" * 5000
+    except sp.SyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "joined"
+
+
+class Remains:
+    """The files of a run in which rank 0 of 2 sits, and which of them it holds locked."""
+
+    def __init__(self, directories: set[str], files: dict[str, bytes], locked: set[str]) -> None:
+        self.directories = directories
+        self.files = files
+        self.locked = locked
+
+    @classmethod
+    def capture(cls, directory: Path) -> Remains:
+        """Let a rank sit down in `directory`, look, and clear away."""
+        directory.mkdir(mode=0o700)
+
+        def program() -> bytes:
+            os.environ.update(rank_variables(0, 2))
+            found: list[Remains] = []
+
+            def look(_: Any) -> None:
+                found.append(cls._look(directory))
+                raise KeyboardInterrupt  # seen enough
+
+            import syncprims._world.world
+
+            vars(syncprims._world.world)["World"].join = look
+            with contextlib.suppress(KeyboardInterrupt):
+                sp.init()
+            remains = found[0]
+            return pickle.dumps((remains.directories, remains.files, remains.locked))
+
+        world = Ranks(Kind("file", 1), directory)
+        (seen,) = world.run_alone(program, SYNCPRIMS_RUN_ID=RUN)
+        return cls(*pickle.loads(seen))
+
+    @classmethod
+    def _look(cls, directory: Path) -> Remains:
+        directories: set[str] = set()
+        files: dict[str, bytes] = {}
+        locked: set[str] = set()
+        for path in directory.rglob("*"):
+            name = str(path.relative_to(directory))
+            if path.is_dir():
+                directories.add(name)
+                continue
+            files[name] = path.read_bytes() if path.is_file() else b""
+            if not path.is_file():  # a pipe: to open it would wait for its other end
+                continue
+            with path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    locked.add(name)
+        return cls(directories, files, locked)
+
+    @contextlib.contextmanager
+    def laid(self, base: Path, *, alive: bool) -> Generator[None]:
+        """Lay the files out in `base`; if `alive`, as if rank 0 still sat there."""
+        base.mkdir(mode=0o700)
+        held: list[int] = []
+        try:
+            for name in sorted(self.directories):
+                (base / name).mkdir(mode=0o700)
+            for name, content in self.files.items():
+                (base / name).write_bytes(content)
+                (base / name).chmod(0o600)
+                if alive and name in self.locked:
+                    held.append(os.open(base / name, os.O_RDWR))
+                    fcntl.flock(held[-1], fcntl.LOCK_EX)
+            yield
+        finally:
+            for fd in held:
+                os.close(fd)
+            shutil.rmtree(base)

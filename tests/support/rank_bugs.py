@@ -1,0 +1,385 @@
+"""Classic bugs of programs with ranks, each as somebody has made it.
+
+``python -m support.rank_bugs`` writes down what is said of each, for test_rank_bugs.py to compare.
+Lines are counted from the bug's first, so that the others may move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import syncprims as sp
+from syncprims.testing import run_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GOLDEN = Path(__file__).with_suffix(".json")
+RANKS = 3
+
+
+class Bug(NamedTuple):
+    program: Callable[[], Any]
+    by_order: bool = False  #: only some schedules show it, by what threads share
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(*, by_order: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(program: Callable[[], None]) -> Callable[[], None]:
+        BUGS[program.__name__] = Bug(program, by_order)
+        return program
+
+    return register
+
+
+def losses(rank: int) -> list[float]:
+    return [3.0, 2.0 + rank, 2.5, 1.0]
+
+
+# -- calls that some ranks do not make -------------------------------------------------------------
+
+
+@bug()
+def skipped_barrier() -> None:
+    if sp.is_main():
+        sp.barrier("prepared")
+
+
+@bug()
+def early_return() -> None:
+    sp.barrier("start")
+    if sp.get_rank() == 1:
+        return
+    sp.barrier("end")
+
+
+@bug()
+def early_break_on_one_rank() -> None:
+    for loss in losses(sp.get_rank()):
+        if loss > 3.5:
+            break
+        sp.all_reduce(loss)
+
+
+@bug()
+def continue_past_a_collective() -> None:
+    for step in range(3):
+        if step == 1 and sp.get_rank() == 2:
+            continue  # a bad batch
+        sp.all_reduce(step)
+
+
+@bug()
+def rank_dependent_loop_count() -> None:
+    for _ in range(2 + sp.get_rank()):
+        sp.barrier()
+
+
+@bug()
+def uneven_shares() -> None:
+    for item in sp.split(range(7)):
+        sp.all_reduce(item)
+
+
+@bug()
+def validation_on_main_only() -> None:
+    def validate() -> float:
+        return sp.all_reduce(0.5, "mean")
+
+    sp.barrier("epoch end")
+    if sp.is_main():
+        validate()
+
+
+@bug()
+def logging_that_gathers() -> None:
+    def log(value: float) -> None:
+        values = sp.all_gather(value)
+        sp.print_main(values)
+
+    if sp.is_main():
+        log(1.0)
+    sp.barrier("step")
+
+
+@bug()
+def save_if_best_here() -> None:
+    best = 2.5
+    for loss in losses(sp.get_rank()):
+        if loss < best:
+            best = loss
+            sp.barrier("save")
+
+
+@bug()
+def patience_of_each_rank() -> None:
+    best, patience = 9.0, 0
+    for loss in losses(sp.get_rank()):
+        best, patience = (loss, 0) if loss < best else (best, patience + 1)
+        if patience == 1:
+            return
+        sp.all_reduce(loss)
+
+
+@bug()
+def trigger_checked_on_one_rank() -> None:
+    trigger = sp.Trigger("stop")
+    trigger.set()
+    if sp.is_main():
+        trigger.check()
+
+
+@bug()
+def deferred_checks_uneven() -> None:
+    trigger = sp.Trigger("stop", lag=1)
+    for _ in range(3 + (sp.get_rank() == 1)):
+        trigger.check()
+
+
+@bug()
+def main_prepares_one_barrier_short() -> None:
+    if sp.is_main():
+        sp.barrier("ready")
+    else:
+        sp.barrier("ready")
+        sp.barrier("ready")
+
+
+@bug()
+def clean_exit_of_one_rank() -> None:
+    sp.barrier("start")
+    if sp.get_rank() == 1:
+        sys.exit(0)
+    sp.all_reduce(1)
+
+
+@bug()
+def shared_function_called_on_main_only() -> None:
+    @sp.on_main(share=True)
+    def config() -> dict[str, float]:
+        return {"lr": 0.1}
+
+    if sp.is_main():
+        config()
+
+
+@bug()
+def in_turn_entered_by_some() -> None:
+    if sp.get_rank() != 1:
+        with sp.in_turn():
+            pass
+
+
+@bug()
+def group_made_by_its_members_only() -> None:
+    if sp.get_rank() < 2:
+        sp.group([0, 1]).barrier()
+    sp.barrier("all")
+
+
+# -- calls that do not fit together ----------------------------------------------------------------
+
+
+@bug()
+def swapped_order() -> None:
+    if sp.is_main():
+        sp.barrier("data")
+        sp.barrier("model")
+    else:
+        sp.barrier("model")
+        sp.barrier("data")
+
+
+@bug()
+def different_names() -> None:
+    sp.barrier(f"epoch {sp.get_rank() // 2}")
+
+
+@bug()
+def wrong_src() -> None:
+    sp.broadcast({"lr": 0.1}, src=sp.get_rank())
+
+
+@bug()
+def wrong_op() -> None:
+    sp.all_reduce(1.0, "max" if sp.is_main() else "sum")
+
+
+@bug()
+def broadcast_meets_gather() -> None:
+    if sp.is_main():
+        sp.broadcast([1])
+    else:
+        sp.all_gather(None)
+
+
+@bug()
+def collective_inside_main_first() -> None:
+    with sp.main_first(name="prepare"):
+        sp.all_reduce(1)
+
+
+@bug()
+def barrier_inside_main_first() -> None:
+    with sp.main_first():
+        if sp.is_main():
+            sp.barrier("prepared")
+
+
+@bug()
+def keys_in_different_orders() -> None:
+    keys = ["weight", "bias"] if sp.get_rank() else ["bias", "weight"]
+    for key in keys:
+        sp.assert_same(0.0, key)
+
+
+@bug()
+def groups_in_different_orders() -> None:
+    pair = sp.group([0, 1])
+    if sp.get_rank() == 0:
+        pair.barrier()
+    sp.barrier()
+    if sp.get_rank() == 1:
+        pair.barrier()
+
+
+@bug()
+def extra_barrier_after_an_error_that_is_caught() -> None:
+    with contextlib.suppress(KeyError):
+        if sp.get_rank() == 2:
+            sp.barrier("recover")
+            raise KeyError("batch")
+    sp.all_reduce(1)
+
+
+@bug()
+def source_outside_of_the_group() -> None:
+    pair = sp.group([0, 1])
+    if sp.get_rank() < 2:
+        pair.broadcast("x", src=2)
+
+
+# -- values that do not fit together ---------------------------------------------------------------
+
+
+@bug()
+def different_shapes() -> None:
+    sp.all_reduce(np.zeros(2 + (sp.get_rank() == 1)))
+
+
+@bug()
+def different_dtypes() -> None:
+    sp.all_reduce(np.zeros(2, "f4" if sp.get_rank() == 1 else "f8"))
+
+
+@bug()
+def missing_key_on_one_rank() -> None:
+    metrics = {"loss": 1.0, "accuracy": 0.5}
+    if sp.get_rank() == 2:
+        del metrics["accuracy"]
+    sp.all_reduce(metrics)
+
+
+@bug()
+def different_seeds() -> None:
+    sp.assert_same(sp.get_rank() // 2, "seed")
+
+
+# -- ranks that fail -------------------------------------------------------------------------------
+
+
+@bug()
+def exception_before_a_broadcast() -> None:
+    config = None
+    if sp.is_main():
+        raise FileNotFoundError("config.yaml")
+    sp.broadcast(config)
+
+
+@bug()
+def failure_inside_main_first() -> None:
+    with sp.main_first():
+        if sp.is_main():
+            raise OSError("no room for the cache")
+    sp.barrier()
+
+
+@bug()
+def error_swallowed_on_one_rank() -> None:
+    with contextlib.suppress(TypeError):
+        sp.all_reduce("loss" if sp.get_rank() == 1 else 1.0)
+
+
+@bug()
+def nonzero_exit_of_one_rank() -> None:
+    if sp.get_rank() == 1:
+        sys.exit(3)
+    sp.barrier()
+
+
+# -- what only some orders show --------------------------------------------------------------------
+
+shared: dict[str, Any] = {}  # by threads: what a file would be for processes
+
+
+@bug(by_order=True)
+def forgotten_save_barrier() -> None:
+    if sp.is_main():
+        shared.clear()
+    sp.barrier("trained")
+    if sp.is_main():
+        shared["saved"] = "weights"
+    assert "saved" in shared, "no checkpoint yet"
+
+
+@bug(by_order=True)
+def order_of_arrival_taken_for_rank_order() -> None:
+    if sp.is_main():
+        shared["arrived"] = []
+    sp.barrier("start")
+    shared["arrived"].append(sp.get_rank())
+    sp.barrier("end")
+    assert shared["arrived"] == [0, 1, 2], "ranks are out of order"
+
+
+# -- what is said of them --------------------------------------------------------------------------
+
+
+def said(program: Callable[[], Any], **options: Any) -> str:
+    """Return what a world says of a program, or that it has found nothing."""
+    try:
+        run_world(program, RANKS, **options)
+    except BaseException as error:
+        return described(program, error)
+    return "nothing"
+
+
+def described(program: Callable[[], Any], error: BaseException) -> str:
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("replay")]
+    name = f"{type(error).__name__}: " if not isinstance(error, SystemExit) else "SystemExit: "
+    text = "\n".join([f"{name}{error}", *notes])
+    text = re.sub(r"\n\d+ of \d+ schedules fail.*", "", text)
+    text = re.sub(r"digest \w+", "digest ...", text)
+    text = re.sub(r"(?s)\n  traceback of rank.*?\n(?=Mend)", "\n", text)
+    first = program.__code__.co_firstlineno
+    return re.sub(
+        r"[^\s(]*rank_bugs\.py:(\d+)", lambda found: f"bug.py:{int(found[1]) - first + 1}", text
+    )
+
+
+def main() -> None:
+    found = {name: said(bug.program) for name, bug in BUGS.items() if not bug.by_order}
+    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""Worlds of real processes for the tests: forked functions, and started scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+import uuid
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch  # noqa: F401 - before the ranks are forked, each of which would take seconds for it
+
+import syncprims
+from syncprims._world.environment import place_variables, rank_variables
+from syncprims.testing.schedules import Seed
+from syncprims.testing.worlds import run_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+PATIENCE = 60.0  # seconds; nothing here should take more than a few
+
+
+class Kind(NamedTuple):
+    """A backend and a world size; also hosts, made up by giving each a directory of its own."""
+
+    backend: str
+    ranks: int
+    hosts: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.ranks}" + (f"-on-{self.hosts}" if self.hosts > 1 else "")
+
+
+def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str) -> dict[str, str]:
+    """Return the variables of one rank, and of no other launcher."""
+    outer = place_variables()
+    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+    own = rank_variables(rank, kind.ranks, kind.hosts) if kind.backend != "single" else {}
+    if kind.hosts > 1:
+        directory = directory / f"host-{rank * kind.hosts // kind.ranks}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+    return {
+        **clean,
+        **own,
+        "SYNCPRIMS_BACKEND": kind.backend,
+        "SYNCPRIMS_RUN_ID": run_id,
+        "SYNCPRIMS_DIR": str(directory),
+        "SYNCPRIMS_JOIN_TIMEOUT": "30",
+        **more,
+    }
+
+
+def free_port() -> int:
+    """Return a port that nobody uses at this moment, for a store on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+_SERVER = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def served_store() -> Generator[int]:
+    """Serve a store as torchrun's agent does, in a process of its own; give its port."""
+    command = [sys.executable, "-c", _SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+
+
+def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
+    """Run `body` with just these variables in a forked child, and return the child's pid.
+
+    Its exit code is 0, or 1 if `body` raised. Nothing of the parent's is run at its end.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(variables)
+        body()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def busy_processors() -> Generator[None]:
+    """Keep every processor busy with something else."""
+
+    def burn() -> None:
+        parent = os.getppid()
+        while os.getppid() == parent:  # whatever happens to it, nobody burns on
+            sum(range(100_000))
+
+    pids = [fork(burn, os.environ.copy()) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def await_end(pid: int) -> None:
+    """Return when the process `pid` has ended."""
+    eye = os.pidfd_open(pid)
+    try:
+        assert select.select([eye], [], [], PATIENCE)[0], f"process {pid} does not end"
+    finally:
+        os.close(eye)
+
+
+#: A program that becomes its arguments, without the streams that the first of them lists: daemons
+#: start others that way.
+CLOSING = (
+    "import json, os, sys\n"
+    "for number in json.loads(sys.argv[1]): os.close(number)\n"
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+#: A program that goes on with all descriptors below 1024 taken: `select` knows none above.
+CROWDED = (
+    "import os, resource, sys\n"
+    "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+    "resource.setrlimit(resource.RLIMIT_NOFILE, (1200, hard))\n"
+    "while os.open(os.devnull, os.O_RDONLY) < 1023: pass\n"
+)
+
+
+def skip_unless_crowded() -> None:
+    """Skip a test that needs :data:`CROWDED` where so many descriptors are not to be had."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"a process here has {hard} descriptors at most, and none above 1023")
+
+
+class Died(Exception):
+    """A rank ended without a result."""
+
+
+class Signs:
+    """What ranks let each other know beside the library: each sign is a file in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def give(self, sign: object) -> None:
+        """Let everybody know."""
+        (self._folder / f"{sign}").touch()
+
+    def given(self, *signs: object) -> bool:
+        """Tell whether all of these are."""
+        return all((self._folder / f"{sign}").exists() for sign in signs)
+
+    def wait(self, *signs: object) -> None:
+        """Return when all of these are given."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.given(*signs):
+            assert time.monotonic() < deadline, f"of {signs}, not all were given"
+            time.sleep(0.001)
+
+    def gather(self, mine: object, *signs: object) -> None:
+        """Return when `mine`, which is now, and all of these are given."""
+        self.give(mine)
+        self.wait(*signs)
+
+
+class Ranks:
+    """Runs a function on every rank of a world, each in a forked process."""
+
+    def __init__(
+        self, kind: Kind, directory: Path, site: Path | None = None, patience: float = PATIENCE
+    ) -> None:
+        self.kind = kind
+        self._patience = patience  # seconds, after which the ranks are taken to hang
+        self.ranks = kind.ranks
+        self.directory = directory
+        self._site = site
+        self._killed = False
+
+    def run(self, program: Callable[[], Any], **variables: str) -> list[Any]:
+        """Return each rank's result; raise the lowest rank's exception if any raised."""
+        return self._results(self.outcomes(program, start=True, **variables))
+
+    def run_alone(self, program: Callable[[], Any], **variables: str) -> list[Any]:
+        """Return each rank's result of a program that starts the world by itself."""
+        return self._results(self.outcomes(program, start=False, **variables))
+
+    def _results(self, outcomes: list[Any]) -> list[Any]:
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def outcomes(
+        self, program: Callable[[], Any], *, start: bool = True, **variables: str
+    ) -> list[Any]:
+        """Return each rank's result or exception. With `start`, the world runs around it."""
+        if self.kind.backend == "threads":
+            return self._threads(program, variables)
+        run_id = uuid.uuid4().hex
+        if self.kind.hosts > 1:
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
+        pipes: dict[int, int] = {}
+        pids: list[int] = []
+        for rank in range(self.ranks):
+            reader, writer = os.pipe()
+            env = environment(self.kind, rank, self.directory, run_id, **variables)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
+                pid = os.fork()
+            if pid == 0:
+                os.close(reader)
+                for other in pipes:
+                    os.close(other)
+                self._be_rank(program, env, writer, start)
+            os.close(writer)
+            pids.append(pid)
+            pipes[reader] = rank
+        return self._gather(pids, pipes)
+
+    def _threads(self, program: Callable[[], Any], variables: Mapping[str, str]) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            run = run_once(
+                program,
+                self.ranks,
+                kind="threads",
+                backend=None,
+                seed=Seed.fresh(),
+                faults=[],
+                timeout=self._patience,
+            )
+        assert not run.gave_up, run.stacks
+        return [o.error if o.error is not None else o.result for o in run.outcomes]
+
+    def _be_rank(
+        self, program: Callable[[], Any], env: Mapping[str, str], writer: int, start: bool
+    ) -> None:
+        code = 1
+        try:
+            faulthandler.dump_traceback_later(self._patience - 10, exit=True)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.clear()
+            os.environ.update(env)
+            if self._site is not None:
+                sys.path.insert(0, str(self._site))
+            outcome: Any
+            try:
+                if start:
+                    with syncprims.init():
+                        outcome = program()
+                else:
+                    outcome = program()
+            except BaseException as error:
+                error.add_note(traceback.format_exc())
+                outcome = error
+            try:
+                data = pickle.dumps(outcome)
+            except Exception:
+                data = pickle.dumps(Died(repr(outcome)))
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(data)
+            code = 0
+        finally:
+            os._exit(code)
+
+    def _gather(self, pids: Sequence[int], pipes: dict[int, int]) -> list[Any]:
+        deadline = time.monotonic() + self._patience
+        data: dict[int, bytes] = dict.fromkeys(pipes, b"")
+        open_pipes = set(pipes)
+        # A child that a rank leaves alive holds its pipe open: so its own end counts as well.
+        ends = (
+            {os.pidfd_open(pid): pipe for pid, pipe in zip(pids, pipes, strict=True)}
+            if (hasattr(os, "pidfd_open"))
+            else {}
+        )
+        try:
+            while open_pipes:
+                left = deadline - time.monotonic()
+                eyes = [eye for eye, pipe in ends.items() if pipe in open_pipes]
+                ready, _, _ = select.select([*open_pipes, *eyes], [], [], max(0.0, left))
+                if not ready:
+                    raise AssertionError(f"ranks {[pipes[p] for p in open_pipes]} hang")
+                for pipe in open_pipes.intersection(ready):
+                    chunk = os.read(pipe, 1 << 20)
+                    data[pipe] += chunk
+                    if not chunk:
+                        open_pipes.discard(pipe)
+                if not open_pipes.intersection(ready):  # what they had to say has been read
+                    open_pipes.difference_update(ends[eye] for eye in ready if eye in ends)
+        finally:
+            for pid in pids if open_pipes else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            for fd in (*pipes, *ends):
+                os.close(fd)
+        self._killed = self._killed or any(code < 0 for code in codes)
+        return [
+            pickle.loads(data[pipe]) if data[pipe] else Died(f"exit code {codes[rank]}")
+            for pipe, rank in pipes.items()
+        ]
+
+    def check_nothing_left(self) -> None:
+        """Assert that the worlds cleared away what they made; a killed one could not."""
+        hosts = list(self.directory.glob("host-*"))
+        folders = hosts or [self.directory]
+        found = [p.name for folder in folders for p in folder.iterdir()]
+        left = [name for name in found if not name.startswith("tiny-")]
+        assert not left or self._killed, left
+
+
+class Ended(NamedTuple):
+    """How a started rank ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Scripts:
+    """Starts a script on every rank, as separate Python processes that no launcher watches."""
+
+    def __init__(self, kind: Kind, directory: Path, folder: Path) -> None:
+        self.kind = kind
+        self.directory = directory
+        self.script = folder / "script.py"
+        self._folder = folder
+
+    def start(self, source: str, **variables: str) -> list[subprocess.Popen[str]]:
+        """Start `source` on all ranks. `rank` and all public names are there already."""
+        head = "from syncprims import *\nimport os, signal, sys, time\nrank = get_rank()\n"
+        self.script.write_text(head + textwrap.dedent(source))
+        run_id = variables.pop("run_id", uuid.uuid4().hex)
+        return [
+            subprocess.Popen(
+                [sys.executable, "-u", str(self.script)],
+                env=environment(self.kind, rank, self.directory, run_id, **variables),
+                cwd=self._folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(self.kind.ranks)
+        ]
+
+    def run(self, source: str, **variables: str) -> list[Ended]:
+        """Start `source` on all ranks and wait for their ends."""
+        return self.wait(self.start(source, **variables))
+
+    def wait(self, processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+        """Wait for the ends of all, and end whoever is late."""
+        begin = time.monotonic()
+        ended: list[Ended] = []
+        try:
+            for process in processes:
+                left = max(0.1, begin + PATIENCE - time.monotonic())
+                out, err = process.communicate(timeout=left)
+                ended.append(Ended(process.returncode, out, err, time.monotonic() - begin))
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+        return ended

@@ -1,0 +1,85 @@
+"""The public names and their signatures as text, one line each: what users may rely on.
+
+Run it with ``--write`` to freeze the present surface in ``tests/support/surface.txt``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+GOLDEN = Path(__file__).with_name("surface.txt")
+MODULES = ("syncprims", "syncprims.interface", "syncprims.testing", "syncprims.training")
+
+
+def surface() -> str:
+    """Return every public name of every public module, with its signature."""
+    parts = [f"[{name}]\n" + "\n".join(_of_module(name)) for name in MODULES]
+    return "\n\n".join(parts) + "\n"
+
+
+def _of_module(name: str) -> Generator[str]:
+    module = importlib.import_module(name)
+    for public, thing in sorted(vars(module).items()):
+        if public.startswith("_") or inspect.ismodule(thing) or not _ours(thing):
+            continue
+        if inspect.isclass(thing):
+            yield from _of_class(public, thing)
+        elif callable(thing):
+            yield f"{public}{_signature(thing)}"
+        else:
+            yield f"{public}: {type(thing).__name__}"
+
+
+def _of_class(public: str, cls: type) -> Generator[str]:
+    bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not object)
+    yield f"class {public}({bases})" if bases else f"class {public}"
+    if _is_own(cls, "__init__") or _is_own(cls, "__new__"):
+        yield f"    {public}{_signature(cls)}"
+    for name in sorted(dir(cls)):
+        if name.startswith(("_", "test_")) or not _is_own(cls, name):
+            continue
+        found = inspect.getattr_static(cls, name)
+        if isinstance(found, (staticmethod, classmethod)):
+            yield f"    {type(found).__name__} {name}{_signature(getattr(cls, name))}"
+        elif inspect.isfunction(found):
+            yield f"    {name}{_signature(found)}"
+        elif isinstance(found, property):
+            yield f"    {name}: property{' that may be set' if found.fset else ''}"
+        else:
+            yield f"    {name}"
+
+
+def _signature(thing: Any) -> str:
+    """Return the signature with its annotations as they were written, on every Python."""
+    try:
+        text = str(inspect.signature(thing))
+    except ValueError:
+        return "(...)"
+    text = re.sub(r"ForwardRef\((['\"])(.*?)\1.*?\)", r"\2", text)
+    return re.sub(r"(: |-> )(['\"])(.*?)\2(?=[,) ]|$)", r"\1\3", text)
+
+
+def _ours(thing: object) -> bool:
+    return str(getattr(thing, "__module__", None) or type(thing).__module__).startswith("syncprims")
+
+
+def _is_own(cls: type, name: str) -> bool:
+    """Tell whether `cls` has this name from itself, or from a base that nobody imports."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            return _ours(base) and (base is cls or base.__module__ not in MODULES)
+    return False
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(f"usage: python {Path(__file__).name} --write")
+    GOLDEN.write_text(surface())

@@ -1,0 +1,110 @@
+"""Traces for the tests: read as the command reads them, and planted with times of our own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncprims._protocol import trace_file
+from syncprims._protocol.trace_file import Recorder
+from syncprims.interface import Label, Topology
+from syncprims.tracing.reading import Run, find_runs, read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pytest
+
+SECOND = 10**9
+
+
+class Entry(NamedTuple):
+    """One round of one rank, in words."""
+
+    call: str
+    number: int
+    outcome: str
+
+
+def only_run(directory: Path) -> Run:
+    """Return the one run that is in `directory`, which nothing is wrong with."""
+    (folder,) = find_runs(directory)
+    run = read_run(folder)
+    assert run.complaints == []
+    return run
+
+
+def entries(run: Run, rank: int) -> list[Entry]:
+    """Return the rounds of a rank in the order in which they were over."""
+    (trace,) = [trace for trace in run.ranks if trace.rank == rank]
+    rounds = sorted(trace.rounds.tolist(), key=lambda one: (one[2] or 1 << 62, one[3]))
+    found = [dict(zip(trace.rounds.dtype.names or (), one, strict=True)) for one in rounds]
+    return [
+        Entry(str(run.names.calls[one["call"]]), one["number"], run.names.outcomes[one["outcome"]])
+        for one in found
+    ]
+
+
+class Warnings(logging.Handler):
+    """Keeps what the library warns of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        logging.getLogger("syncprims").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+class Planted:
+    """A run whose ranks came when the test says so."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, ranks: int) -> None:
+        self.directory = directory
+        self.ranks = ranks
+        self._patch = patch
+        self._labels: dict[tuple[str, str | None, str], Label] = {}
+        self._recorders: dict[int, Recorder] = {}
+        self._ahead: dict[int, int] = {}
+
+    def rank(self, rank: int, *, clock: str = "same", ahead: int = 0) -> None:
+        """Let there be a rank, whose clock is `ahead` of the test's by so many ns."""
+        self._patch.setattr(trace_file, "_clock", lambda host: clock)
+        place = Topology(rank, self.ranks, rank, self.ranks, run_id="planted")
+        recorder = self._recorders[rank] = Recorder(str(self.directory), 1 << 20, place)
+        recorder.open("planted")
+        self._ahead[rank] = ahead
+
+    def round(
+        self,
+        number: int,
+        arrivals: Sequence[int | None],
+        *,
+        kind: str = "barrier",
+        name: str | None = None,
+        site: str = "train.py:7",
+        costs: int = 1000,
+        drift: float = 0.0,
+    ) -> None:
+        """Let the ranks come at these ns, and go when the last is there; None never comes."""
+        label = self._labels.setdefault((kind, name, site), Label(kind, name, site=site))
+        last = max(a for a in arrivals if a is not None)
+        for rank, arrival in enumerate(arrivals):
+            if arrival is None:
+                continue
+            ahead = self._ahead[rank]
+            shift = ahead + int(drift * arrival) if ahead else 0
+            came, gone = arrival + shift, last + costs * (1 + rank) + shift
+            group = f"0-{self.ranks - 1}"
+            outcome = "PeerLost" if None in arrivals else ""
+            self._recorders[rank].record(label, group, came, came, gone, number, outcome=outcome)
+
+    def leave(self, now: int, *, ranks: Sequence[int] | None = None) -> None:
+        """Let ranks leave the world, all unless said otherwise; the others were killed."""
+        for rank, recorder in self._recorders.items():
+            if ranks is None or rank in ranks:
+                recorder.leave(None, now + self._ahead[rank])
+            else:
+                recorder.abandon()

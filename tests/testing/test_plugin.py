@@ -1,0 +1,544 @@
+"""The pytest plugin, in sessions of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support import ROOT
+
+BUGGY = """
+    import pytest, sys
+    import syncprims as sp
+
+    @pytest.mark.world(ranks=3)
+    def test_skipped():
+        sp.barrier("start")
+        print("said by", sp.get_rank())
+        print("complained", file=sys.stderr)
+        if sp.is_main():
+            sp.barrier("loaded")
+"""
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+
+    def counts(self, **expected: int) -> bool:
+        """Tell whether the last line counts these, and no failures but these."""
+        last = self.out.strip().splitlines()[-1]
+        return all(f"{n} {what}" in last for what, n in expected.items()) and (
+            "failed" in expected or "failed" not in last
+        )
+
+
+class Project:
+    """A folder with tests, and a pytest of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, source: str, name: str = "test_it.py") -> None:
+        (self.folder / name).write_text(textwrap.dedent(source))
+
+    def run(self, *options: str, stdin: str = "", **variables: str) -> Result:
+        # Nor may a CI around us show: there pytest repeats a whole message in its summary.
+        told = ("PYTEST", "COV", "CI", "BUILD_NUMBER")
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(told)}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+            cwd=self.folder, env={**clean, **variables}, input=stdin, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False,
+        )  # fmt: skip
+        return Result(done.returncode, done.stdout)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_a_body_runs_once_per_rank_with_fixtures_made_once(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        made = []
+
+        @pytest.fixture
+        def costly():
+            made.append(1)
+            yield len(made)
+            assert sp.get_world_size() == 1  # torn down outside
+
+        @pytest.mark.world(ranks=4)
+        def test_one(costly, tmp_path):
+            assert sp.all_gather(costly) == [1] * 4
+            assert len(set(sp.all_gather(str(tmp_path)))) == 1
+
+        @pytest.mark.world(3)
+        class TestMany:
+            @pytest.mark.parametrize("x", [1, 2])
+            def test_two(self, x):
+                assert sp.all_reduce(x) == 3 * x
+
+        @pytest.mark.world(ranks=[1, 2], kind=["threads", "processes"], schedules=5)
+        def test_three():
+            sp.barrier()
+
+        def test_outside():
+            assert sp.get_world_size() == 1
+    """)
+    result = project.run("-v", "-W", "error")
+    assert result.counts(passed=8), result.out
+    for name in ("threads-1", "threads-2", "processes-1", "processes-2"):
+        assert f"test_three[{name}] PASSED" in result.out
+    assert "test_one PASSED" in result.out  # one world: its name is the function's
+
+
+def test_lists_make_a_test_of_each_world(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        ran = []
+
+        @pytest.mark.world(
+            ranks=2, kind=["threads", "processes"], backend=["file", "torch"], schedules=[1, 5]
+        )
+        def test_each(request):
+            ran.append(sp.get_rank())
+            kind, _, which = request.node.callspec.id.split("-")
+            assert sp.current().backend_name == (kind if kind == "threads" else which)
+            sp.barrier()
+
+        def test_schedules():  # the first is tried twice
+            assert ran.count(0) == 1 + 6
+    """)
+    result = project.run("-v", "-p", "no:randomly")
+    assert result.counts(passed=5), result.out
+    for name in ("threads-2-1", "threads-2-5", "processes-2-file", "processes-2-torch"):
+        assert f"test_each[{name}] PASSED" in result.out
+
+
+@pytest.mark.parametrize(
+    "asked", ["schedules=0", "schedules='5'", "schedules=[1, True]", "ranks=[]"]
+)
+def test_a_mark_that_asks_for_no_world_is_an_error(project: Project, asked: str) -> None:
+    project.write(f"""
+        import pytest
+
+        @pytest.mark.world({asked})
+        def test_nothing():
+            pass
+    """)
+    result = project.run()
+    assert "schedules= is how many to try" in result.out or "no world to run in" in result.out
+    assert result.code != 0
+
+
+def test_a_deadlock_is_reported_with_output_by_rank_and_the_line_to_paste(project: Project) -> None:
+    project.write(BUGGY)
+    result = project.run()
+    assert result.counts(failed=1), result.out
+    for text in (
+        "DeadlockError: rank 0 of 3 waits and can never go on; ranks [1, 2] have finished",
+        "rank 0: waits in its round 2, barrier 'loaded' (test_it.py:11)",
+        "rank 2: finished after its round 1, barrier 'start' (test_it.py:7)",
+        '>           sp.barrier("loaded")',
+        "Captured stdout rank 1",
+        "said by 1",
+        "Captured stderr rank 2",
+        "replay: pytest 'test_it.py::test_skipped' --world-seed=",
+    ):
+        assert text in result.out, text
+    assert "scheduler.py" not in result.out  # what happens inside helps nobody
+
+
+def test_a_schedule_is_replayed_from_the_command_line(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        order = []
+
+        @pytest.mark.world(ranks=4, schedules=200)
+        def test_order():
+            if sp.is_main():
+                order.clear()
+            sp.barrier()
+            order.append(sp.get_rank())
+            sp.barrier()
+            assert order != [3, 1, 2, 0]
+    """)
+    result = project.run()
+    assert result.counts(failed=1), result.out
+    assert "schedules fail; this is the shortest" in result.out
+    (line,) = {line for line in result.out.splitlines() if "replay:" in line}
+    seed = line.split("--world-seed=")[1].strip()
+    again = project.run(f"--world-seed={seed}")
+    assert "of 101 schedules fail" in again.out  # it is the first of them
+    assert f"--world-seed={seed}" in again.out
+    assert "UsageError" in project.run("--world-seed=soon").out.replace("ERROR: --", "UsageError")
+
+
+def test_skip_xfail_and_rewritten_assertions_inside_a_rank(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        both = pytest.mark.world(ranks=2, kind=["threads", "processes"])
+
+        @both
+        def test_skip():
+            if sp.get_rank() == 1:
+                pytest.skip("no GPU")
+            sp.barrier()
+
+        @both
+        def test_xfail():
+            sp.barrier()
+            pytest.xfail("known")
+
+        @both
+        @pytest.mark.xfail(raises=ValueError, strict=True)
+        def test_marked():
+            raise ValueError
+
+        @both
+        def test_assertion():
+            found = {"rank": sp.get_rank()}
+            assert found == {"rank": 0}
+    """)
+    result = project.run("-rs")
+    assert result.counts(failed=2, skipped=2, xfailed=4), result.out
+    assert "no GPU" in result.out
+    assert result.out.count("assert {'rank': 1} == {'rank': 0}") >= 2
+
+
+def test_capturing_fixtures_see_what_ranks_print(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        @pytest.mark.world(2)
+        def test_capsys(capsys):
+            sp.print_main("once")
+            sp.barrier()
+            if sp.is_main():
+                assert capsys.readouterr().out == "once\\n"
+
+        @pytest.mark.world(2)
+        def test_caplog(caplog):
+            sp.get_logger("x").warning("careful")
+            sp.barrier()
+            assert [r.getMessage() for r in caplog.records if "rank 1" in r.getMessage()]
+    """)
+    assert project.run().counts(passed=2)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_without_capture_lines_have_their_rank_in_front(project: Project, kind: str) -> None:
+    project.write(f"""
+        import pytest
+        import syncprims as sp
+
+        @pytest.mark.world(ranks=2, kind="{kind}")
+        def test_print():
+            print("hello")
+            sp.barrier()
+    """)
+    out = project.run("-s").out
+    assert "[rank 0] hello\n" in out
+    assert "[rank 1] hello\n" in out
+
+
+def test_stopping_at_the_first_failure_leaves_nothing(project: Project) -> None:
+    project.write(
+        textwrap.dedent(BUGGY)
+        + textwrap.dedent("""
+        import threading
+
+        def test_never():
+            pass
+
+        @pytest.fixture(autouse=True, scope="session")
+        def nothing():
+            yield
+            assert threading.active_count() == 1
+    """)
+    )
+    result = project.run("-x", "-p", "no:randomly")
+    assert "1 failed" in result.out
+    assert "passed" not in result.out
+    assert "error" not in result.out.splitlines()[-1]
+
+
+def test_the_debugger_looks_into_a_rank(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        @pytest.mark.world(ranks=2, timeout=2)
+        def test_breakpoint():
+            mine = f"I am {sp.get_rank()}"
+            sp.barrier()
+            if sp.get_rank() == 1:
+                breakpoint()
+            sp.barrier()
+
+        @pytest.mark.world(ranks=2)
+        def test_raises():
+            mine = f"it was {sp.get_rank()}"
+            if sp.get_rank() == 1:
+                raise ValueError
+            sp.barrier()
+    """)
+    script = "import time; time.sleep(3)\np mine\nc\n"  # longer than the world's timeout
+    out = project.run("-k", "breakpoint", stdin=script).out
+    assert "'I am 1'" in out
+    assert "1 passed" in out
+    out = project.run("--pdb", "-k", "raises", stdin="p mine\nq\n").out
+    assert "'it was 1'" in out
+
+
+def test_it_loads_neither_torch_nor_numpy(project: Project) -> None:
+    project.write("""
+        import sys, pytest
+        import syncprims as sp
+
+        @pytest.mark.world(ranks=2, kind=["threads", "processes"])
+        def test_light():
+            sp.barrier()
+            assert not {"torch", "numpy"} & set(sys.modules)
+    """)
+    assert project.run("-p", "no:randomly").counts(passed=2)  # that one loads numpy itself
+
+
+def test_without_worlds_next_to_nothing_is_imported(project: Project) -> None:
+    project.write("""
+        import sys
+
+        def test_light():
+            loaded = {name for name in sys.modules if name.startswith("syncprims.testing.")}
+            assert "syncprims.testing.plugin" in loaded
+    """)
+    assert project.run().counts(passed=1)
+
+
+@pytest.mark.parametrize("mark", ["rank=2", "2, 'threads'", "ranks=[]", "kind='fibres'", "ranks=0"])
+def test_a_wrong_marker_is_told(project: Project, mark: str) -> None:
+    project.write(f"""
+        import pytest
+
+        @pytest.mark.world({mark})
+        def test_it():
+            pass
+    """)
+    result = project.run()
+    assert result.code != 0
+    assert "world" in result.out or "ranks" in result.out
+
+
+def test_what_would_run_once_only_is_refused(project: Project) -> None:
+    project.write("""
+        import unittest
+        import pytest
+
+        @pytest.mark.world(2)
+        class TestOld(unittest.TestCase):
+            def test_it(self):
+                pass
+
+        @pytest.mark.world(2)
+        async def test_async():
+            pass
+    """)
+    result = project.run()
+    assert result.counts(failed=2), result.out
+    assert "call syncprims.testing.run_world" in result.out
+    assert "asyncio.run" in result.out
+
+
+def test_it_works_under_xdist(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        @pytest.mark.world(ranks=3, kind=["threads", "processes"])
+        @pytest.mark.parametrize("number", range(6))
+        def test_many(number):
+            assert sp.get_world_size() == 3
+            sp.barrier()
+    """)
+    assert project.run("-n", "2").counts(passed=12)
+
+
+def test_a_timeout_of_pytests_ends_the_world(project: Project) -> None:
+    pytest.importorskip("pytest_timeout")
+    project.write("""
+        import threading
+        import pytest
+        import syncprims as sp
+
+        @pytest.mark.timeout(2)
+        @pytest.mark.world(ranks=2, kind=["threads", "processes"])
+        def test_hangs():
+            sp.barrier()
+            while sp.get_rank():
+                pass
+            sp.barrier()
+
+        def test_after():
+            assert threading.active_count() == 1
+    """)
+    result = project.run("-p", "no:randomly")
+    assert result.counts(failed=2, passed=1), result.out
+    assert result.out.count("from pytest-timeout") >= 2
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_coverage_counts_all_ranks(project: Project, workers: tuple[str, ...]) -> None:
+    """With the lines that docs/testing.md gives for processes."""
+    pytest.importorskip("pytest_cov")
+    lines = '[tool.coverage.run]\npatch = ["_exit"]\nparallel = true\n'
+    page = (ROOT / "docs/testing.md").read_text()
+    assert lines in textwrap.dedent(page.split("```toml")[1].split("```")[0])
+    project.write(lines, "pyproject.toml")
+    project.write(
+        """
+        import syncprims as sp
+
+        def work():
+            if sp.get_rank() == 1:
+                mine = "the second's"
+            elif sp.get_rank() == 2:
+                mine = "the third's"
+            else:
+                mine = "nobody's in particular"
+            sp.barrier()
+            return mine
+        """,
+        "program.py",
+    )
+    for kind in ("threads", "processes"):
+        project.write(f"""
+            import pytest
+            from program import work
+
+            @pytest.mark.world(ranks=3, kind="{kind}")
+            def test_it():
+                work()
+        """)
+        result = project.run("--cov=program", *workers)
+        (line,) = [line for line in result.out.splitlines() if line.startswith("program.py")]
+        assert line.split()[-1] == "100%", result.out
+
+
+# -- once per session ------------------------------------------------------------------------------
+
+ONCE = """
+    import os, pathlib, signal, time
+    import pytest
+    from syncprims.testing import once_per_session
+
+    log = pathlib.Path(os.environ["LOG"])
+
+    def note(text):
+        with log.open("a") as file:
+            file.write(text + "\\n")
+
+    def clean(value):
+        note(f"clean {value}")
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_one_worker_makes_it_and_all_have_it(
+    project: Project, tmp_path: Path, workers: Any
+) -> None:
+    project.write(ONCE, "conftest.py")
+    project.write("""
+        import pytest
+        from conftest import clean, note
+        from syncprims.testing import once_per_session
+
+        def make():
+            note("make")
+            return {"answer": 42}
+
+        @once_per_session.fixture("data", cleanup=clean)
+        def data(tmp_path_factory):
+            return make()
+
+        @pytest.mark.parametrize("number", range(8))
+        def test_it(number, data):
+            assert data == {"answer": 42}
+            assert once_per_session("other", lambda: note("other") or 7) == 7
+    """)
+    log = tmp_path / "log"
+    result = project.run(*workers, LOG=str(log))
+    assert result.counts(passed=8), result.out
+    assert sorted(log.read_text().splitlines()) == ["clean {'answer': 42}", "make", "other"]
+
+
+def test_a_killed_maker_is_replaced(project: Project, tmp_path: Path) -> None:
+    project.write(ONCE, "conftest.py")
+    project.write("""
+        import os, signal
+        import pytest
+        from conftest import log, note
+        from syncprims.testing import once_per_session
+
+        def make():
+            first = not log.exists()
+            note("make")
+            if first:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 42
+
+        @pytest.mark.parametrize("number", range(6))
+        def test_it(number):
+            assert once_per_session("data", make) == 42
+    """)
+    log = tmp_path / "log"
+    result = project.run("-n", "2", LOG=str(log))
+    assert result.counts(failed=1, passed=5), result.out  # xdist fails the test of the killed
+    assert log.read_text().splitlines() == ["make", "make"]
+
+
+def test_a_failing_maker_fails_all_with_its_cause(project: Project, tmp_path: Path) -> None:
+    project.write(ONCE, "conftest.py")
+    project.write("""
+        import pytest
+        from conftest import note
+        from syncprims.testing import once_per_session
+
+        def make():
+            note("make")
+            raise LookupError("no such data set")
+
+        @pytest.mark.parametrize("number", range(6))
+        def test_it(number):
+            with pytest.raises(LookupError, match="no such data set"):
+                once_per_session("data", make)
+    """)
+    log = tmp_path / "log"
+    result = project.run("-n", "2", LOG=str(log))
+    assert result.counts(passed=6), result.out
+    assert log.read_text().splitlines() == ["make"]
+
+
+def test_outside_of_a_session_it_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c",
+         "from syncprims.testing import once_per_session as o; o('x', dict)"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "there is no pytest session here" in done.stderr

@@ -1,0 +1,48 @@
+"""Every classic bug is found, under every schedule, with the right ranks and lines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.rank_bugs import BUGS, GOLDEN, RANKS, Bug, described, said
+from support.recording import tally
+
+from syncprims.testing import explore
+
+EXPECTED: dict[str, str] = json.loads(GOLDEN.read_text())
+ALWAYS = sorted(name for name, bug in BUGS.items() if not bug.by_order)
+BY_ORDER = sorted(name for name, bug in BUGS.items() if bug.by_order)
+
+
+def bug(name: str) -> Bug:
+    return BUGS[name]
+
+
+def test_the_corpus_is_whole() -> None:
+    assert len(BUGS) >= 30
+    assert sorted(EXPECTED) == ALWAYS
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_threads_find_it_on_a_hundred_seeds(name: str) -> None:
+    found = {said(bug(name).program, seed=seed) for seed in range(100)}
+    tally("schedules with a bug in them", 100)
+    assert found == {EXPECTED[name]}
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_processes_say_the_same(name: str) -> None:
+    assert said(bug(name).program, kind="processes") == EXPECTED[name]
+
+
+@pytest.mark.parametrize("strategy", ["random", "pct"])
+@pytest.mark.parametrize("name", BY_ORDER)
+def test_a_hundred_schedules_find_what_only_some_show(name: str, strategy: Any) -> None:
+    program = bug(name).program
+    with pytest.raises(AssertionError) as caught:
+        explore(program, RANKS, schedules=100, strategy=strategy, seed=1)
+    text = described(program, caught.value)
+    assert "AssertionError: " in text
+    assert "bug.py:" in text

@@ -1,0 +1,723 @@
+"""What `run_world` promises, in both kinds of world."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+from support.rank_worlds import CROWDED, skip_unless_crowded
+
+import syncprims as sp
+from syncprims.testing import (
+    DeadlockError,
+    Delay,
+    Kill,
+    Raise,
+    RankDied,
+    StallError,
+    Stop,
+    UnequalRounds,
+    run_world,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Kinds = Literal["threads", "processes"]
+
+KINDS = ["threads", "processes"]
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+def line_of(text: str) -> str:
+    """Return the place in this file where `text` stands, as messages show it."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}")]
+    return f"tests/testing/test_run_world.py:{number}"
+
+
+def at_top_level() -> tuple[int, int]:
+    sp.barrier()
+    return sp.get_rank(), os.getpid()
+
+
+# -- when all is well ------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_each_ranks_result_comes_back_in_rank_order(kind: Kinds, ranks: int) -> None:
+    def program() -> Any:
+        assert sp.get_world_size() == sp.get_local_world_size() == ranks
+        assert (sp.is_main(), sp.is_last()) == (sp.get_rank() == 0, sp.get_rank() == ranks - 1)
+        with sp.main_first():
+            pass
+        everybody = sp.all_gather(sp.get_rank())
+        assert sp.broadcast({"lr": sp.get_rank()}, src=ranks - 1) == {"lr": ranks - 1}
+        with sp.in_turn():
+            pass
+        return sp.get_rank(), everybody, sp.all_reduce(sp.get_rank() + 1), sp.split(range(10))
+
+    found = run_world(program, ranks, kind=kind)
+    assert [rank for rank, *_ in found] == list(range(ranks))
+    assert all(everybody == list(range(ranks)) for _, everybody, *_ in found)
+    assert {total for _, _, total, _ in found} == {ranks * (ranks + 1) // 2}
+    assert [n for *_, share in found for n in share] == list(range(10))
+
+
+@both
+def test_groups_flags_and_triggers_work_inside(kind: Kinds) -> None:
+    def program() -> Any:
+        evens = sp.group([0, 2])
+        if sp.get_rank() % 2 == 0:
+            with evens:
+                assert sp.all_gather(sp.get_rank()) == [0, 2]
+        trigger = sp.Trigger("stop", lag=1)
+        seen = []
+        for step in range(4):
+            if step == 1 and sp.get_rank() == 3:
+                trigger.set("enough")
+            seen.append(trigger.check())
+        return seen, sp.any_rank(sp.get_rank() == 1), sp.all_ranks(sp.get_rank() == 1)
+
+    assert run_world(program, kind=kind) == [([False, False, True, False], True, False)] * 4
+
+
+def test_ranks_are_threads_of_this_process_or_processes() -> None:
+    threads = run_world(at_top_level, 2)
+    assert [pid for _, pid in threads] == [os.getpid()] * 2
+    processes = run_world(at_top_level, 2, kind="processes")
+    assert len({os.getpid(), *(pid for _, pid in processes)}) == 3
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+def test_functions_of_a_test_file_reach_every_kind_of_process(start: Any) -> None:
+    found = run_world(at_top_level, 2, kind="processes", start=start)
+    assert [rank for rank, _ in found] == [0, 1]
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+def test_descriptors_may_have_any_number(start: str) -> None:
+    skip_unless_crowded()
+    source = (
+        f"{CROWDED}import syncprims\nfrom syncprims.testing import run_world\n"
+        f"print(run_world(syncprims.get_rank, 2, kind='processes', start={start!r}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "[0, 1]\n", done.stderr
+
+
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])
+def test_a_function_that_cannot_be_sent_is_told(start: Any) -> None:
+    with pytest.raises(TypeError, match="top level"):
+        run_world(lambda: None, 2, kind="processes", start=start)
+
+
+@both
+def test_a_programs_own_start_and_end_are_its_own(kind: Kinds) -> None:
+    """What a script's main does: it asks for a backend and a timeout, ends, and starts again."""
+
+    def main() -> Any:
+        with sp.init("nccl", timeout=50) as world:
+            first = sp.all_gather(sp.get_rank()), world.timeout
+        with pytest.raises(sp.WorldClosed):
+            sp.barrier()
+        assert sp.get_rank() == world.rank
+        return first
+
+    assert run_world(main, 2, kind=kind) == [([0, 1], 50)] * 2
+
+    def twice() -> Any:
+        sp.barrier()
+        sp.shutdown()
+        sp.init()
+        sp.barrier("again")
+        return sp.all_gather(sp.get_rank())
+
+    assert run_world(twice, 2, kind=kind) == [[0, 1]] * 2
+
+
+def test_ranks_may_believe_to_be_on_several_machines() -> None:
+    log: list[tuple[int, str]] = []
+
+    def program() -> Any:
+        with sp.main_first(local=True):
+            log.append((sp.get_node_rank(), "first" if sp.is_local_main() else "then"))
+        sp.barrier()
+        shared = sp.on_local_main(share=True)(lambda: f"made by {sp.get_rank()}")()
+        return sp.get_node_rank(), sp.get_local_rank(), sp.get_local_world_size(), shared
+
+    found = run_world(program, 4, nodes=2)
+    assert found == [(r // 2, r % 2, 2, f"made by {r // 2 * 2}") for r in range(4)]
+    for node in range(2):
+        assert [what for of, what in log if of == node] == ["first", "then"]
+
+
+def test_a_world_does_not_disturb_the_one_that_runs_around_it() -> None:
+    outer = sp.current()
+    try:
+        assert run_world(sp.get_world_size, 3) == [3, 3, 3]
+        assert run_world(lambda: sp.current() is outer, 2) == [False, False]
+        assert sp.current() is outer
+        assert sp.all_gather("alone") == ["alone"]
+    finally:
+        sp.shutdown()
+        # The door that it closed is its own: the next test starts anew.
+        from syncprims._world import runtime
+
+        runtime._state.ended = runtime._state.topology = None
+
+
+def test_worlds_can_stand_in_worlds() -> None:
+    def outer() -> Any:
+        mine = sp.get_rank()
+        inner = run_world(lambda: sp.all_gather((mine, sp.get_rank())), 2)
+        sp.barrier()
+        return sp.get_rank(), inner[0]
+
+    assert run_world(outer, 2) == [(r, [(r, 0), (r, 1)]) for r in range(2)]
+
+
+def test_worlds_of_several_threads_stand_side_by_side() -> None:
+    found: dict[int, Any] = {}
+
+    def one(size: int) -> None:
+        found[size] = [run_world(lambda: sp.all_reduce(1), size) for _ in range(20)]
+
+    threads = [threading.Thread(target=one, args=(size,)) for size in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {2: [[2, 2]] * 20, 3: [[3, 3, 3]] * 20}
+
+
+@both
+def test_a_launchers_variables_around_the_test_are_not_the_worlds(
+    kind: Kinds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SYNCPRIMS_BACKEND", "torch")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "64")
+    found = run_world(lambda: (sp.get_rank(), sp.get_world_size()), 2, kind=kind)
+    assert found == [(0, 2), (1, 2)]
+    if kind == "processes":  # there, a script finds what torchrun would have told it
+        assert run_world(lambda: os.environ["RANK"], 2, kind=kind) == ["0", "1"]
+
+
+@both
+def test_the_users_settings_hold_in_the_world(kind: Kinds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCPRIMS_TIMEOUT", "17")
+    assert run_world(lambda: sp.current().timeout, 2, kind=kind) == [17, 17]
+
+
+def test_a_thread_that_is_no_rank_is_told_so() -> None:
+    def program() -> Any:
+        said: list[Any] = []
+
+        def stranger() -> None:
+            with pytest.raises(sp.ConfigurationError, match="copy_context") as caught:
+                sp.barrier()
+            said.append(caught.value)
+
+        thread = threading.Thread(target=stranger)
+        thread.start()
+        thread.join()
+        return len(said)
+
+    assert run_world(program, 2) == [1, 1]
+
+
+def test_a_child_that_a_rank_forks_is_no_rank() -> None:
+    def program() -> Any:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            with contextlib.suppress(BaseException):
+                said = ""
+                try:
+                    sp.barrier()
+                except sp.ForkedProcess as error:
+                    said = f"{sp.get_rank()} {error}"
+                os.write(writer, said.encode())
+            os._exit(0)
+        os.close(writer)
+        os.waitpid(pid, 0)
+        with os.fdopen(reader, "rb") as file:
+            return file.read().decode()
+
+    # A fork beside other threads is a warning from Python 3.12 on, and what is tried here.
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for rank, said in enumerate(run_world(program, 2)):
+            assert said.startswith(f"{rank} process ")
+            assert f"forked child of rank {rank}" in said
+
+
+# -- when ranks wait in vain -----------------------------------------------------------------------
+
+
+@both
+def test_a_skipped_barrier_is_a_deadlock_that_names_every_rank(kind: Kinds) -> None:
+    def program() -> None:
+        sp.all_reduce(1)  # in step
+        if sp.is_main():
+            sp.barrier("loaded")  # skipped by the others
+
+    with pytest.raises(DeadlockError) as caught:
+        run_world(program, 3, kind=kind)
+    step, skipped = line_of("in step"), line_of("skipped by the others")
+    assert str(caught.value).splitlines()[:5] == [
+        "rank 0 of 3 waits and can never go on; ranks [1, 2] have finished",
+        f"  rank 0: waits in its round 2, barrier 'loaded' ({skipped})",
+        f"  rank 1: finished after its round 1, all_reduce ({step})",
+        f"  rank 2: finished after its round 1, all_reduce ({step})",
+        (
+            f"first difference: round 2 is barrier 'loaded' ({skipped}) on rank 0, and none on "
+            f"ranks [1, 2]"
+        ),
+    ]
+    assert isinstance(caught.value.__cause__, sp.PeerLost)
+    assert (caught.value.arrived, caught.value.missing) == ([0], [1, 2])
+
+
+@both
+def test_a_waiter_whose_peer_has_finished_may_cope_as_in_production(kind: Kinds) -> None:
+    def program() -> str:
+        if sp.is_main():
+            with pytest.raises(sp.PeerLost, match="rank 1 finished"):
+                sp.barrier()
+            return "coped"
+        return "left"
+
+    assert run_world(program, 2, kind=kind) == ["coped", "left"]
+
+
+@both
+def test_ranks_that_wait_for_each_other_in_different_groups(kind: Kinds) -> None:
+    def program() -> None:
+        pair = sp.group([0, 1])
+        if sp.get_rank() == 0:
+            pair.barrier("inner")
+        sp.barrier("outer")
+        if sp.get_rank() == 1:
+            pair.barrier("inner")
+
+    with pytest.raises(DeadlockError, match=r"ranks \[0, 1, 2\] of 3 wait") as caught:
+        run_world(program, 3, kind=kind)
+    assert "rank 0: waits in its round 2, barrier 'inner'" in str(caught.value)
+    assert "in group [0, 1]" in str(caught.value)
+    assert isinstance(caught.value.__cause__, sp.CollectiveMismatch)
+
+
+@both
+def test_ranks_that_come_for_different_things_get_what_production_gives(kind: Kinds) -> None:
+    def program() -> None:
+        if sp.is_main():
+            sp.barrier("a")
+        else:
+            sp.broadcast(1)
+
+    with pytest.raises(sp.CollectiveMismatch, match="rank 0: barrier 'a'"):
+        run_world(program, 3, kind=kind)
+
+
+@both
+def test_unequal_rounds_are_an_error_even_if_nobody_hung(kind: Kinds) -> None:
+    def program() -> None:
+        trigger = sp.Trigger(lag=1)
+        for _ in range(3 + (sp.get_rank() == 1)):
+            trigger.check()
+
+    with pytest.raises(UnequalRounds, match="round 4 is none on rank 0, and trigger"):
+        run_world(program, 2, kind=kind)
+
+
+def test_half_an_hour_passes_in_no_time() -> None:
+    begin = time.monotonic()
+
+    def program() -> Any:
+        sp.barrier("step", timeout=1800)
+
+    with pytest.raises(sp.SyncTimeout) as caught:
+        run_world(program, 3, faults=[Delay(1, at="step", seconds=3600)])
+    assert caught.value.waited == 1800
+    assert (caught.value.missing, caught.value.arrived) == ([1], [0, 2])
+    assert time.monotonic() - begin < 60  # thirty times less than what passed in there
+
+    assert run_world(program, 3, faults=[Delay(1, at="step", seconds=1700)]) == [None] * 3
+
+
+def test_time_stands_still_while_anybody_can_go_on() -> None:
+    def program() -> list[float]:
+        board = sp.current().group._rounds._board
+        times = []
+        for _ in range(3):
+            sp.barrier()
+            times.append(board.now())
+        return times
+
+    assert run_world(program, 3) == [[0.0] * 3] * 3
+    late = run_world(program, 3, faults=[Delay(2, at=2, seconds=5)])
+    assert late == [[0.0, 5.0, 5.0]] * 3
+
+
+def test_a_long_wait_warns_as_in_production(caplog: pytest.LogCaptureFixture) -> None:
+    run_world(lambda: sp.barrier(timeout=1000), 2, faults=[Delay(1, at=1, seconds=100)])
+    (first, second) = [record.getMessage() for record in caplog.records]
+    assert "still waiting for ranks [1]" in first
+    assert "for 30 s" in first
+    assert "for 90 s" in second
+
+
+# -- when ranks raise ------------------------------------------------------------------------------
+
+
+class Odd(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@both
+@pytest.mark.parametrize(
+    "error", [ValueError("bad"), KeyError("k"), OSError(28, "full"), Odd(1, 2), AssertionError()]
+)
+def test_a_ranks_own_exception_is_raised(kind: Kinds, error: Exception) -> None:
+    def program() -> None:
+        sp.barrier("start")
+        if sp.get_rank() == 2:
+            raise error
+        sp.barrier("end")
+
+    with pytest.raises(type(error)) as caught:
+        run_world(program, 4, kind=kind)
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+    assert (caught.value is error) == (kind == "threads")
+    note = "\n".join(caught.value.__notes__)
+    assert "rank 2 of 4: raised" in note
+    assert "after its round 1, barrier 'start'" in note
+    assert "rank 0: PeerFailed in its round 2, barrier 'end'" in note
+    if kind == "processes":
+        assert "in program" in str(caught.value.__cause__)  # the traceback of the other process
+
+
+@both
+def test_a_type_that_only_the_rank_knows_keeps_its_text(kind: Kinds) -> None:
+    def program() -> None:
+        class Local(Exception):
+            pass
+
+        raise Local("nowhere else")
+
+    with pytest.raises(Exception, match="nowhere else") as caught:
+        run_world(program, 2, kind=kind)
+    assert "Local" in repr(caught.value)
+
+
+@both
+def test_several_causes_of_one_type_raise_the_lowest_ranks(kind: Kinds) -> None:
+    def program() -> None:
+        sp.barrier()
+        raise ValueError(f"rank {sp.get_rank()}")
+
+    with pytest.raises(ValueError, match="rank 0") as caught:
+        run_world(program, 3, kind=kind)
+    assert "rank 2: raised ValueError: rank 2" in "\n".join(caught.value.__notes__)
+
+
+@both
+def test_causes_of_several_types_are_a_group_ordered_by_rounds(kind: Kinds) -> None:
+    def program() -> None:
+        if sp.get_rank() == 1:
+            raise KeyError("early")
+        with pytest.raises(sp.PeerFailed):
+            sp.barrier()
+        raise (ValueError if sp.get_rank() else LookupError)("late") from None
+
+    with pytest.raises(ExceptionGroup, match="failed independently") as caught:
+        run_world(program, 3, kind=kind)
+    assert [type(e) for e in caught.value.exceptions] == [KeyError, LookupError, ValueError]
+
+
+@both
+def test_what_is_raised_over_a_consequence_is_one(kind: Kinds) -> None:
+    def program() -> None:
+        if sp.get_rank() == 1:
+            raise ValueError("the cause")
+        try:
+            sp.barrier()
+        except sp.SyncError as error:
+            raise RuntimeError("training failed") from error
+
+    with pytest.raises(ValueError, match="the cause"):
+        run_world(program, 3, kind=kind)
+
+
+@both
+def test_the_ways_out_that_are_no_errors(kind: Kinds) -> None:
+    def program() -> Any:
+        sp.barrier()
+        if sp.get_rank() == 1:
+            sys.exit(0)
+        return "here"
+
+    assert run_world(program, 2, kind=kind) == ["here", None]
+
+    def nonzero() -> None:
+        if sp.get_rank() == 1:
+            sys.exit(3)
+        sp.barrier()
+
+    with pytest.raises(SystemExit) as caught:
+        run_world(nonzero, 2, kind=kind)
+    assert caught.value.code == 3
+
+
+@both
+def test_an_interrupt_in_a_rank_is_an_interrupt(kind: Kinds) -> None:
+    def program() -> None:
+        if sp.get_rank() == 1:
+            raise KeyboardInterrupt
+        sp.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_world(program, 2, kind=kind)
+
+
+@both
+def test_a_shared_failure_leaves_the_ranks_in_step(kind: Kinds) -> None:
+    def program() -> str:
+        try:
+            with sp.main_first():
+                if sp.is_main():
+                    raise OSError("disk")
+        except (OSError, sp.PeerFailed):
+            pass
+        sp.barrier("on we go")
+        return "fine"
+
+    assert run_world(program, 3, kind=kind) == ["fine"] * 3
+
+
+@both
+def test_a_cause_that_a_cleanup_has_buried_is_named(kind: Kinds) -> None:
+    """A barrier in a `finally` is met by ranks that are elsewhere."""
+
+    def program() -> None:
+        try:
+            if sp.get_rank() == 1:
+                raise ValueError("the cause")
+            sp.barrier("step")
+        finally:
+            sp.barrier("cleanup")
+
+    with pytest.raises(sp.CollectiveMismatch) as caught:
+        run_world(program, 3, kind=kind)
+    note = "\n".join(caught.value.__notes__)
+    assert "rank 1 of 3: raised CollectiveMismatch, while it handled ValueError: the cause" in note
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+@both
+def test_a_killed_rank_is_lost_to_the_others(kind: Kinds) -> None:
+    def program() -> Any:
+        sp.barrier("one")
+        try:
+            sp.barrier("two")
+        except sp.PeerLost as error:
+            return error.rank, "SIGKILL" in str(error)
+        return None
+
+    found = run_world(program, 3, kind=kind, faults=[Kill(2, at=2)])
+    assert found == [(2, True), (2, True), None]
+
+    def careless() -> None:
+        sp.barrier("one")
+        sp.barrier("two")
+
+    with pytest.raises(sp.PeerLost, match="rank 2"):
+        run_world(careless, 3, kind=kind, faults=[Kill(rank=2, at="two")])
+
+
+def test_a_killed_thread_stays_dead_whatever_its_code_does() -> None:
+    tried: list[int] = []
+
+    def program() -> None:
+        try:
+            sp.barrier()
+        except sp.PeerLost:
+            return
+        except BaseException:
+            tried.append(sp.get_rank())
+            sp.barrier("from the grave")
+
+    run_world(program, 3, faults=[Kill(1)])
+    assert tried == [1]
+
+
+@both
+@pytest.mark.parametrize("error", [ValueError("injected"), KeyError])
+def test_a_call_can_be_made_to_raise(kind: Kinds, error: Any) -> None:
+    def program() -> None:
+        for step in range(3):
+            sp.barrier(f"step {step}")
+
+    wanted = error if isinstance(error, type) else type(error)
+    with pytest.raises(wanted) as caught:
+        run_world(program, 2, kind=kind, faults=[Raise(1, at="step 1", error=error)])
+    assert "rank 1 of 2: raised" in "\n".join(caught.value.__notes__)
+
+
+@both
+def test_a_stopped_rank_is_a_stall_and_no_death(kind: Kinds) -> None:
+    with pytest.raises(StallError, match=r"wait for ranks \[1\], which are stopped"):
+        run_world(lambda: sp.barrier(), 3, kind=kind, faults=[Stop(1)])
+
+
+@both
+def test_a_busy_rank_is_a_stall_that_shows_all_stacks(kind: Kinds) -> None:
+    def program() -> None:
+        if sp.get_rank() == 1:
+            while True:
+                pass  # busy for ever
+        sp.barrier("in vain")  # waited at
+
+    with pytest.raises(StallError) as caught:  # processes take a while to get there
+        run_world(program, 2, kind=kind, timeout=0.3 if kind == "threads" else 5)
+    text = str(caught.value)
+    waits = f"rank 0: waits in its round 1, barrier 'in vain' ({line_of('waited at')})"
+    assert waits in text or (kind == "threads" and "rank 0: could go on" in text)
+    assert "rank 1: is busy before its first call" in text
+    assert text.count("stack of rank") == 2
+    shown = text.split("stack of rank 1:")[1]
+    number = line_of("busy for ever").split(":")[1]
+    assert re.search(rf"test_worlds.py\", line ({number}|{int(number) - 1}),? in program", shown)
+
+
+def test_a_rank_that_dies_by_itself_is_told() -> None:
+    def program() -> None:
+        if sp.get_rank() == 1:
+            os._exit(7)
+
+    with pytest.raises(RankDied, match="rank 1: exit code 7"):
+        run_world(program, 2, kind="processes")
+
+
+def test_the_root_cause_is_shown_even_if_others_never_end() -> None:
+    def program() -> None:
+        if sp.get_rank() == 1:
+            raise ValueError("the cause")
+        with contextlib.suppress(sp.PeerFailed):
+            sp.barrier()
+        while True:
+            pass
+
+    with pytest.raises(ValueError, match="the cause"):
+        run_world(program, 2, timeout=0.3)
+
+
+# -- what is asked wrongly -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"ranks": 0}, ValueError),
+        ({"ranks": "4"}, TypeError),
+        ({"kind": "greenlets"}, ValueError),
+        ({"backend": "file"}, ValueError),
+        ({"faults": [Kill(9)]}, ValueError),
+        ({"nodes": 3}, ValueError),
+        ({"nodes": 2, "kind": "processes"}, ValueError),
+        ({"faults": ["kill"]}, TypeError),
+        ({"seed": "tomorrow"}, ValueError),
+        ({"timeout": -1}, ValueError),
+        ({"kind": "processes", "backend": "carrier pigeons"}, sp.ConfigurationError),
+    ],
+)
+def test_wrong_wishes_are_refused(asked: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        run_world(lambda: None, **asked)
+
+
+def test_a_fault_has_a_round() -> None:
+    with pytest.raises(ValueError, match="from 1"):
+        Kill(0, at=0)
+
+
+def test_threads_are_no_backend_for_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCPRIMS_BACKEND", "threads")
+    with pytest.raises(sp.ConfigurationError, match="run_world"):
+        sp.init()
+
+
+# -- nothing is left -------------------------------------------------------------------------------
+
+
+def _leave_a_child() -> None:
+    if not os.fork():
+        threading.Event().wait(60)
+        os._exit(0)
+
+
+@both
+def test_what_ranks_leave_behind_goes_with_the_world(kind: Kinds) -> None:
+    def program() -> Any:
+        if kind == "processes":
+            _leave_a_child()
+        sp.barrier()
+
+    assert run_world(program, 2, kind=kind) == [None, None]  # and the fixture looks for the rest
+
+
+def _many(count: int, end: Callable[[int], dict[str, Any]]) -> None:
+    def program() -> None:
+        sp.barrier()
+        sp.barrier()
+
+    for number in range(count):
+        with contextlib.suppress(sp.PeerLost, ValueError):
+            run_world(program, 3, seed=number, **end(number))
+
+
+ENDS: list[dict[str, Any]] = [
+    {},
+    {"faults": [Kill(1, at=2)]},
+    {"faults": [Raise(2, at=2, error=ValueError)]},
+]
+
+
+def test_hundreds_of_worlds_leave_nothing() -> None:
+    threads = threading.active_count()
+    fds = len(os.listdir("/dev/fd"))  # noqa: PTH208
+    _many(200, lambda number: ENDS[number % 3])
+    assert threading.active_count() == threads
+    assert len(os.listdir("/dev/fd")) == fds  # noqa: PTH208
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "count"), [("threads", 10_000), ("processes", 300)])
+def test_thousands_of_worlds_leave_nothing(kind: Kinds, count: int) -> None:
+    threads = threading.active_count()
+    fds = len(os.listdir("/dev/fd"))  # noqa: PTH208
+    _many(count, lambda number: {"kind": kind, **ENDS[number % 3]})
+    assert threading.active_count() == threads
+    assert len(os.listdir("/dev/fd")) == fds  # noqa: PTH208

@@ -1,0 +1,477 @@
+"""``syncprims trace``: what it makes of a run, and of files that are not as they were written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.traces import SECOND, Planted
+
+from syncprims._protocol.trace_file import SEGMENT, START, Recorder
+from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.tracing import chrome, page, picture, table
+from syncprims.tracing.reading import find_runs, read_run
+from syncprims.tracing.timeline import LATE, WAITS
+from syncprims.tracing.waits import analyse, seconds_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncprims.tracing.waits import Analysis
+
+AT = 1000 * SECOND
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
+    """A run of four ranks: rank 2 is a second late to each of ten barriers, rank 0 once."""
+    run = Planted(tmp_path / "trace", monkeypatch, 4)
+    for rank in range(4):
+        run.rank(rank)
+    run.round(1, [AT] * 4, kind="init", site="train.py:1")
+    for step in range(10):
+        base = AT + (2 * step + 1) * SECOND
+        run.round(step + 2, [base, base, base + SECOND, base], name="epoch end")
+    base = AT + 30 * SECOND
+    run.round(12, [base + SECOND // 2, base, base, base], kind="all_reduce", site="train.py:9")
+    run.leave(AT + 40 * SECOND)
+    return run
+
+
+def analysis_of(planted: Planted) -> Analysis:
+    (folder,) = find_runs(planted.directory)
+    return analyse(read_run(folder))
+
+
+def command(*args: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if "SYNCPRIMS" not in name}
+    return subprocess.run(
+        [sys.executable, "-m", "syncprims", "trace", *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environ, **variables},
+    )
+
+
+# -- who made whom wait -------------------------------------------------------------------------
+
+
+def test_waiting_is_laid_on_who_came_last(planted: Planted) -> None:
+    found = analysis_of(planted)
+    worst, other = found.rows
+    assert (worst.late, str(worst.call)) == (2, "barrier 'epoch end'")
+    assert worst.call.site == "train.py:7"
+    assert worst.times == 10
+    assert worst.waited == pytest.approx(30.0)
+    assert worst.longest == pytest.approx(1.0)
+    assert sorted(worst.waiting) == [0, 1, 3]
+    assert (other.late, str(other.call)) == (0, "all_reduce")
+    assert other.waited == pytest.approx(1.5)
+    assert found.stragglers == [2]
+    assert found.verdict == (
+        "Rank 2 is the straggler: the others waited 30 s for it in all, 95% of all waiting for a "
+        "rank, mostly at barrier 'epoch end' (train.py:7)."
+    )
+    waited_for = [one.waited_for for one in found.summaries]
+    assert waited_for == pytest.approx([1.5, 0, 30.0, 0])
+    assert found.summaries[0].span == pytest.approx(40.0)
+    assert found.summaries[0].waiting == pytest.approx(10.0, rel=1e-3)
+    assert {one.end for one in found.summaries} == {"well"}
+
+
+def test_without_a_straggler_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Planted(tmp_path, monkeypatch, 4)
+    for rank in range(4):
+        run.rank(rank)
+    for step in range(8):
+        arrivals = [AT + 2 * step * SECOND] * 4
+        arrivals[step % 4] += SECOND
+        run.round(step + 1, arrivals)
+    run.leave(AT + 20 * SECOND)
+    found = analysis_of(run)
+    assert found.stragglers == []
+    assert found.verdict.startswith("No rank is the straggler: ranks waited 24 s for each other")
+
+
+def test_a_rank_that_never_comes_is_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Planted(tmp_path, monkeypatch, 3)
+    for rank in range(3):
+        run.rank(rank)
+    run.round(1, [AT] * 3)
+    run.round(2, [AT + SECOND, None, AT + SECOND], name="save", costs=5 * SECOND)
+    run.leave(AT + 20 * SECOND, ranks=[0, 2])
+    found = analysis_of(run)
+    (row,) = [row for row in found.rows if row.late == 1]
+    assert str(row.call) == "barrier 'save'"
+    assert row.waited == pytest.approx(5.0 + 15.0)
+    assert found.summaries[1].end == "killed, or still running"
+    assert found.stragglers == [1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (3e-9, "3 ns"), (1.5e-6, "1.5 us"), (0.25, "250 ms"), (61.2, "61.2 s"),
+     (999.7, "1000 s"), (12345.6, "12346 s")],
+)  # fmt: skip
+def test_times_have_units(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+# -- one clock --------------------------------------------------------------------------------
+
+
+def test_clocks_of_hosts_are_aligned_by_the_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Planted(tmp_path, monkeypatch, 4)
+    ahead = 12_345 * SECOND
+    for rank in range(4):
+        other = rank >= 2
+        run.rank(rank, clock="host b" if other else "host a", ahead=ahead if other else 0)
+    rng = np.random.default_rng(0)
+    arrivals: list[list[int]] = []
+    for step in range(2000):
+        base = AT + step * SECOND
+        # Now this host is last, now that one: so both sides are bound, to about 10 us.
+        came = [base + int(jitter) for jitter in rng.uniform(0, SECOND / 2, 4)]
+        arrivals.append(came)
+        run.round(step + 1, came, costs=10_000, drift=20e-6)
+    run.leave(AT + 2001 * SECOND)
+    found = analysis_of(run)
+    assert found.alignment.hosts == [os.uname().nodename]
+    assert not found.alignment.guessed
+    # Between the middles of two windows the clock has drifted by 200 us; it is found to half of it.
+    assert found.alignment.error < 2e-4
+    (meetings,) = found.groups
+    off = meetings.posted - np.array(arrivals)
+    off -= off[:, :1]
+    assert np.abs(off).max() < 3e5
+    late = [int(np.argmax(came)) for came in arrivals]
+    assert (meetings.late == late).mean() > 0.99
+
+
+def test_hosts_that_share_no_round_are_set_by_the_calendar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Planted(tmp_path, monkeypatch, 2)
+    run.rank(0, clock="host a")
+    run.rank(1, clock="host b")
+    run.round(1, [AT, None])
+    run.leave(AT + SECOND)
+    done = command(tmp_path)
+    assert done.returncode == 0
+    assert "were set by the calendar, since they share no round with the others" in done.stderr
+
+
+# -- files that are not as they were ------------------------------------------------------------
+
+
+def test_a_file_cut_off_anywhere_gives_what_is_left(planted: Planted) -> None:
+    path = next(planted.directory.glob("*/rank-1.trace"))
+    whole = path.read_bytes()
+    rounds = []
+    for length in range(0, len(whole) + 1, 97):
+        path.write_bytes(whole[:length])
+        (folder,) = find_runs(planted.directory)
+        run = read_run(folder)
+        found = [len(trace.rounds) for trace in run.ranks if trace.rank == 1]
+        rounds.append(found[0] if found else 0)
+        if not found:
+            assert "rank-1.trace is no trace, or was cut off before the first round" in "\n".join(
+                run.complaints
+            )
+        analyse(run)
+    assert rounds == sorted(rounds)
+    assert rounds[-1] in (11, 12)
+
+
+def test_damage_is_told_and_the_rest_is_shown(planted: Planted) -> None:
+    path = next(planted.directory.glob("*/rank-1.trace"))
+    whole = path.read_bytes()
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        data = bytearray(whole)
+        for at in rng.integers(0, len(data), 3):
+            data[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(data)
+        (folder,) = find_runs(planted.directory)
+        analyse(read_run(folder))  # whatever it says, it says it
+    path.write_bytes(bytes([255]) * SEGMENT + whole)
+    (folder,) = find_runs(planted.directory)
+    run = read_run(folder)
+    assert len(run.ranks) == 4
+    assert run.complaints == [
+        "rank-1.trace: bytes 0 to 262144 are damaged or of something else, and left out"
+    ]
+    data = bytearray(whole)
+    data[START + 5 * 40 + 32] = 77  # the kind of an entry
+    path.write_bytes(data)
+    assert "1 entries of segment 0 are damaged" in read_run(folder).complaints[0]
+
+
+def test_foreign_files_are_named(planted: Planted) -> None:
+    folder = next(planted.directory.iterdir())
+    folder.joinpath("rank-3.trace").write_text("a love letter\n" * 100)
+    folder.joinpath("notes.txt").write_text("not ours")
+    done = command(planted.directory)
+    assert done.returncode == 0
+    assert "syncprims: rank-3.trace: bytes 0 to 1400 are damaged or of something" in done.stderr
+    assert "syncprims: no trace of ranks [3] of 4" in done.stderr
+    assert "Rank 2 is the straggler" in done.stdout
+
+
+def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
+    done = command(tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"syncprims: {tmp_path} holds no trace: it is made by a run with "
+        f"SYNCPRIMS_TRACE={tmp_path}\n"
+    )
+    assert "is no directory" in command(tmp_path / "absent").stderr
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.joinpath("rank-0.trace").write_bytes(b"x" * 5000)
+    with pytest.raises(ConfigurationError, match=r"nothing in .* can be read"):
+        read_run(folder)
+
+
+def test_a_run_that_is_not_there_names_those_that_are(planted: Planted) -> None:
+    done = command(planted.directory, "--run", "yesterday")
+    assert done.returncode == 2
+    assert "has no such run; it has planted" in done.stderr
+
+
+# -- what is written ----------------------------------------------------------------------------
+
+
+def test_nothing_is_cut_off_and_nothing_coloured_where_there_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Planted(tmp_path, monkeypatch, 2)
+    name, site = "n" * 180, "folder/" * 20 + "train.py:7"
+    for rank in range(2):
+        run.rank(rank)
+    run.round(1, [AT, AT + SECOND], name=name, site=site)
+    run.leave(AT + 2 * SECOND)
+    out = command(tmp_path, COLUMNS="40", FORCE_COLOR="1").stdout
+    assert f"barrier '{name}'" in out
+    assert site in out
+    assert "\x1b" not in out
+
+
+def test_the_chrome_trace_is_as_its_format_says(planted: Planted) -> None:
+    assert command(planted.directory).returncode == 0
+    data = json.loads(planted.directory.joinpath("trace.json").read_text())
+    assert data["displayTimeUnit"] in ("ms", "ns")
+    events: list[dict[str, Any]] = data["traceEvents"]
+    host = os.uname().nodename
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {rank: f"rank {rank} ({host})" for rank in range(4)}
+    for event in events:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ph"] in "MXisf"
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == 4 * 12
+    assert all(e["dur"] >= 0 and e["name"] and e["cat"] for e in slices)
+    late = [e for e in slices if e["pid"] == 0 and e["name"] == "barrier 'epoch end'"]
+    assert [e["dur"] for e in late] == pytest.approx([1e6 + 1] * 10)
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == 11
+    for number, end in ends.items():
+        assert end["bp"] == "e"
+        assert end["ts"] >= starts[number]["ts"]
+        assert end["name"] == starts[number]["name"]
+        for event in (starts[number], end):  # an arrow hangs on a slice
+            assert any(
+                s["pid"] == event["pid"] and s["ts"] <= event["ts"] <= s["ts"] + s["dur"]
+                for s in slices
+            )
+
+
+def test_a_long_trace_keeps_its_longest_waits(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(chrome, "MOST_SLICES", 30)
+    path = tmp_path / "short.json"
+    assert chrome.write(analysis_of(planted), path) == 18
+    slices = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sum(e["dur"] > 9e5 for e in slices) == 30
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_the_picture_shows_the_straggler(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    run = Planted(tmp_path / "t", monkeypatch, ranks)
+    for rank in range(ranks):
+        run.rank(rank)
+    for step in range(50):
+        came = [AT + 2 * step * SECOND] * ranks
+        came[1] += SECOND
+        run.round(step + 1, came, name="epoch end")
+    run.leave(AT + 100 * SECOND)
+    path = tmp_path / "timeline.png"
+    done = command(run.directory, "--png", path)
+    assert done.returncode == 0
+    assert f"{path}: the timeline" in done.stdout
+    image = imread(path)[:, :, :3]
+
+    def pixels(colour: str) -> Any:
+        near = np.abs(image - np.array(to_rgb(colour))).max(axis=2) < 0.02
+        return near[:, : int(image.shape[1] * 0.75)]
+
+    waits, late = pixels(WAITS).sum(axis=1), pixels(LATE).sum(axis=1)
+    wide = image.shape[1] // 4  # about half of a row, which is two thirds of the picture
+    rows_waiting, rows_late = waits > wide, late > wide
+    assert rows_late.any()
+    assert not (rows_waiting & rows_late).any()
+    bands = np.diff(np.append(0, rows_late.astype(int))) == 1
+    assert bands.sum() == 1  # one row, as high as every other
+    assert rows_late.sum() == pytest.approx((rows_waiting | rows_late).sum() / ranks, rel=0.35)
+
+
+def test_the_page_needs_nothing_else(planted: Planted, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    page.draw(analysis_of(planted), path)
+    text = path.read_text()
+    assert not re.search(r"https?:|src=|@import|url\(|<link", text)
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert found is not None
+    data = json.loads(found[1])
+    assert data["stragglers"] == [2]
+    assert [line["name"] for line in data["lines"]] == [f"rank {rank}" for rank in range(4)]
+    assert len(data["lines"][2]["late"]) == 10
+    assert len(data["lines"][0]["waits"]) == 12
+
+
+def test_names_cannot_end_the_pages_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Planted(tmp_path / "t", monkeypatch, 2)
+    for rank in range(2):
+        run.rank(rank)
+    evil = "</script><script>alert(1)</script> $\\oops{"
+    run.round(1, [AT, AT + SECOND], name=evil)
+    run.leave(AT + 2 * SECOND)
+    path = tmp_path / "page.html"
+    assert command(run.directory, "--html", path, "--png", tmp_path / "page.png").returncode == 0
+    assert "<script>alert" not in path.read_text()
+
+
+def test_without_matplotlib_it_says_what_to_do(
+    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'syncprims\[trace\]'.*--html"):
+        picture.draw(analysis_of(planted), tmp_path / "no.png")
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_rest(planted: Planted) -> None:
+    target = planted.directory / "absent" / "page.html"
+    done = command(planted.directory, "--html", target)
+    assert done.returncode == 1
+    assert "Rank 2 is the straggler" in done.stdout
+    assert f"syncprims: cannot write {target}: " in done.stderr
+
+
+@pytest.mark.parametrize(("name", "begins"), [("timeline", b"\x89PNG"), ("t.SVG", b"<?xml")])
+def test_a_picture_is_where_it_is_said_to_be(
+    planted: Planted, tmp_path: Path, name: str, begins: bytes
+) -> None:
+    (where := tmp_path / "pictures").mkdir()
+    done = command(planted.directory, "--png", where / name)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{where / name}: the timeline" in done.stdout
+    assert [path.name for path in where.iterdir()] == [name]
+    assert (where / name).read_bytes().startswith(begins)
+
+
+def test_a_reader_who_has_gone_costs_no_file(planted: Planted, tmp_path: Path) -> None:
+    reader, pipe = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-u", "-m", "syncprims", "trace", str(planted.directory)]
+    line += ["--html", str(tmp_path / "t.html")]
+    with os.fdopen(pipe, "w") as gone:
+        done = subprocess.run(line, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert (tmp_path / "t.html").exists()
+    assert (planted.directory / "trace.json").exists()
+
+
+def test_an_unknown_kind_of_picture_is_refused(planted: Planted, tmp_path: Path) -> None:
+    done = command(planted.directory, "--png", tmp_path / "run.v2")
+    assert done.returncode == 2
+    assert "there is no format 'v2'; the ending is one of " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run.v2").exists()
+
+
+def test_a_directory_is_no_picture(planted: Planted, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    done = command(planted.directory, "--png", tmp_path / "pictures")
+    assert done.returncode == 1
+    assert f"syncprims: cannot write {tmp_path / 'pictures'}: " in done.stderr
+    assert not (tmp_path / "pictures.png").exists()
+
+
+def test_a_terminal_is_written_to_without_codes_where_nobody_wants_colour(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    analysis = analysis_of(planted)
+    table.write(analysis, coloured := Terminal(), every_row=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    table.write(analysis, plain := Terminal(), every_row=False)
+    assert "\033[" in coloured.getvalue()
+    assert "\033" not in plain.getvalue()
+    assert "Rank 2 is the straggler" in plain.getvalue()
+
+
+def test_a_recorder_survives_threads(tmp_path: Path) -> None:
+    """Entries of several threads are all there, whole, over many segments."""
+    import threading
+
+    from syncprims.interface import Label, Topology
+
+    recorder = Recorder(str(tmp_path), 64 << 20, Topology(0, 1, 0, 1))
+    recorder.open("run")
+    each = 20_000
+
+    def work(thread: int) -> None:
+        label = Label("barrier", f"of thread {thread}", site="train.py:1")
+        for number in range(1, each + 1):
+            recorder.record(label, f"{thread}", number, number, number, number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.leave(None, each)
+    run = read_run(tmp_path / "run")
+    assert run.complaints == []
+    (trace,) = run.ranks
+    for group in range(4):
+        rounds = trace.rounds[trace.rounds["group"] == group]
+        assert rounds["number"].tolist() == list(range(1, each + 1))

@@ -1,0 +1,345 @@
+"""``SYNCPRIMS_TRACE``: every round of every rank is written down, whatever becomes of the rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from conftest import several
+from support.rank_worlds import Kind, Ranks, Scripts, await_end
+from support.traces import Entry, Warnings, entries, only_run
+
+import syncprims as sp
+from syncprims._protocol.trace_file import ROUND, SEGMENT
+from syncprims.testing import explore, run_world
+from syncprims.tracing.reading import find_runs, read_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncprims.tracing.reading import Run
+
+FEW = pytest.mark.parametrize(
+    "kind", [Kind("single", 1), Kind("file", 2), Kind("threads", 4)], ids=str, indirect=True
+)
+
+
+def check_causality(run: Run) -> None:
+    """Assert that nobody left a round before all had come: the files share one clock."""
+    arrived: dict[tuple[int, int], int] = {}
+    for trace in run.ranks:
+        for one in trace.rounds:
+            key = int(one["group"]), int(one["number"])
+            arrived[key] = max(arrived.get(key, 0), int(one["posted"]))
+    for trace in run.ranks:
+        rounds = trace.rounds[trace.rounds["kind"] == ROUND]
+        assert (rounds["posted"] <= rounds["since"]).all()
+        assert (rounds["since"] <= rounds["done"]).all()
+        for one in rounds:
+            assert one["done"] >= arrived[int(one["group"]), int(one["number"])]
+
+
+def test_every_round_of_every_rank_is_written_down(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        for _ in range(3):
+            sp.barrier("step")
+        sp.all_reduce(1.0)
+        sp.broadcast({"lr": 1e-3})
+        with sp.main_first(name="load"):
+            pass
+        sp.any_rank(False)
+
+    world.run(program, SYNCPRIMS_TRACE=str(tmp_path / "trace"))
+    run = only_run(tmp_path / "trace")
+    assert [trace.rank for trace in run.ranks] == list(range(world.ranks))
+    calls = ["init", *["barrier 'step'"] * 3, "all_reduce", "broadcast from rank 0",
+             "main_first 'load'", "any_rank"]  # fmt: skip
+    for trace in run.ranks:
+        assert entries(run, trace.rank) == [
+            Entry(call, number, "") for number, call in enumerate(calls, 1)
+        ]
+        assert trace.left is not None
+        assert trace.left[1] == ""
+        assert trace.world_size == world.ranks
+    sites = {call.site for call in run.names.calls if call.kind != "init"}
+    assert all(site.startswith("tests/tracing/test_trace_recording.py:") for site in sites)
+    assert run.names.groups == [tuple(range(world.ranks))]
+    check_causality(run)
+
+
+@FEW
+def test_a_deferred_round_was_not_waited_for_meanwhile(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        stop = sp.Trigger("stop", lag=1)
+        for _ in range(4):
+            stop.check()
+            sp.barrier("work")
+
+    world.run(program, SYNCPRIMS_TRACE=str(tmp_path))
+    run = only_run(tmp_path)
+    for trace in run.ranks:
+        found = entries(run, trace.rank)
+        assert [e.call for e in found].count("barrier 'work'") == 4
+        assert [e.call for e in found].count("trigger 'stop'") == 4
+        triggers = [n for n, call in enumerate(run.names.calls) if call.kind == "trigger"]
+        rounds = trace.rounds[np.isin(trace.rounds["call"], triggers)]
+        settled = rounds[rounds["done"] > 0]
+        if world.kind.backend != "threads":  # whose time stands still
+            assert (settled["since"] > settled["posted"]).all()
+
+
+def test_barriers_of_a_world_of_one_are_there_too(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> None:
+        for _ in range(5):
+            sp.barrier()
+        sp.barrier()
+        sp.current().group.barrier()
+
+    Ranks(Kind("single", 1), meeting_place).run(program, SYNCPRIMS_TRACE=str(tmp_path / "t"))
+    run = only_run(tmp_path / "t")
+    found = run.ranks[0].rounds
+    barriers = [n for n, call in enumerate(run.names.calls) if call.kind == "barrier"]
+    counts = [int((found["call"] == number).sum()) for number in barriers]
+    assert sorted(counts) == [1, 1, 5]
+    first = program.__code__.co_firstlineno
+    assert {run.names.calls[n].site for n in barriers} == {
+        f"tests/tracing/test_trace_recording.py:{first + line}" for line in (2, 3, 4)
+    }
+
+
+@several(2)
+def test_a_round_that_ends_in_an_error_says_which(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        try:
+            with sp.main_first(name="load"):
+                if sp.is_main():
+                    raise KeyError("no data")
+        except (KeyError, sp.PeerFailed):
+            pass
+        with contextlib.suppress(sp.RankMismatch):
+            sp.all_reduce([1.0] * (1 + sp.get_rank()))
+        sp.barrier("whole")
+        with contextlib.suppress(sp.CollectiveMismatch):
+            sp.barrier("left") if sp.is_main() else sp.any_rank(False)
+
+    world.outcomes(program, SYNCPRIMS_TRACE=str(tmp_path / "t"))
+    run = only_run(tmp_path / "t")
+    first, second = (entries(run, rank)[1:] for rank in (0, 1))
+    assert [e.outcome for e in first] == ["KeyError", "RankMismatch", "", "CollectiveMismatch"]
+    assert [e.outcome for e in second] == ["PeerFailed", "RankMismatch", "", "CollectiveMismatch"]
+    assert second[-1].call == "any_rank"
+
+
+def test_a_killed_rank_loses_nothing_of_what_it_did(scripts: Scripts, tmp_path: Path) -> None:
+    ends = scripts.run(
+        """
+        for _ in range(100):
+            barrier("step")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        barrier("after")
+        """,
+        SYNCPRIMS_TRACE=str(tmp_path / "t"),
+    )
+    assert ends[1].code == -signal.SIGKILL
+    run = only_run(tmp_path / "t")
+    killed = entries(run, 1)
+    assert [e.call for e in killed] == ["init", *["barrier 'step'"] * 100]
+    assert {e.outcome for e in killed} == {""}
+    for survivor in (0, 2):
+        assert entries(run, survivor)[-1] == Entry("barrier 'after'", 102, "PeerLost")
+    lefts = [trace.left for trace in run.ranks]
+    assert lefts[1] is None
+    assert lefts[0] is not None
+    assert lefts[0][1] == "PeerLost"
+
+
+def test_one_that_is_killed_as_it_waits_says_where(scripts: Scripts, tmp_path: Path) -> None:
+    processes = scripts.start(
+        """
+        barrier("start")
+        if rank == 2:
+            sys.stdin.read()
+            time.sleep(600)  # ended by the test
+        barrier("never")
+        """,
+        SYNCPRIMS_TRACE=str(tmp_path / "t"),
+    )
+    deadline = time.monotonic() + 30
+
+    def waits(rank: int) -> bool:
+        """Tell whether the file says that the rank waits; it may not be there yet."""
+        paths = list((tmp_path / "t").glob(f"*/rank-{rank}.trace"))
+        return bool(paths) and b"never" in paths[0].read_bytes()
+
+    try:
+        while not (waits(0) and waits(1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for process in processes:
+            process.kill()
+        scripts.wait(processes)
+    done = trace_command(tmp_path / "t")
+    assert done.stdout.count("killed, or still running: waits at barrier 'never'") == 2
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("what", ["full", "a file in the way"])
+def test_a_disk_that_cannot_be_written_never_breaks_the_run(
+    what: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    target = tmp_path / "t"
+    if what != "full":
+        target.write_text("not a directory")
+
+    def program() -> tuple[list[str], int]:
+        import resource
+
+        warnings = Warnings()
+        if what == "full":  # from the second segment on
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SEGMENT, resource.RLIM_INFINITY))
+        else:
+            sp.init()
+        for _ in range(8000):
+            sp.barrier("step")
+        return warnings.said, sp.all_reduce(1)
+
+    ranks = Ranks(Kind("file", 2), meeting_place)
+    start = what == "full"
+    outcomes = ranks.outcomes(program, start=start, SYNCPRIMS_TRACE=str(target))
+    for rank, outcome in enumerate(outcomes):
+        said, total = outcome
+        assert total == 2
+        (warning,) = said
+        assert warning.startswith(f"the trace of rank {rank} ends here, and the run goes on")
+        assert str(target) in warning
+    if what == "full":  # what was written before is there
+        run = only_run(target)
+        assert all(len(trace.rounds) > 6000 for trace in run.ranks)
+
+
+@pytest.mark.parametrize("kind", [Kind("file", 2)], ids=str, indirect=True)
+def test_a_forked_child_does_not_write_into_its_parents_file(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        sp.barrier("before")
+        pid = os.fork()
+        if not pid:
+            try:
+                sp.barrier("in the child")
+            except sp.ForkedProcess:
+                os._exit(0)
+            os._exit(1)
+        await_end(pid)
+        assert os.waitpid(pid, 0)[1] == 0
+        sp.barrier("after")
+
+    world.run(program, SYNCPRIMS_TRACE=str(tmp_path / "t"))
+    run = only_run(tmp_path / "t")
+    for rank in range(2):
+        assert [e.call for e in entries(run, rank)] == [
+            "init", "barrier 'before'", "barrier 'after'"
+        ]  # fmt: skip
+    assert b"in the child" not in run.path.joinpath("rank-0.trace").read_bytes()
+
+
+def test_the_file_stays_within_its_limit_and_keeps_the_latest(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> None:
+        for number in range(40_000):
+            sp.barrier(f"step {number}")  # names that never come again
+
+    Ranks(Kind("single", 1), meeting_place).run(
+        program, SYNCPRIMS_TRACE=str(tmp_path / "t"), SYNCPRIMS_TRACE_LIMIT="1"
+    )
+    run = only_run(tmp_path / "t")
+    assert run.path.joinpath("rank-0.trace").stat().st_size <= 1 << 20
+    (trace,) = run.ranks
+    assert trace.dropped
+    numbers = [e.number for e in entries(run, 0)]
+    assert numbers == list(range(numbers[0], 40_002))  # without a gap
+    assert len(numbers) > 2000
+    assert "syncprims: ranks [0] have recorded more rounds" in trace_command(tmp_path / "t").stderr
+
+
+def test_runs_in_one_directory_do_not_mix(tmp_path: Path, meeting_place: Path) -> None:
+    ranks = Ranks(Kind("file", 2), meeting_place)
+
+    def twice() -> None:
+        sp.barrier("first")
+        sp.shutdown()
+        with sp.init():
+            sp.barrier("second")
+
+    ranks.run_alone(twice, SYNCPRIMS_TRACE=str(tmp_path / "t"), SYNCPRIMS_RUN_ID="the same")
+    ranks.run(lambda: sp.barrier("third"), SYNCPRIMS_TRACE=str(tmp_path / "t"))
+    folders = find_runs(tmp_path / "t")
+    assert len(folders) == 3
+    for folder, call in zip(folders, ("first", "second", "third"), strict=True):
+        run = read_run(folder)
+        assert run.complaints == []
+        for rank in range(2):
+            assert [e.call for e in entries(run, rank)] == ["init", f"barrier '{call}'"]
+    latest = trace_command(tmp_path / "t").stdout
+    assert f"Run {folders[2].name}, 2 ranks (the latest of several; --run shows" in latest
+    earlier = trace_command(tmp_path / "t", "--run", folders[0].name).stdout
+    assert "'first'" in earlier
+    assert "'third'" not in earlier
+
+
+def test_a_start_that_fails_leaves_its_trace(tmp_path: Path, meeting_place: Path) -> None:
+    ranks = Ranks(Kind("file", 2), meeting_place)
+
+    def program() -> None:
+        if sp.is_main():
+            sp.init()
+
+    outcomes = ranks.outcomes(
+        program, start=False, SYNCPRIMS_TRACE=str(tmp_path / "t"), SYNCPRIMS_JOIN_TIMEOUT="0.3"
+    )
+    assert isinstance(outcomes[0], sp.SyncTimeout)
+    (folder,) = find_runs(tmp_path / "t")
+    assert folder.name.startswith("failed-start-")
+    assert entries(read_run(folder), 0) == [Entry("init", 1, "SyncTimeout")]
+
+
+def test_worlds_of_tests_are_runs_but_schedules_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYNCPRIMS_TRACE", str(tmp_path))
+    explore(lambda: sp.barrier("step"), 2, schedules=5)
+    assert not list(tmp_path.iterdir())
+    run_world(lambda: sp.barrier("step"), 3)
+    assert len(only_run(tmp_path).ranks) == 3
+
+
+def test_without_a_trace_nothing_of_it_is_loaded() -> None:
+    code = "import sys, syncprims; syncprims.barrier(); print(*sys.modules)"
+    clean = {name: value for name, value in os.environ.items() if "SYNCPRIMS" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean
+    )
+    loaded = set(done.stdout.split())
+    assert "syncprims._protocol.rounds" in loaded
+    recorder = {f"syncprims._protocol.{name}" for name in ("trace_file", "traced_rounds")}
+    assert not (recorder | {"mmap"}) & loaded
+
+
+def trace_command(*args: object) -> subprocess.CompletedProcess[str]:
+    """Run ``syncprims trace`` into pipes."""
+    environ = {name: value for name, value in os.environ.items() if "SYNCPRIMS" not in name}
+    return subprocess.run(
+        [sys.executable, "-m", "syncprims", "trace", *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+    )

@@ -1,0 +1,227 @@
+"""Saves and loads in company: late ranks, groups, other saves, ranks that mean another one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.file_faults import Net, watched
+from support.rank_worlds import Kind, Ranks, Signs
+
+import syncprims as sp
+from syncprims.testing import run_world
+from syncprims.training import (
+    Checkpoints,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def listing(folder: Path) -> set[str]:
+    """Return all names in a directory."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def is_write(name: str) -> bool:
+    return name in ("write", "pwrite")
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
+    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
+) -> None:
+    path = tmp_path / "run" / "state"
+    path.parent.mkdir()
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    before = listing(path.parent)
+
+    def program() -> None:
+        def late(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if sp.get_rank() == 1 and is_write(name):
+                signs.wait("given up")
+
+        with watched(late):
+            own = {"own": Net(sp.get_rank())}
+            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
+            if sp.get_rank() == 2:
+                raise RuntimeError("told to end")
+            with pytest.raises(sp.PeerFailed, match="told to end"):
+                saving.wait()
+            assert saving.done
+            if sp.is_main():
+                signs.give("given up")
+
+    done = Ranks(Kind("file", 3), meeting_place).outcomes(program)
+    assert (done[:2], str(done[2])) == ([None, None], "told to end")
+    assert listing(path.parent) == before
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
+    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
+) -> None:
+    path = tmp_path / "run" / "state"
+    path.parent.mkdir()
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    before = listing(path.parent)
+
+    def program() -> tuple[int | None, int | None]:
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if sp.is_main() and name == "open" and ".told-1" in args[0]:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
+            if sp.get_rank() == 2 and is_write(name):
+                signs.wait("given up")
+
+        with watched(at):
+            own = {"own": Net(sp.get_rank())}
+            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
+            if sp.is_main():
+                saving._has_ended.wait()  # type: ignore[attr-defined]
+                signs.give("given up")
+            with pytest.raises(sp.CheckpointError, match="Input/output error") as caught:
+                saving.wait()
+        return caught.value.rank, caught.value.errno
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == [(0, errno.EIO)] * 3
+    assert listing(path.parent) == before
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_save_whose_files_somebody_removes_is_an_error_and_no_hang(
+    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
+) -> None:
+    """Rank 0 listens for the word of rank 1, and never hears it."""
+    path = tmp_path / "run" / "state"
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}), 1)
+
+    def program() -> None:
+        def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if sp.is_main() and is_write(name):
+                signs.wait("gone")
+
+        own = {"own": Net(sp.get_rank())}
+        with watched(slow):
+            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
+            if sp.get_rank() == 1:
+                saving._has_written.wait()  # type: ignore[attr-defined]
+                for left in (tmp_path / "run").glob("**/.checkpoint.json.told-*"):
+                    left.unlink()
+                signs.give("gone")
+            with pytest.raises(sp.CheckpointError, match="while ranks still wrote there"):
+                saving.wait()
+
+    Ranks(Kind("file", 2), meeting_place).run(program)
+
+
+def test_a_groups_save_behind_the_training_is_waited_for_by_its_ranks_anywhere(
+    tmp_path: Path,
+) -> None:
+    def program() -> list[int | None]:
+        first, second = sp.group([0, 1]), sp.group([2, 3])
+        if sp.get_rank() in first.ranks:
+            with first:
+                saving = save_state(tmp_path / "a", {"m": Net(3)}, step=3, block=False)
+            if sp.get_rank() == 1:
+                saving.wait()
+        save_state(tmp_path / "all", {"m": Net(4)}, step=4)
+        if sp.get_rank() in second.ranks:
+            with second:
+                saving = save_state(tmp_path / "b", {"m": Net(5)}, step=5, block=False)
+        found = [load_state(tmp_path / "all", {"m": Net(0)}).step]
+        saving.wait()
+        for name in "ab":
+            loaded = load_state(tmp_path / name, {"m": Net(0)}, any_world_size=True, rng=False)
+            found.append(loaded.step)
+        return found
+
+    assert run_world(program, 4) == [[4, 3, 5]] * 4
+
+
+def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
+    def program() -> tuple[int, list[int]]:
+        steps = Checkpoints(tmp_path / "steps")
+        for step in (1, 2):
+            steps.save(step, {"m": Net(step)})
+        net, other = Net(7), 1 + sp.get_rank() // 2
+        with pytest.raises(sp.CheckpointError, match=r"ranks \[2\] have found another") as caught:
+            load_state(steps.path(other), {"m": net})
+        with pytest.raises(sp.CheckpointError, match=r"ranks \[2\] have found another"):
+            steps.load({"m": net}, step=other)
+        assert caught.value.rank == 2
+        untouched = net.version()
+        copy = str(tmp_path / f"copy-{sp.get_rank()}")  # as on disks of several hosts
+        shutil.copytree(steps.path(2), copy)
+        load_state(copy, {"m": net})
+        return untouched, [net.version()]
+
+    assert run_world(program, 3) == [(7, [2])] * 3
+
+
+def test_a_step_may_be_any_number_and_keep_last_is_one(tmp_path: Path) -> None:
+    def program() -> list[int]:
+        wrong: Any = 1.5
+        with pytest.raises(TypeError):
+            Checkpoints(tmp_path / "steps", keep_last=wrong)
+        steps, net = Checkpoints(tmp_path / "steps", keep_last=2), Net(0)
+        for step in (3, 10**18, 10**40):
+            steps.save(step, {"m": Net(step % 7)})
+        assert steps.load({"m": net}).step == 10**40
+        assert net.version() == 10**40 % 7
+        return steps.steps()
+
+    assert run_world(program, 1) == [[10**18, 10**40]]
+
+
+def test_leftovers_go_with_their_steps_and_not_before(tmp_path: Path) -> None:
+    """What looks like one of a later step may be a save of somebody else, right now."""
+    left = {step: tmp_path / f".step-{step}.tmp-{step:016x}" for step in (1, 2, 5, 9)}
+
+    def program() -> None:
+        for folder in left.values():
+            folder.mkdir()
+        for step in (2, 3, 4):
+            Checkpoints(tmp_path, keep_last=2).save(step, {"m": Net(step)})
+        Checkpoints(tmp_path).save(5, {"m": Net(5)})
+
+    run_world(program, 1)
+    assert [step for step, folder in left.items() if folder.exists()] == [9]
+    assert Checkpoints(tmp_path).steps() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("size", ["5GB", 600])
+def test_a_model_and_a_state_in_one_directory_do_not_take_each_others_files(
+    size: Any, tmp_path: Path
+) -> None:
+    def program() -> None:
+        both, state = tmp_path / "both", {"model": Net(2)}
+        save_model(Net(1), both, max_shard_size=size)
+        for version in (2, 3):
+            save_state(both, {"model": Net(version)}, step=version)
+            net = Net(0)
+            load_checkpoint_in_model(net, both)
+            assert net.version() == 1
+            assert load_state(both, {"model": net}).step == net.version() == version
+        save_model(Net(4), both, max_shard_size=size)
+        load_checkpoint_in_model(net, both)
+        assert (net.version(), load_state(both, {"model": net}).step, net.version()) == (4, 3, 3)
+
+        save_state(tmp_path / "state", state, step=2)
+        with pytest.raises(
+            sp.CheckpointError, match=r"model\.safetensors is a file of it"
+        ) as caught:
+            save_model(Net(5), tmp_path / "state")
+        assert str(caught.value).endswith("Save the model to another directory.")
+        assert load_state(tmp_path / "state", state).step == 2
+
+    run_world(program, 2)

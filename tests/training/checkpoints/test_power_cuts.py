@@ -1,0 +1,136 @@
+"""A power cut at any moment of a save, on a disk that promises as little as a disk may."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.crash_model import WeakDisk, freeze, lay_out
+from support.file_faults import NEW, NONE, OLD, SETUPS, Setup, Watched
+from support.rank_worlds import Kind, Ranks
+from support.recording import tally
+
+import syncprims as sp
+from syncprims.training.checkpoints import disk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Recorder(Watched):
+    """An `os` that tells a weak disk of every call, once it is done."""
+
+    def __init__(self, weak: WeakDisk, moments: list[set[Any]]) -> None:
+        super().__init__(lambda *_: None)
+        self._weak = weak
+        self._moments = moments
+
+    def __getattr__(self, name: str) -> Any:
+        call = super().__getattr__(name)
+        if not callable(call):
+            return call
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            if self._weak.follow(name, args, result):
+                self._moments.append({freeze(state) for state in self._weak.states()})
+            return result
+
+        return told
+
+
+def thaw(state: Any) -> Any:
+    if isinstance(state, bytes):
+        return state
+    return {name: thaw(child) for name, child in state}
+
+
+def crash(
+    setup: Setup, overwrite: bool, folder: Path, *, empty: bool = False
+) -> tuple[int, int, int]:
+    """Return how many moments and states there are, and how many load as the new."""
+    run, path = folder / "run", folder / "run" / "checkpoint"
+    run.mkdir()
+    if overwrite:
+        setup.save(str(path), OLD)
+    elif empty:
+        path.mkdir()
+    weak, moments = WeakDisk(run), list[set[Any]]()
+    module: Any = disk
+    real = module.os
+    try:
+        module.os = Recorder(weak, moments)
+        setup.save(str(path), NEW)
+    finally:
+        module.os = real
+    before, found = OLD if overwrite else NONE, dict[Any, int]()
+    for state in set().union(*moments):
+        lay_out(thaw(state), folder / "found")
+        try:
+            found[state] = setup.load(str(folder / "found" / "checkpoint"))
+        except sp.CheckpointError:
+            found[state] = NONE
+        shutil.rmtree(folder / "found")
+        assert found[state] in (before, NEW), thaw(state)
+    assert {found[state] for state in moments[-1]} == {NEW}, "it had returned"
+    return len(moments), len(found), sum(version == NEW for version in found.values())
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["first", "over"])
+@pytest.mark.parametrize("name", ["single", "shards", "to-shards", "from-shards", "state"])
+def test_what_a_power_cut_leaves_is_the_old_or_the_new(
+    name: str, overwrite: bool, tmp_path: Path, meeting_place: Path
+) -> None:
+    ranks = Ranks(Kind("single", 1), meeting_place)
+    [(moments, states, new)] = ranks.run(lambda: crash(SETUPS[f"{name}-1"], overwrite, tmp_path))
+    assert moments > 10
+    assert 0 < new < states
+    tally("states after a power cut", states)
+    print(f"power cut: {name} overwrite={overwrite}: {moments} moments, {states} states, {new} new")
+
+
+@pytest.mark.parametrize("name", ["shards", "state"])
+def test_what_a_power_cut_leaves_in_an_empty_directory_is_nothing_or_the_new(
+    name: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    ranks = Ranks(Kind("single", 1), meeting_place)
+    run = ranks.run(lambda: crash(SETUPS[f"{name}-1"], False, tmp_path, empty=True))
+    [(moments, states, new)] = run
+    assert moments > 10
+    assert 0 < new < states
+
+
+@pytest.mark.parametrize("call", ["sync_directory", "NewFile.finish"])
+@pytest.mark.parametrize("name", ["single", "shards", "state"])
+def test_a_save_that_forgets_to_sync_is_found_out(
+    name: str, call: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            if call == "sync_directory":
+                patch.setattr(disk, "sync_directory", lambda path: None)
+            else:
+                patch.setattr(disk.NewFile, "finish", disk.NewFile.abandon)
+            try:
+                crash(SETUPS[f"{name}-1"], True, tmp_path)
+            except AssertionError:
+                return True
+        return False
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+
+
+def test_the_model_of_the_disk_finds_a_save_that_forgets_to_sync(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "file").write_bytes(b"old")
+    weak = WeakDisk(run)
+    fd = os.open(run / "waiting", os.O_WRONLY | os.O_CREAT)
+    weak.follow("open", (f"{run}/waiting", os.O_WRONLY | os.O_CREAT), fd)
+    weak.follow("write", (fd, b"new"), 3)
+    weak.follow("rename", (f"{run}/waiting", f"{run}/file"), None)
+    os.close(fd)
+    contents = {state.get("file") for state in weak.states()}
+    assert contents >= {b"old", b"new", b"", bytes(3)}

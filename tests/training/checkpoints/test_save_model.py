@@ -1,0 +1,482 @@
+"""Models through save_model and load_checkpoint_in_model: exact, whole, and always the newest."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import in_processes, several
+from safetensors import safe_open
+from support import warm_torch  # noqa: F401
+from support.checkpoint_worlds import on_some
+from torch import nn
+from tqdm.auto import tqdm
+
+import syncprims as sp
+from syncprims.training import (
+    Accelerator,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
+
+if TYPE_CHECKING:
+    from support.rank_worlds import Ranks
+
+
+ODD = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.complex64, torch.complex128, torch.int8, torch.int64, torch.uint8,
+    torch.uint16, torch.uint64, torch.bool,
+]  # fmt: skip
+
+
+class Odd(nn.Module):
+    """A model with all that a state may hold."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        for dtype in ODD:
+            raw = torch.randint(0, 100, (3, 5), generator=made)
+            self.register_buffer(f"of_{str(dtype)[6:]}", raw.to(dtype))
+        self.turned = nn.Parameter(torch.randn(6, 4, generator=made).t())
+        self.strided = nn.Parameter(torch.randn(8, 8, generator=made)[::2, 1::3])
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(float(seed)))
+        self.register_buffer("one", torch.tensor(seed))
+        self.register_buffer(
+            "conjugate", torch.randn(4, dtype=torch.complex64, generator=made).conj()
+        )
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, generator=made)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(
+        mine[name].dtype == theirs[name].dtype
+        and mine[name].shape == theirs[name].shape
+        and raw(mine[name]) == raw(theirs[name])
+        for name in mine
+    )
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes()
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "shards": {"max_shard_size": 200},
+    "few": {"max_shard_size": 600},
+    "bin": {"safe_serialization": False},
+    "bin-shards": {"safe_serialization": False, "max_shard_size": 300},
+}
+
+
+@on_some
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_of_all_kinds_of_tensors_comes_back_bit_for_bit(
+    world: Ranks, layout: str, tmp_path: Path
+) -> None:
+    def program() -> tuple[bool, bool]:
+        model, other = Odd(1), Odd(2)
+        save_model(model, tmp_path / "m", **LAYOUTS[layout])
+        load_checkpoint_in_model(other, tmp_path / "m")  # at once: a save has its barrier inside
+        return same(model, other), other.head.weight is other.embed.weight
+
+    assert world.run(program) == [(True, True)] * world.ranks
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("second", LAYOUTS)
+def test_the_newest_model_loads_whatever_was_there(
+    first: str, second: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    from support.rank_worlds import Kind, Ranks
+
+    def program() -> bool:
+        tmp_path.joinpath("config.json").write_text("{}")
+        tmp_path.joinpath("notes.safetensors").write_text("mine")
+        new, loaded = Odd(2), Odd(3)
+        for model, layout in ((Odd(1), first), (new, second), (Odd(4), second), (new, first)):
+            save_model(model, tmp_path, **LAYOUTS[layout])
+        load_checkpoint_in_model(loaded, tmp_path)
+        return same(new, loaded)
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+    found = {path.name for path in tmp_path.iterdir() if path != meeting_place}
+    assert {"config.json", "notes.safetensors"} <= found
+    weights = {name for name in found if name.startswith(("model", "pytorch_model", "."))}
+    if "shards" not in LAYOUTS[first] and "max_shard_size" not in LAYOUTS[first]:
+        assert len(weights) == 1
+    else:
+        [index] = [name for name in weights if name.endswith(".index.json")]
+        placed = json.loads((tmp_path / index).read_text())["weight_map"]
+        assert weights == {index, *placed.values()}
+
+
+def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, meeting_place: Path) -> None:
+    from support.rank_worlds import Kind, Ranks
+
+    def program() -> set[int]:
+        os.umask(0o027)
+        save_model(nn.Linear(2, 2), tmp_path / "m", max_shard_size=8)
+        return {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "m").iterdir()}
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [{0o640}]
+
+
+@several(2)
+@in_processes
+def test_what_takes_long_shows_a_bar_on_main(
+    world: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
+
+    def program() -> None:
+        save_model(nn.Linear(8, 8), tmp_path / "m")
+        if sp.is_main():
+            load_checkpoint_in_model(nn.Linear(8, 8), tmp_path / "m")
+
+    world.run(program)
+    shown = capfd.readouterr().err
+    assert shown.count("| 32.0/288 ") == 1, shown  # when it had been seen to take long: one rank
+    assert "saving the model" in shown
+    assert "checking weights" in shown
+
+
+class Gone(io.StringIO):
+    """A stream whose reader goes away after so many writes."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def write(self, text: str, /) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        return super().write(text)
+
+
+def test_a_bar_that_cannot_be_shown_fails_nothing(
+    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from support.rank_worlds import Kind, Ranks
+
+    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
+    monkeypatch.setattr("tqdm.auto.tqdm", partial(tqdm, mininterval=0))  # every update is written
+
+    def save_and_load(stream: Any) -> None:
+        model, other = Odd(1), Odd(2)
+        sys.stderr = stream
+        save_model(model, tmp_path / "m")
+        load_checkpoint_in_model(other, tmp_path / "m")
+        assert same(model, other)
+
+    def program() -> int:
+        save_and_load(whole := Gone(1_000_000))
+        writes = 1_000_000 - whole.left
+        for stream in (None, *map(Gone, range(writes))):
+            save_and_load(stream)
+        return writes
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program)[0] > 20
+
+
+@several(2, 4)
+@in_processes
+def test_ranks_write_different_shards(world: Ranks, tmp_path: Path) -> None:
+    from support.file_faults import watched
+
+    def program() -> set[str]:
+        made: set[str] = set()
+
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[1] & os.O_CREAT:
+                made.add(Path(args[0]).name)
+
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+        with watched(at):
+            save_model(model, tmp_path / "m", max_shard_size=1024)
+        return {name for name in made if ".index." not in name}
+
+    written = world.run(program)
+    assert all(len(some) == 8 // world.ranks for some in written)
+    assert len(set().union(*written)) == 8
+
+
+@several(2)
+def test_what_differs_between_ranks_is_mains(world: Ranks, tmp_path: Path) -> None:
+    def program() -> list[float]:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.fill_(7)
+            model[1].running_mean.fill_(sp.get_rank())
+        save_model(model, tmp_path / "m", max_shard_size=32)
+        load_checkpoint_in_model(model, tmp_path / "m")
+        return sorted({float(v) for t in model.state_dict().values() for v in t.reshape(-1)})
+
+    assert world.run(program) == [[0.0, 7.0]] * world.ranks
+
+
+@several(2)
+def test_ranks_with_other_models_are_told_so(world: Ranks, tmp_path: Path) -> None:
+    def program() -> str:
+        with pytest.raises(sp.CheckpointError, match=r"ranks \[1\] have other models") as caught:
+            save_model(nn.Linear(2, 2 + sp.get_rank()), tmp_path / "m")
+        return str(caught.value)
+
+    assert len(set(world.run(program))) == 1
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_file_is_one_that_others_read(tmp_path: Path, meeting_place: Path) -> None:
+    from support.rank_worlds import Kind, Ranks
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert file.metadata()["format"] == "pt"
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+# -- loading alone: no world is needed -------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path, meeting_place: Path) -> tuple[nn.Module, Path]:
+    from support.rank_worlds import Kind, Ranks
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    return model, tmp_path / "m"
+
+
+def test_the_model_is_untouched_when_the_load_is_refused(saved: tuple[nn.Module, Path]) -> None:
+    _, path = saved
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(sp.CheckpointError, match=r"1\.bias.*expected \(3,\).*found \(2,\)"):
+        load_checkpoint_in_model(other, path)
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+
+
+def test_strict_names_what_is_missing_and_what_is_not_known(saved: tuple[nn.Module, Path]) -> None:
+    _, path = saved
+    other: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
+    with pytest.raises(sp.CheckpointError, match=r"missing: 2\.weight, 2\.bias"):
+        load_checkpoint_in_model(other, path)
+    less = nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(sp.CheckpointError, match=r"not in the model: 1\.bias, 1\.weight"):
+        load_checkpoint_in_model(less, path)
+
+
+def test_without_strict_the_rest_is_left(
+    saved: tuple[nn.Module, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, path = saved
+    other: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
+    kept = other[2].weight.clone()
+    load_checkpoint_in_model(other, path, strict=False)
+    assert torch.equal(other[0].weight, model.state_dict()["0.weight"])
+    assert torch.equal(other[2].weight, kept)
+    assert "missing: 2.weight" in caplog.text
+
+
+def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module, Path]) -> None:
+    model, path = saved
+    other: Any
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    load_checkpoint_in_model(other, path, device_map={"": "cpu", "1": "cpu"}, dtype=torch.bfloat16)
+    assert {p.dtype for p in other.parameters()} == {torch.bfloat16}
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in other.parameters())
+    assert torch.equal(other[1].weight, model.state_dict()["1.weight"].bfloat16())
+    with pytest.raises(ValueError, match="nothing is offloaded"):
+        load_checkpoint_in_model(other, path, device_map={"": "disk"})
+    with pytest.raises(ValueError, match="no such type"):
+        load_checkpoint_in_model(other, path, dtype="float33")
+
+
+def test_buffers_that_no_checkpoint_has_are_told_where_they_are_without_values(
+    tmp_path: Path, meeting_place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from support.rank_worlds import Kind, Ranks
+
+    model = Odd(1)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    load_checkpoint_in_model(Odd(2), tmp_path / "m")
+    assert not caplog.text
+    load_checkpoint_in_model(empty := Odd(2).to("meta"), tmp_path / "m")
+    assert "buffers without values: passing; " in caplog.text
+    assert empty.passing.is_meta
+
+
+def test_a_map_that_leaves_a_parameter_out_is_refused(saved: tuple[nn.Module, Path]) -> None:
+    model, path = saved
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for lacking in ({"0": "cpu", "one": "cpu"}, {"0": "cpu", "1.weight": "cpu"}, {}):
+        with pytest.raises(ValueError, match=r"no device for .*1\.bias: .* by ''"):
+            load_checkpoint_in_model(other, path, lacking)
+        assert all(p.is_meta for p in other.parameters()), "some came to be all the same"
+    load_checkpoint_in_model(other, path, {"0": "cpu", "1": "cpu"})
+    assert same(model, other)
+
+
+def test_a_map_covers_tied_parameters_by_one_of_their_names(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    from support.rank_worlds import Kind, Ranks
+
+    model, other = Odd(1), Odd(2)
+    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    parts = {name.split(".")[0]: "cpu" for name in model.state_dict()}
+    for left_out in ("head", "embed"):
+        covering = {name: device for name, device in parts.items() if name != left_out}
+        load_checkpoint_in_model(other, tmp_path / "m", covering)
+    assert same(model, other)
+
+
+def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
+    model, path = saved
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    load_checkpoint_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
+    assert {p.dtype for p in other.parameters()} == {torch.float64}
+    fresh: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for asked in (
+        {"offload_folder": "folder"},
+        {"offload_folder": torch.float16},  # by position, as if it were the dtype
+        {"offload_state_dict": True},
+        {"keep_in_fp32_modules": ["0"], "dtype": torch.float16},
+        {"full_state_dict": False},
+        {"broadcast_from_rank0": True},
+    ):
+        with pytest.raises(TypeError, match="is not offered; instead: leave"):
+            load_checkpoint_in_model(fresh, path, **asked)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ofload_folder'"):
+        load_checkpoint_in_model(fresh, path, ofload_folder=None)
+    assert not same(model, fresh), "it was refused, and loaded all the same"
+
+
+def test_an_optimizer_still_owns_what_was_loaded(saved: tuple[nn.Module, Path]) -> None:
+    _, path = saved
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    before = [id(p) for p in other.parameters()]
+    load_checkpoint_in_model(other, path, dtype="float64")
+    assert [id(p) for p in other.parameters()] == before
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+def test_compiled_and_wrapped_models_have_the_names_of_plain_ones(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    from support.rank_worlds import Kind, Ranks
+
+    def program() -> list[bool]:
+        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        layer: Any = torch.compile(nn.Linear(3, 4))
+        parts = nn.Sequential(layer, nn.Linear(4, 2))
+        parallel = nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+        whole: Any = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+        fine = []
+        for model in (parts, parallel, whole):
+            save_model(model, tmp_path / "m")
+            load_checkpoint_in_model(plain, tmp_path / "m")
+            fine.append(torch.equal(next(plain.parameters()), next(model.parameters())))
+            save_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), tmp_path / "m")
+            load_checkpoint_in_model(model, tmp_path / "m")
+            load_checkpoint_in_model(plain, tmp_path / "m")
+            fine.append(torch.equal(next(plain.parameters()), next(model.parameters())))
+        return fine
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [[True] * 6]
+
+
+def test_links_are_refused_unless_they_are_allowed(
+    saved: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    model, path = saved
+    cache = tmp_path / "snapshot"
+    cache.mkdir()
+    (cache / "model.safetensors").symlink_to(path / "model.safetensors")
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with pytest.raises(sp.CheckpointError, match="symbolic link"):
+        load_checkpoint_in_model(other, cache)
+    load_checkpoint_in_model(other, cache, allow_links=True)
+    assert same(model, other)
+
+
+def test_what_is_above_a_link_is_where_others_find_it(
+    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from support.rank_worlds import Kind, Ranks
+
+    (tmp_path / "other" / "inner").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to("../other/inner")
+    monkeypatch.chdir(tmp_path / "here")
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def program() -> bool:
+        save_model(model, "link/../out")
+        load_checkpoint_in_model(other, "link/../out")
+        save_state("link/../state", {"model": model})
+        load_state("link/../state", {"model": other})
+        Accelerator().save(model.state_dict(), "link/../one.bin")
+        torch.load("link/../one.bin", weights_only=True)
+        return torch.equal(model.weight, other.weight)
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["link"]
+    found = {path.name for path in (tmp_path / "other").iterdir()}
+    assert found == {"inner", "one.bin", "out", "state"}
+
+
+def test_a_pickle_in_a_weights_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "run"),)
+
+    torch.save({"weight": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(sp.CheckpointError, match=r"pytorch_model\.bin.*no code"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_to_load_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(sp.CheckpointError, match=r"model\.safetensors"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(sp.CheckpointError, match="missing"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "nowhere.safetensors")
+    in_bytes: Any = os.fsencode(tmp_path)
+    with pytest.raises(TypeError, match="it takes a str or a path"):
+        load_checkpoint_in_model(nn.Linear(2, 2), in_bytes)
+
+
+@pytest.mark.parametrize("size", ["5 apples", 0, -1, "", None])
+def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_size"):
+        save_model(nn.Linear(2, 2), tmp_path, max_shard_size=size)

@@ -1,0 +1,388 @@
+"""Whole states: exact, by name, resumed bit for bit in a new process, and without pickle."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import importlib
+import importlib.util
+import math
+import pickle
+import random
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import several
+from support import warm_torch  # noqa: F401
+from support.checkpoint_worlds import Kept, on_some
+from support.rank_worlds import Kind, Ranks
+from torch import nn
+
+import syncprims as sp
+from syncprims.training import Checkpoints, load_state, save_state
+from syncprims.training.checkpoints import tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+
+class Order:
+    """The order of data: a shuffle per epoch, and how far it has come."""
+
+    def __init__(self) -> None:
+        self.epoch = self.at = 0
+
+    def batches(self, epochs: int) -> Generator[torch.Tensor]:
+        while self.epoch < epochs:
+            order = torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch))
+            while self.at < 8:
+                batch = order[self.at : self.at + 2]
+                self.at += 2
+                yield batch
+            self.epoch, self.at = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+def training() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    return {
+        "model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler,
+        "order": Order(),
+    }  # fmt: skip
+
+
+def seed_rank() -> None:
+    rank = sp.get_rank()
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+
+
+def train(parts: dict[str, Any], stop_at: int | None, path: Path | None) -> list[float]:
+    """Train on; save after `stop_at` steps and stop there. Return the losses."""
+    losses: list[float] = []
+    model, optimizer = parts["model"], parts["optimizer"]
+    for batch in parts["order"].batches(2):
+        noise = torch.randn(2, 3) + random.random() + np.random.rand()
+        loss = (model(batch[:, None] * 0.1 + noise) - 1).pow(2).mean()
+        optimizer.zero_grad()
+        parts["scaler"].scale(loss).backward()
+        for parameter in model.parameters():
+            parameter.grad.copy_(sp.all_reduce(parameter.grad, "mean"))
+        for buffer in model.buffers():  # as DDP does: main's, on all
+            buffer.copy_(sp.broadcast(buffer))
+        parts["scaler"].step(optimizer)
+        parts["scaler"].update()
+        parts["schedule"].step()
+        losses.append(float(loss.detach()))
+        if len(losses) == stop_at:
+            assert path is not None
+            save_state(path, parts, rank_objects={"own": Kept(sp.get_rank())}, step=stop_at)
+            break
+    return losses
+
+
+def plain(value: Any) -> Any:
+    """Return what is equal only for states that are the same bits."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), raw
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def ending(parts: dict[str, Any], losses: list[float]) -> Any:
+    states = {name: plain(part.state_dict()) for name, part in parts.items()}
+    return losses, states, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+@on_some
+@pytest.mark.parametrize("stop_at", [3, 4, 5], ids=["mid-epoch", "boundary", "next-epoch"])
+def test_resumed_it_is_as_if_uninterrupted_bit_for_bit(
+    world: Ranks, stop_at: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "state"
+
+    def whole() -> Any:
+        parts = training()
+        seed_rank()
+        return ending(parts, train(parts, None, None))
+
+    def first() -> list[float]:
+        parts = training()
+        seed_rank()
+        return train(parts, stop_at, path)
+
+    def rest() -> Any:
+        parts, own = training(), Kept()
+        loaded = load_state(path, parts, rank_objects={"own": own})
+        assert (loaded.step, loaded.world_size, own.state) == (stop_at, world.ranks, sp.get_rank())
+        return ending(parts, train(parts, None, None))
+
+    expected, begun = world.run(whole), world.run(first)
+    for (losses, *end), start, (more, *found) in zip(expected, begun, world.run(rest), strict=True):
+        assert start + more == losses
+        assert found == end
+
+
+EXOTIC: dict[str, Any] = {
+    "none": None, "bools": [True, False], "ints": [0, -1, 2**63, -(2**70), 10**5000],
+    "floats": [0.1, -0.0, math.inf, -math.inf, 1e-320], "text": "a\0b\"\\é\U0001f600",
+    "keys": {3: "a", (2, "b"): [3], None: 4, 1.5: 5, True: 6}, "$": {"$": "tensor"},
+    "tuple": (1, (2, [3])), "set": {1, 2}, "frozen": frozenset("ab"), "bytes": b"\0\xff",
+    "complex": 1 - 2j, "ordered": collections.OrderedDict(b=1, a=2),
+    "counter": collections.Counter("hello"), "deque": collections.deque([1, 2], maxlen=3),
+    "default": collections.defaultdict(list, a=[1]), "path": Path("a/b"),
+    "dtype": torch.bfloat16, "device": torch.device("cpu"), "size": torch.Size([1, 2]),
+    "scalar": np.float32(1.5), "array": np.arange(6, dtype=">i2").reshape(2, 3)[:, ::2],
+    "strings": np.array(["a", "bcd"]), "when": np.array(["2020-01-01"], "datetime64[D]"),
+    "tensors": [torch.arange(3), torch.tensor(2.5), torch.empty(0, 2), torch.ones(2, 2).t()],
+    "__metadata__": torch.ones(1), "": {"": torch.zeros(1)}, "a.b": torch.ones(1),
+    "a": {"b": torch.zeros(1)}, "parameter": nn.Parameter(torch.ones(2)),
+    "frozen parameter": nn.Parameter(torch.arange(2), requires_grad=False),
+}  # fmt: skip
+
+
+def equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, nn.Parameter) and one.requires_grad != other.requires_grad:
+        return False
+    if isinstance(one, (torch.Tensor, np.ndarray)):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, collections.deque)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def test_a_state_of_all_kinds_comes_back_in_type_and_value(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> list[str]:
+        other = Kept()
+        save_state(tmp_path / "s", {"it": Kept(EXOTIC)})
+        load_state(tmp_path / "s", {"it": other})
+        assert list(other.state) == list(EXOTIC)
+        assert math.copysign(1, other.state["floats"][1]) == -1
+        assert other.state["deque"].maxlen == 3
+        return [name for name, value in EXOTIC.items() if not equal(value, other.state[name])]
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [[]]
+
+
+@pytest.mark.parametrize("text", ["", "a", "a\0b\0\0", "\0"])
+def test_numpys_texts_come_back_to_the_last_character(
+    text: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    given = [np.str_(text), np.bytes_(text.encode())]  # numpy does not tell all of them apart
+
+    def program() -> list[Any]:
+        other = Kept()
+        save_state(tmp_path / "s", {"it": Kept(given)})
+        load_state(tmp_path / "s", {"it": other})
+        return [(type(value), len(value), list(value)) for value in other.state]
+
+    found = Ranks(Kind("single", 1), meeting_place).run(program)
+    size = len(text)
+    assert found == [[(np.str_, size, list(text)), (np.bytes_, size, list(text.encode()))]]
+
+
+def test_numpys_texts_of_older_checkpoints_are_read() -> None:
+    older = {"$": "scalar", "dtype": "<U2", "bytes": base64.b64encode("hé".encode("utf-32-le"))}
+    assert tree.join([older], lambda _: torch.empty(0)) == [np.str_("hé")]
+
+
+def test_numbers_of_others_types_are_refused_and_named(tmp_path: Path, meeting_place: Path) -> None:
+    core = next(name for name in ("numpy._core", "numpy.core") if importlib.util.find_spec(name))
+    rational: Any = importlib.import_module(f"{core}._rational_tests").rational
+
+    def program() -> list[str]:
+        said: list[str] = []
+        for value in (rational(1, 2), np.array([rational(1, 2)])):
+            with pytest.raises(sp.CheckpointError) as caught:
+                save_state(tmp_path / "s", {"it": Kept([value])})
+            said.append(str(caught.value))
+        return said
+
+    scalar, array = Ranks(Kind("single", 1), meeting_place).run(program)[0]
+    assert "_rational_tests.rational: it could only be saved as a pickle" in scalar
+    assert "state 0 is a numpy.ndarray of rational: it could" in array
+
+
+class Percent(np.float64):
+    """A number of a user's own kind."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), print, collections.defaultdict(lambda: 0), Kept, Percent(3), np.void(b""),
+        np.ndarray(3, "U0"), np.array([None]), np.zeros(2, [("a", int)]),
+    ],
+)  # fmt: skip
+def test_what_needs_a_pickle_is_refused_with_its_place(
+    value: Any, tmp_path: Path, meeting_place: Path
+) -> None:
+    def program() -> None:
+        with pytest.raises(
+            sp.CheckpointError, match=r"state a\.1 is a .*only be saved as a pickle"
+        ):
+            save_state(tmp_path / "s", {"it": Kept({"a": [1, value]})})
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [None]
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.fixture
+def no_pickle() -> Callable[[], None]:
+    """Return what arms a hook that ends a program in which anything is unpickled."""
+
+    def arm() -> None:
+        def hook(event: str, args: tuple[Any, ...]) -> None:
+            if event == "pickle.find_class":
+                raise AssertionError(f"a pickle: {args}")
+
+        sys.addaudithook(hook)
+        with pytest.raises(AssertionError, match="a pickle"):
+            pickle.loads(pickle.dumps(Kept()))
+
+    return arm
+
+
+@on_some
+def test_nothing_is_pickled(world: Ranks, no_pickle: Callable[[], None], tmp_path: Path) -> None:
+    from syncprims.training import load_checkpoint_in_model, save_model
+
+    def program() -> list[int]:
+        no_pickle()
+        parts = training()
+        train(parts, 3, tmp_path / "s")
+        load_state(tmp_path / "s", training(), rank_objects={"own": Kept()})
+        save_state(tmp_path / "s", parts, block=False).wait()
+        load_state(tmp_path / "s", parts)
+        save_model(parts["model"], tmp_path / "m", max_shard_size=100)
+        load_checkpoint_in_model(parts["model"], tmp_path / "m")
+        steps = Checkpoints(tmp_path / "steps", keep_last=1)
+        for step in (1, 2):
+            steps.save(step, parts)
+        return steps.steps()
+
+    assert world.run(program, SYNCPRIMS_PICKLE="0") == [[2]] * world.ranks
+
+
+# -- what does not fit --------------------------------------------------------------------------
+
+
+def save_simple(path: Path) -> None:
+    save_state(path, {"model": nn.Linear(2, 2), "it": Kept(1)}, rank_objects={"own": Kept(2)})
+
+
+@several(2)
+def test_a_missing_or_damaged_random_state_is_an_error_on_all_ranks(
+    world: Ranks, tmp_path: Path
+) -> None:
+    path = tmp_path / "s"
+
+    def load() -> str:
+        own = {"own": Kept()}
+        with pytest.raises(sp.CheckpointError) as caught:
+            load_state(path, {"model": nn.Linear(2, 2), "it": Kept()}, rank_objects=own)
+        return str(caught.value)
+
+    world.run(lambda: save_simple(path))
+    file = path / "rank-00001.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    first = world.run(load)
+    assert len(set(first)) == 1
+    assert "rank-00001.safetensors: damaged data: expected" in first[0]
+    file.unlink()
+    second = world.run(load)
+    assert len(set(second)) == 1
+    assert "rank-00001.safetensors: missing" in second[0]
+
+
+def test_another_world_size_is_refused_with_the_reason_or_handled(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    path = tmp_path / "s"
+
+    def load() -> tuple[bool, Any]:
+        model, own = nn.Linear(2, 2), Kept()
+        objects: dict[str, Any] = {"model": model, "it": Kept()}
+        with pytest.raises(sp.CheckpointError, match="saved by 2 ranks, and here are 1"):
+            load_state(path, objects, rank_objects={"own": own})
+        before = torch.get_rng_state()
+        loaded = load_state(path, objects, rank_objects={"own": own}, any_world_size=True)
+        return torch.equal(before, torch.get_rng_state()), (loaded.world_size, own.state)
+
+    Ranks(Kind("file", 2), meeting_place).run(lambda: save_simple(path))
+    assert Ranks(Kind("single", 1), meeting_place).run(load) == [(True, (2, None))]
+
+
+def test_names_must_be_those_that_were_saved(tmp_path: Path, meeting_place: Path) -> None:
+    path = tmp_path / "s"
+
+    def program() -> Any:
+        save_simple(path)
+        model, it = nn.Linear(2, 2), Kept()
+        with pytest.raises(sp.CheckpointError, match=r"expected \['it', 'other'\].*found"):
+            load_state(path, {"it": it, "other": model}, rank_objects={"own": Kept()})
+        load_state(path, {"it": it}, strict=False)
+        objects: dict[str, Any] = {"model": nn.Linear(2, 2, bias=False), "it": it}
+        with pytest.raises(sp.CheckpointError, match="another model"):
+            load_state(path, objects, rank_objects={"own": Kept()})
+        return it.state
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [1]
+
+
+def test_the_state_of_something_else_is_no_models(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> None:
+        save_state(tmp_path / "s", {"it": Kept({1: 2, "a": torch.ones(1), None: 3})})
+        with pytest.raises(sp.CheckpointError, match="of another model") as caught:
+            load_state(tmp_path / "s", {"it": nn.Linear(2, 2)})
+        assert isinstance(caught.value.__cause__, sp.CheckpointError)
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [None]
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "rank-00001", "x" * 101])
+def test_a_name_that_is_none_for_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no name for an object"):
+        save_state(tmp_path / "s", {name: Kept()})
+    with pytest.raises(TypeError, match="has no state_dict"):
+        save_state(tmp_path / "s", {"it": object()})  # type: ignore[dict-item]
+
+
+@several(2)
+def test_who_waits_at_a_save_says_so_and_where(world: Ranks, tmp_path: Path) -> None:
+    def program() -> str:
+        if sp.get_rank():
+            return ""
+        with pytest.raises(sp.PeerLost) as caught:
+            save_state(tmp_path / "s", {"it": Kept(1)})
+        return str(caught.value)
+
+    said = world.run(program)[0]
+    assert re.search(r"wait in save_state \(\S*test_checkpoint_states\.py:\d+\)", said)
+    assert "all_gather" not in said

@@ -1,0 +1,380 @@
+"""Scripts written for Accelerate: its configuration objects, trackers, and a reader for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from support.training_models import (
+    alone,
+    close,
+    everywhere,
+    feed,
+    in_pairs,
+    numbers,
+    unit_model,
+    with_others,
+)
+from torch.utils.data import DataLoader, IterableDataset
+
+import syncprims
+from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.rank_worlds import Ranks
+
+
+class DataLoaderConfiguration(NamedTuple):
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+class GradientAccumulationPlugin(NamedTuple):
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+class ProjectConfiguration(NamedTuple):
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+
+class Handler:
+    def __init__(self, **asked: Any) -> None:
+        self._asked = asked
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return self._asked
+
+
+class GradScalerKwargs(Handler): ...
+
+
+class DistributedDataParallelKwargs(Handler): ...
+
+
+class AutocastKwargs(Handler): ...
+
+
+class InitProcessGroupKwargs(Handler): ...
+
+
+@alone
+def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> None:
+    def program() -> list[Any]:
+        job = Accelerator(
+            cpu=True,
+            mixed_precision="fp16",
+            dataloader_config=DataLoaderConfiguration(
+                split_batches=True, dispatch_batches=True, even_batches=False, data_seed=3
+            ),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(4),
+            project_config=ProjectConfiguration(str(tmp_path), total_limit=1),
+            kwargs_handlers=[
+                GradScalerKwargs(init_scale=4.0),
+                DistributedDataParallelKwargs(find_unused_parameters=True),
+                AutocastKwargs(),
+            ],
+            deepspeed_plugin=None,
+        )
+        for number in range(3):
+            assert job.project_configuration.iteration == number
+            where = job.save_state()
+            assert Path(where) == tmp_path / f"checkpoints/checkpoint_{number}"
+        assert job.scaler is not None
+        return [
+            (job.split_batches, job.dispatch_batches, job.even_batches),
+            job.preparation.seed,
+            job.gradient_accumulation_steps,
+            job.scaler.get_scale(),
+            job.preparation.ddp,
+            [path.name for path in (tmp_path / "checkpoints").iterdir()],
+            (job.logging_dir, job.distributed_type, job.state.rank),
+            job.project_configuration._asdict(),
+            Accelerator(cpu=True).project_configuration.automatic_checkpoint_naming,
+        ]
+
+    assert world.run(program) == [
+        [
+            (True, True, False),
+            3,
+            4,
+            4.0,
+            {"find_unused_parameters": True},
+            ["checkpoint_2"],
+            (tmp_path, "NO", 0),
+            {
+                "project_dir": tmp_path,
+                "logging_dir": tmp_path,
+                "automatic_checkpoint_naming": True,
+                "total_limit": 1,
+                "iteration": 3,
+                "save_on_each_node": False,
+            },
+            False,
+        ]
+    ]
+
+
+@alone
+def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"fsdp_plugin": object()}, TypeError, "fully_shard"),
+        ({"dynamo_backend": "inductor"}, TypeError, "torch.compile"),
+        ({"rng_types": ["torch"]}, TypeError, "seed="),
+        ({"log_with": "tensorboard"}, TypeError, r"log\(values"),
+        ({"surprise": None}, TypeError, "surprise"),
+        ({"kwargs_handlers": [InitProcessGroupKwargs()]}, TypeError, "SYNCPRIMS_TIMEOUT"),
+        ({"kwargs_handlers": [AutocastKwargs(enabled=False)]}, TypeError, "torch.autocast"),
+        (
+            {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=1)]},
+            TypeError,
+            "register_comm_hook",
+        ),
+        ({"project_config": ProjectConfiguration(save_on_each_node=True)}, TypeError, "one"),
+        (
+            {
+                "gradient_accumulation_steps": 2,
+                "gradient_accumulation_plugin": GradientAccumulationPlugin(4),
+            },
+            ValueError,
+            "gradient_accumulation_steps=2",
+        ),
+    ]
+
+    def program() -> None:
+        for options, kind, said in cases:
+            with pytest.raises(kind, match=said):
+                Accelerator(cpu=True, **options)
+
+    assert world.run(program) == [None]
+
+
+@everywhere
+def test_calls_that_ask_for_what_is_so_anyway(world: Ranks, tmp_path: Path) -> None:
+    def program() -> list[Any]:
+        job = Accelerator(cpu=True, project_dir=tmp_path, non_blocking=True)
+        plain: Any = unit_model()
+        sgd: Any = torch.optim.SGD(plain.parameters(), lr=1.0)
+        data: Any = feed(range(7), batch_size=1)
+        stream: Any = DataLoader(Shared(7), batch_size=1)
+        model, optimizer = job.prepare(plain, sgd, device_placement=[True, True])
+        assert job.prepare_model(model, None, evaluation_mode=False) is model
+        assert job.prepare_optimizer(optimizer, device_placement=True) is optimizer
+        loader = job.prepare_data_loader(data, device_placement=None, slice_fn_for_dispatch=None)
+        with job.autocast(autocast_handler=None), job.autocast(AutocastKwargs()):
+            pass
+        before = job.save_iteration
+        job.save_state(safe_serialization=True)
+        job.save_state(tmp_path / "own", True)
+        job.load_state(tmp_path / "own", load_kwargs=None)
+        assert job.should_save_model == job.is_local_main_process
+        mapped = unit_model()
+        mapped.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]  # pyright: ignore[reportArgumentType]
+        return [
+            (before, job.save_iteration, Accelerator(cpu=True).save_iteration),
+            (job.verify_device_map(model), job.verify_device_map(mapped), job.non_blocking),
+            (loader.total_dataset_length, job.prepare(stream).total_dataset_length),
+        ]
+
+    wanted = [(0, 1, 0), (False, True, True), (7, 7)]
+    assert world.run(program) == [wanted] * world.ranks
+
+
+@alone
+def test_arguments_that_are_not_offered_say_what_to_do(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        job: Any = Accelerator(cpu=True)
+        model = unit_model()
+        cases: list[tuple[Any, str]] = [
+            (lambda: job.prepare(model, model, device_placement=[True, False]), "move"),
+            (lambda: job.prepare_model(model, False), "move"),
+            (lambda: job.prepare_model(model, evaluation_mode=True), "requires_grad_"),
+            (lambda: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
+            (lambda: job.autocast(AutocastKwargs(enabled=False)), "torch.autocast"),
+            (lambda: job.trigger_sync_in_backward(model), "no_sync"),
+            (lambda: job.save_state(tmp_path / "x", False), "never pickle"),
+            (lambda: job.load_state(tmp_path / "x", {"a": 1}), "leave it out"),
+        ]
+        for call, said in cases:
+            with pytest.raises(TypeError, match=f"is not offered; instead: .*{said}"):
+                call()
+        assert not list(tmp_path.glob("x*"))
+
+    assert world.run(program) == [None]
+
+
+@everywhere
+def test_a_window_may_span_epochs(world: Ranks) -> None:
+    def program() -> tuple[list[int], list[float]]:
+        plugin = GradientAccumulationPlugin(4, sync_with_dataloader=False)
+        job = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        model: Any = unit_model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        loader: Any = feed([torch.ones(1)] * (3 * world.ranks), batch_size=1)
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        synced = []
+        for _ in range(3):
+            for batch in loader:
+                with job.accumulate(model):
+                    job.backward(model(batch).mean())
+                    synced.append(job.sync_gradients)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [i for i, sync in enumerate(synced) if sync], numbers(model)
+
+    assert world.run(program) == [([3, 7], [-2.0])] * world.ranks
+
+
+class Tracker:
+    name = "mine"
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.seen.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self.seen.append((values, step, options))
+
+    def finish(self) -> None:
+        self.seen.append("finished")
+
+
+@in_pairs
+def test_figures_go_to_trackers_on_rank_0(world: Ranks) -> None:
+    def program() -> list[Any]:
+        tracker = Tracker()
+        job = Accelerator(cpu=True, log_with=tracker)
+        job.init_trackers("project", {"lr": 1})
+        job.log({"loss": 2.0}, step=3, log_kwargs={"mine": {"commit": True}})
+        job.end_training()
+        assert job.get_tracker("mine") is tracker
+        with pytest.raises(ValueError, match="no tracker"):
+            job.get_tracker("other")
+        seen: list[Any] = tracker.seen
+        return seen
+
+    wanted = [{"lr": 1}, ({"loss": 2.0}, 3, {"commit": True}), "finished"]
+    assert world.run(program) == [wanted, []]
+
+
+class Shared(IterableDataset[Any]):
+    """A stream that every rank may read, and that knows its length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Once(IterableDataset[Any]):
+    """A stream that only rank 0 may read: elsewhere it is another one."""
+
+    def __init__(self, length: int, fails_at: int | None = None) -> None:
+        self.length, self.fails_at = length, fails_at
+
+    def __iter__(self) -> Iterator[Any]:
+        assert syncprims.is_main(), "another rank reads"
+        for i in range(self.length):
+            if i == self.fails_at:
+                raise OSError("the stream broke")
+            yield {"x": torch.tensor([i]), "word": f"w{i}"}
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def dealt(length: int, even: bool, split: bool, size: int) -> list[Any]:
+    """Return this rank's batches: numbers and words; and how many it was told to expect."""
+    stream: Any = Once(length)
+    loader = prepare_data_loader(
+        DataLoader(stream, batch_size=size),
+        dispatch_batches=True,
+        even_batches=even,
+        split_batches=split,
+    )
+    batches: list[Any] = [batch["x"].flatten().tolist() for batch in loader]
+    words = [batch["word"] for batch in loader]
+    assert words == [[f"w{i}" for i in part] for part in batches]
+    rest = [batch["x"].flatten().tolist() for batch in skip_first_batches(loader, 1)]
+    assert rest == batches[1:]
+    return [batches, len(loader)]
+
+
+@with_others
+@pytest.mark.parametrize("split", [True, False])
+def test_rank_0_reads_for_all(world: Ranks, split: bool) -> None:
+    part = 4 // world.ranks if split else 2
+    cases = [(length, even) for length in (16, 18, 21, 3) for even in (True, False)]
+
+    def program() -> list[list[Any]]:
+        return [dealt(length, even, split, 4 if split else 2) for length, even in cases]
+
+    outcomes = world.run(program)
+    for (length, even), seen in zip(cases, zip(*outcomes, strict=True), strict=True):
+        rounds = max(len(mine) for mine, _ in seen)
+        held = [mine[i] for i in range(rounds) for mine, _ in seen if i < len(mine)]
+        order = [item for batch in held for item in batch]
+        assert order[:length] == list(range(length))
+        if even:
+            assert order[length:] == [i % length for i in range(len(order) - length)]
+            assert [len(batch) for batch in held] == [part] * (rounds * world.ranks)
+            assert [known for _, known in seen] == [rounds] * world.ranks
+        else:
+            assert len(order) == length
+            assert split or [known for _, known in seen] == [len(mine) for mine, _ in seen]
+
+
+@in_pairs
+def test_a_stream_that_breaks_is_told_on_all_ranks(world: Ranks) -> None:
+    def program() -> None:
+        stream: Any = Once(8, fails_at=5)
+        list(prepare_data_loader(DataLoader(stream, batch_size=2), dispatch_batches=True))
+
+    first, second = world.outcomes(program)
+    assert isinstance(first, OSError)
+    assert isinstance(second, syncprims.PeerFailed)
+    assert "the stream broke" in str(second)
+
+
+@in_pairs
+def test_a_job_on_a_stream_that_one_rank_reads(world: Ranks) -> None:
+    def program() -> tuple[list[float], list[int]]:
+        job = Accelerator(2, cpu=True, dispatch_batches=True)
+        model: Any = unit_model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        stream: Any = Once(6)
+        model, optimizer, loader = job.prepare(model, optimizer, DataLoader(stream, batch_size=1))
+        seen: list[int] = []
+        for batch in loader:
+            with job.accumulate(model):
+                job.backward(model(batch["x"].float()).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            seen += job.gather_for_metrics(batch["x"].flatten()).tolist()
+        return numbers(model), seen
+
+    for moved, seen in world.run(program):
+        assert close(moved, [-(0 + 1 + 2 + 3) / 4 - (4 + 5) / 2])
+        assert seen == list(range(6))

@@ -1,0 +1,359 @@
+"""The familiar object, with the familiar names."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+from support.training_models import alone, everywhere, feed, in_pairs, numbers, rows, small_model
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import syncprims
+from syncprims.training import Accelerator, CheckpointError, PreparedOptimizer
+
+if TYPE_CHECKING:
+    from support.rank_worlds import Ranks
+
+
+def trained(accelerator: Accelerator, batch_size: int) -> list[float]:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    loader = DataLoader(rows(64), batch_size=batch_size, shuffle=True)
+    schedule, loader, model, optimizer = accelerator.prepare(schedule, loader, model, optimizer)
+    for _ in range(3):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(((model(x) - y) ** 2).mean())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    return numbers(accelerator.unwrap_model(model))
+
+
+@everywhere
+def test_the_same_numbers_on_any_number_of_ranks(world: Ranks) -> None:
+    def alone_in_the_world() -> list[float]:
+        return trained(Accelerator(gradient_accumulation_steps=2, seed=5), 8)
+
+    def program() -> list[float]:
+        return trained(Accelerator(gradient_accumulation_steps=2, seed=5), 8 // world.ranks)
+
+    from support.rank_worlds import Kind
+    from support.rank_worlds import Ranks as Worlds
+
+    (reference,) = Worlds(Kind("single", 1), world.directory).run(alone_in_the_world)
+    for seen in world.run(program):
+        assert seen == pytest.approx(reference, rel=1e-12)
+
+
+@everywhere
+def test_the_place_of_a_rank(world: Ranks) -> None:
+    def program() -> list[Any]:
+        a = Accelerator()
+        called = []
+        a.on_main_process(lambda: called.append("main"))()
+        a.on_local_main_process(lambda: called.append("local main"))()
+        a.on_last_process(lambda: called.append("last"))()
+
+        @a.on_process(process_index=0)  # type: ignore[untyped-decorator]
+        def zero() -> None:
+            called.append("zero")
+
+        a.on_local_process(local_process_idx=0)(lambda: called.append("local zero"))()
+        zero()
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            a.print("once", end="!")
+        with pytest.raises(ValueError, match="process_index"):
+            a.on_process(zero)
+        a.wait_for_everyone()
+        with a.main_process_first():
+            pass
+        with a.local_main_process_first():
+            pass
+        assert (a.process_index, a.num_processes) == (
+            syncprims.get_rank(),
+            syncprims.get_world_size(),
+        )
+        assert a.is_main_process == a.is_local_main_process == (a.local_process_index == 0)
+        return [called, out.getvalue(), a.is_last_process]
+
+    first = ["main", "local main", "zero", "local zero"]
+    for rank, seen in enumerate(world.run(program)):
+        last = ["last"] * (rank == world.ranks - 1)
+        called = (["main", "local main", *last, "local zero", "zero"]) if rank == 0 else last
+        assert sorted(seen[0]) == sorted(called)
+        assert set(first) >= set(called) - {"last"}
+        assert seen[1:] == ["once!" if rank == 0 else "", bool(last)]
+
+
+@everywhere
+def test_tensors_of_all_ranks(world: Ranks) -> None:
+    def program() -> None:
+        a, rank, ranks = Accelerator(), syncprims.get_rank(), syncprims.get_world_size()
+        every = torch.arange(ranks)
+        assert a.gather(torch.tensor(rank)).tolist() == every.tolist()
+        ragged = a.gather({"x": [torch.full((rank + 1, 2), rank)]})["x"][0]
+        assert ragged[:, 0].tolist() == [r for r in range(ranks) for _ in range(r + 1)]
+        total = float(every.sum())
+        assert a.reduce(torch.tensor(float(rank))) == total
+        assert a.reduce([torch.tensor(rank)], "mean", scale=2.0)[0] == 2 * total / ranks
+        assert a.reduce(torch.tensor(rank), "none") == rank
+        with pytest.raises(ValueError, match="minimum"):
+            a.reduce(torch.tensor(rank), "minimum")
+        mine = torch.full((2,), float(rank))
+        assert a.broadcast(mine, from_process=ranks - 1) is mine
+        assert mine.tolist() == [ranks - 1.0] * 2
+        padded = a.pad_across_processes(torch.ones(1, rank + 1), dim=1, pad_index=7)
+        assert padded.tolist() == [[1.0] * (rank + 1) + [7.0] * (ranks - rank - 1)]
+        first = a.pad_across_processes(torch.ones(rank + 1), pad_first=True)
+        assert first.tolist() == [0.0] * (ranks - rank - 1) + [1.0] * (rank + 1)
+        with pytest.raises(TypeError, match="tensors"):
+            a.gather(["text"])
+
+    assert world.run(program) == [None] * world.ranks
+
+
+@in_pairs
+def test_tensors_that_cannot_be_joined_are_told(world: Ranks) -> None:
+    def program() -> None:
+        rank = syncprims.get_rank()
+        for tree in (torch.ones(2, 3 + rank), {"ab"[rank]: torch.ones(1)}):
+            with pytest.raises(syncprims.RankMismatch):
+                Accelerator().gather(tree)
+
+    assert world.run(program) == [None] * 2
+
+
+@everywhere
+def test_flags_and_shares(world: Ranks) -> None:
+    def program() -> list[Any]:
+        a = Accelerator()
+        if a.is_last_process:
+            a.set_trigger()
+        seen: list[Any] = [a.check_trigger(), a.check_trigger()]
+        given = {"a": [1, 2, 3, 4, 5]}
+        with a.split_between_processes(given) as share:
+            seen.append(share["a"])
+        with a.split_between_processes((1, 2, 3, 4, 5), apply_padding=True) as share:
+            seen.append(len(share))
+        assert given == {"a": [1, 2, 3, 4, 5]}
+        return seen
+
+    results = world.run(program)
+    assert all(seen[:2] == [True, False] for seen in results)
+    assert [x for seen in results for x in seen[2]] == [1, 2, 3, 4, 5]
+    assert {seen[3] for seen in results} == {-(-5 // world.ranks)}
+
+
+class Table:
+    """Quacks like a dataset of `datasets`: rows that can be selected and mapped, with a cache."""
+
+    def __init__(self, values: list[int], cache: Path) -> None:
+        self.values, self.cache = values, cache
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def select(self, indices: Any) -> Table:
+        return Table([self.values[i] for i in indices], self.cache)
+
+    def map(self, function: Any) -> Table:
+        if not self.cache.exists():
+            self.cache.write_text(f"{syncprims.get_rank()}")
+        return Table([function(x) for x in self.values], self.cache)
+
+
+@everywhere
+def test_tables_are_mapped_by_main_first_and_shared_out(world: Ranks, tmp_path: Path) -> None:
+    def program() -> tuple[list[int], str]:
+        a, table = Accelerator(), Table(list(range(5)), tmp_path / "cache")
+        with a.main_process_first():
+            table = table.map(lambda x: x * x)
+        with a.split_between_processes(table) as share:
+            return share.values, table.cache.read_text()
+
+    results = world.run(program)
+    assert [x for values, _ in results for x in values] == [0, 1, 4, 9, 16]
+    assert {cache for _, cache in results} == {"0"}
+
+
+@everywhere
+def test_a_job_goes_on_where_it_was_saved(world: Ranks, tmp_path: Path) -> None:
+    def job(stop_at: int | None, start: bool) -> list[Any]:
+        a = Accelerator(gradient_accumulation_steps=2)
+        torch.manual_seed(0 if not start else 77)
+        model = torch.nn.Sequential(small_model(), torch.nn.Dropout(0.5))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        loader = DataLoader(rows(40), batch_size=8 // a.num_processes, shuffle=True)
+        model, optimizer, schedule, loader = a.prepare(model, optimizer, schedule, loader)
+        if start:
+            a.load_state(tmp_path / "state")
+        step = 4 if start else 0
+        for _ in range(1 if start else 2):
+            for x, y in loader:
+                with a.accumulate(model):
+                    a.backward(((model(x) - y) ** 2).mean())
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                step += 1
+                if step == 7 and stop_at is not None:
+                    a.save_state(tmp_path / "state")
+        return [*numbers(model), *schedule.get_last_lr()]
+
+    whole = world.run(lambda: job(7, False))
+    assert world.run(lambda: job(None, True)) == whole
+
+
+@everywhere
+def test_saving_writes_on_main_only(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        a = Accelerator()
+        a.save({"rank": torch.tensor(a.process_index)}, tmp_path / "x.bin")
+        before = os.umask(0o022)
+        try:
+            a.save({"rank": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
+        finally:
+            os.umask(before)
+        stream = io.BytesIO()
+        a.save({"rank": torch.ones(2)}, stream, safe_serialization=True)
+        assert bool(stream.getvalue()) == a.is_main_process
+        if a.is_main_process:
+            assert load(stream.getvalue())["rank"].tolist() == [1, 1]
+            for obj, said in (({"a": 1}, "'a' is <class 'int'>"), ([1], "a dict of tensors")):
+                with pytest.raises(CheckpointError, match=said):
+                    a.save(obj, tmp_path / "x.safetensors", safe_serialization=True)
+            with pytest.raises(CheckpointError, match=r"none/y\.bin: rank 0: FileNotFound"):
+                a.save(1, tmp_path / "none" / "y.bin")
+            with pytest.raises(TypeError, match="a str, a path or an opened file"):
+                a.save(1, os.fsencode(tmp_path / "y.bin"))
+
+    world.run(program)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o644
+    assert load_file(tmp_path / "x.safetensors")["rank"].tolist() == [1, 1]
+    assert torch.load(tmp_path / "x.bin", weights_only=True) == {"rank": torch.tensor(0)}
+    assert sorted(p.name for p in tmp_path.glob("x.*")) == ["x.bin", "x.safetensors"]
+
+
+@alone
+@pytest.mark.parametrize("safe", [False, True])
+def test_saving_follows_links_and_leaves_what_is_no_file(
+    world: Ranks, safe: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "old").write_bytes(b"old")
+    for name in ("old", "new"):
+        (tmp_path / name).symlink_to(f"there/{name}")
+    os.mkfifo(tmp_path / "there" / "fifo")
+    (tmp_path / "fifo").symlink_to("there/fifo")
+
+    def program() -> None:
+        a = Accelerator()
+        for name in ("old", "new"):
+            a.save({"x": torch.ones(2)}, tmp_path / name, safe_serialization=safe)
+            assert (tmp_path / "there" / name).stat().st_size > 100
+        for name in ("there/fifo", "fifo", "there"):
+            with pytest.raises(CheckpointError, match=f"{name}'.*still stands") as caught:
+                a.save({"x": torch.ones(2)}, tmp_path / name, safe_serialization=safe)
+            assert "not a regular file" in str(caught.value)
+
+    world.run(program)
+    assert all((tmp_path / name).is_symlink() for name in ("old", "new", "fifo"))
+    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["fifo", "new", "old"]
+    assert (tmp_path / "there" / "fifo").is_fifo()
+
+
+@alone
+def test_prepare_keeps_order_and_hands_on_what_it_does_not_know(world: Ranks) -> None:
+    def program() -> None:
+        a = Accelerator()
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters())
+        nothing, one, two, word = a.prepare(None, optimizer, model, "word")
+        assert (nothing, word) == (None, "word")
+        assert isinstance(one, PreparedOptimizer)
+        assert a.prepare(two) is two
+        assert a.unwrap_model(two) is model
+        compiled: Any = torch.compile(model, backend="eager")
+        assert a.unwrap_model(compiled) is model
+        assert a.unwrap_model(compiled, keep_torch_compile=True) is compiled
+        batch = next(iter(a.prepare(DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=2))))
+        assert batch[0].device == a.device
+        kept = a.free_memory(one, two)
+        assert kept == [None, None]
+        with pytest.raises(ValueError, match="models"):
+            a.accumulate()
+
+    assert world.run(program) == [None]
+
+
+@in_pairs
+def test_transformers_train_and_are_saved(world: Ranks, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def program() -> None:
+        a = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16")
+        size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 20}
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
+        before = numbers(model)
+        ids = torch.arange(96).reshape(16, 6) % 20
+        data: Any = [{"input_ids": row, "labels": row} for row in ids]
+        loader = feed(data, batch_size=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer, loader = a.prepare(model, optimizer, loader)
+        for batch in loader:
+            with a.accumulate(model):
+                assert batch["input_ids"].device == a.device
+                output = model(**batch)
+                assert output.logits.dtype == torch.float32
+                a.backward(output.loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        syncprims.assert_same(numbers(model), "weights")
+        assert numbers(model) != before
+        a.unwrap_model(model).save_pretrained(
+            tmp_path / "gpt", is_main_process=a.is_main_process, save_function=a.save
+        )
+        a.wait_for_everyone()
+        again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "gpt")
+        assert numbers(again) == numbers(a.unwrap_model(model))
+
+    assert world.run(program) == [None] * 2
+
+
+@everywhere
+def test_uneven_batches_in_a_block_that_joins(world: Ranks) -> None:
+    def program() -> tuple[list[list[int]], bool, float]:
+        job = Accelerator(cpu=True)
+        model: Any = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        ranks = syncprims.get_world_size()
+        loader: Any = DataLoader(range(ranks + 1), batch_size=1)  # type: ignore[arg-type]
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        seen = []
+        with job.join_uneven_inputs([model], even_batches=False):
+            for batch in loader:
+                with job.accumulate(model):
+                    job.backward(model(torch.ones(1, 1)).sum(), weight=1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(batch.tolist())
+        return seen, loader.even_batches, numbers(model)[0]
+
+    ranks = world.ranks
+    for rank, outcome in enumerate(world.run(program)):
+        assert outcome == ([[rank]] + [[ranks]] * (rank == 0), True, -2.0)

@@ -1,0 +1,722 @@
+"""One step out of many micro-batches, exactly as one large batch would make it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support.training_models import (
+    alone,
+    close,
+    everywhere,
+    feed,
+    gradient,
+    in_pairs,
+    numbers,
+    ones,
+    rows,
+    small_model,
+    unit_model,
+    with_others,
+    without_ddp,
+)
+from torch import nn
+
+import syncprims
+from syncprims.training import (
+    Accumulator,
+    PreparedOptimizer,
+    join_uneven_inputs,
+    prepare,
+    share_model,
+)
+
+if TYPE_CHECKING:
+    from support.rank_worlds import Ranks
+
+
+@everywhere
+def test_the_tail_of_a_prepared_loader_weighs_what_it_holds(world: Ranks) -> None:
+    def program() -> tuple[list[float], float]:
+        accumulator = Accumulator(4)
+        model, optimizer, loader = prepare(
+            *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0)),
+            feed([torch.ones(1)] * (5 * syncprims.get_world_size()), batch_size=1),
+            accumulator=accumulator,
+        )
+        seen = []
+        for batch in loader:
+            with accumulator.accumulate(model):
+                accumulator.backward(model(batch).mean())
+                if accumulator.sync_gradients:
+                    seen.append(gradient(model))
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen, numbers(model)[0]
+
+    assert world.run(program) == [([1.0, 1.0], -2.0)] * world.ranks
+
+
+@everywhere
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_tail_of_any_iterator_weighs_what_it_holds_when_flushed(
+    world: Ranks, epochs: int
+) -> None:
+    def program() -> list[float]:
+        accumulator, model = Accumulator(4), unit_model()
+        optimizer = accumulator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        seen: list[float] = []
+        for _ in range(epochs):
+            for _ in range(5):
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(ones()).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert accumulator.flush()
+            seen.append(gradient(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not accumulator.flush(), "nothing is left"
+            optimizer.step()
+            seen.append(numbers(model)[0])
+        return seen
+
+    wanted = [1.0, -2.0, 1.0, -4.0][: 2 * epochs]
+    assert world.run(program) == [wanted] * world.ranks
+
+
+@everywhere
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_micro_batches_equal_the_full_batch(world: Ranks, zero_first: bool) -> None:
+    def program() -> tuple[list[float], list[float]]:
+        data, ranks = rows(48), syncprims.get_world_size()
+        whole = small_model()
+        plain = torch.optim.AdamW(whole.parameters(), lr=0.1)
+        for x, y in feed(data, batch_size=16):
+            plain.zero_grad()
+            ((whole(x) - y) ** 2).mean().backward()
+            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+            plain.step()
+
+        accumulator, model = Accumulator(4), small_model(seed=syncprims.get_rank())
+        share = small_model().state_dict()
+        if syncprims.is_main():
+            model.load_state_dict(share)  # the others get it from rank 0
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        loader = feed(data, batch_size=4 // ranks)
+        model, optimizer, loader = prepare(model, optimizer, loader, accumulator=accumulator)
+        for x, y in loader:
+            with accumulator(model):
+                if zero_first:
+                    optimizer.zero_grad()
+                accumulator.backward(((model(x) - y) ** 2).mean())
+                accumulator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                if not zero_first:
+                    optimizer.zero_grad()
+        return numbers(model), numbers(whole)
+
+    for mine, wanted in world.run(program):
+        assert close(mine, wanted)
+
+
+@everywhere
+def test_unequal_numbers_of_tokens_weigh_alike(world: Ranks) -> None:
+    def program() -> tuple[list[float], list[float]]:
+        rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
+        lengths = torch.randint(0, 9, (7, ranks), generator=torch.Generator().manual_seed(3))
+        data = iter(rows(int(lengths.sum())))
+        pieces = [
+            [[next(data) for _ in range(int(length))] for length in micro] for micro in lengths
+        ]
+        model, whole = small_model(), small_model()
+        accumulator = Accumulator(5)
+        optimizer = accumulator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+
+        def loss(net: nn.Module, tokens: list[tuple[torch.Tensor, ...]]) -> Any:
+            if not tokens:
+                return 0.0 * net(torch.zeros(1, 3).double()).sum()
+            return sum((net(x) - y).square().sum() for x, y in tokens)
+
+        for micro in pieces:
+            with accumulator.accumulate(model):
+                accumulator.backward(loss(model, micro[rank]), weight=len(micro[rank]))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accumulator.flush()  # two of seven are left
+        optimizer.step()
+        for window in (pieces[:5], pieces[5:]):
+            tokens = [token for micro in window for part in micro for token in part]
+            plain.zero_grad()
+            (loss(whole, tokens) / len(tokens)).backward()
+            plain.step()
+        return numbers(model), numbers(whole)
+
+    for mine, wanted in world.run(program):
+        assert close(mine, wanted, within=1e-6)
+        assert close(mine, wanted, within=1e-13)
+
+
+@everywhere
+@pytest.mark.parametrize("held", [False, True], ids=["broken off", "held open"])
+def test_an_evaluation_inside_of_training_changes_nothing(world: Ranks, held: bool) -> None:
+    def program() -> list[int]:
+        accumulator, model = Accumulator(4), unit_model()
+        ranks = syncprims.get_world_size()
+        train = feed([torch.ones(1)] * (6 * ranks), batch_size=1)
+        evaluate = feed([torch.ones(1)] * (3 * ranks), batch_size=1)
+        model, train, evaluate = prepare(model, train, evaluate, accumulator=accumulator)
+        synced, kept = [], []
+        for step, batch in enumerate(train):
+            with accumulator.accumulate(model):
+                accumulator.backward(model(batch).mean())
+                synced += [step] * accumulator.sync_gradients
+            iterator = iter(evaluate)
+            for seen, _ in enumerate(iterator):
+                if seen == step % 3:
+                    break
+            kept += [iterator] * held
+        return synced
+
+    assert world.run(program) == [[3, 5]] * world.ranks
+
+
+@alone
+def test_the_inner_of_nested_loaders_closes_the_window(world: Ranks) -> None:
+    def program() -> list[tuple[int, int]]:
+        accumulator, model = Accumulator(2), unit_model()
+        outer = feed([torch.ones(1)] * 2, batch_size=1)
+        inner = feed([torch.ones(1)] * 3, batch_size=1)
+        model, outer, inner = prepare(model, outer, inner, accumulator=accumulator)
+        synced = []
+        for i, _ in enumerate(outer):
+            for j, batch in enumerate(inner):
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(batch).mean())
+                    synced += [(i, j)] * accumulator.sync_gradients
+        return synced
+
+    assert world.run(program) == [[(0, 1), (0, 2), (1, 1), (1, 2)]]
+
+
+@alone
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 8), (8, 5)])
+def test_loaders_side_by_side_close_the_window_when_one_ends(
+    world: Ranks, lengths: tuple[int, int]
+) -> None:
+    def program() -> list[list[int]]:
+        accumulator, model = Accumulator(4), unit_model()
+        loaders = [feed([torch.ones(1)] * length, batch_size=1) for length in lengths]
+        model, *pair = prepare(model, *loaders, accumulator=accumulator)
+        synced: list[list[int]] = []
+        for _ in range(2):
+            synced.append([])
+            for step, (one, other) in enumerate(zip(*pair, strict=False)):
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(one + other).mean())
+                    synced[-1] += [step] * accumulator.sync_gradients
+        return synced
+
+    assert world.run(program) == [[[3, 4], [3, 4]]]
+
+
+@alone
+def test_a_batch_in_pieces_closes_by_count(world: Ranks) -> None:
+    def program() -> list[tuple[int, int]]:
+        accumulator, model = Accumulator(4), unit_model()
+        loader = feed([torch.ones(1)] * 4, batch_size=2)
+        model, loader = prepare(model, loader, accumulator=accumulator)
+        synced = []
+        for i, batch in enumerate(loader):
+            for j, piece in enumerate(batch.repeat(2, 1)):
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(piece[None]).mean())
+                    synced += [(i, j)] * accumulator.sync_gradients
+        return synced
+
+    assert world.run(program) == [[(0, 3), (1, 3)]]
+
+
+@everywhere
+def test_two_accumulators_do_not_disturb_each_other(world: Ranks) -> None:
+    def program() -> list[list[bool]]:
+        first, second = Accumulator(2), Accumulator(3)
+        one, two = unit_model(), unit_model()
+        seen = []
+        for _ in range(6):
+            with first.accumulate(one):
+                first.backward(one(ones()).mean())
+                with second.accumulate(two):
+                    second.backward(two(ones()).mean())
+            seen.append([first.sync_gradients, second.sync_gradients])
+            if second.sync_gradients:
+                assert gradient(two) == 1.0
+                two.zero_grad()
+        return seen
+
+    no, both = [False, False], [True, True]
+    wanted = [no, [True, False], [False, True], [True, False], no, both]
+    assert world.run(program) == [wanted] * world.ranks
+
+
+class _Pair:
+    """A generator and a discriminator whose losses reach both."""
+
+    def __init__(self, steps: int) -> None:
+        torch.manual_seed(1)
+        self.g, self.d = nn.Linear(2, 3).double(), small_model(2)
+        self.accumulator = Accumulator(steps)
+        self.opt_g = self.accumulator.prepare_optimizer(torch.optim.Adam(self.g.parameters(), 0.1))
+        self.opt_d = self.accumulator.prepare_optimizer(torch.optim.Adam(self.d.parameters(), 0.1))
+
+    def loss_d(self, z: torch.Tensor) -> Any:
+        return (self.d(self.g(z).detach()) - self.d(z @ torch.ones(2, 3).double())).mean()
+
+    def loss_g(self, z: torch.Tensor) -> Any:
+        return -self.d(self.g(z)).square().mean()
+
+
+def _noise(step: int, rank: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2, 2, generator=made).double()
+
+
+def _adversaries(pair: _Pair, together: bool) -> None:
+    rank = syncprims.get_rank()
+    accumulator = pair.accumulator
+    for step in range(6):
+        z = _noise(step, rank)
+        if together:
+            with accumulator.accumulate(pair.g, pair.d):
+                pair.opt_d.zero_grad()
+                accumulator.backward(pair.loss_d(z))
+                pair.opt_d.step()
+                pair.opt_g.zero_grad()
+                accumulator.backward(pair.loss_g(z))
+                pair.opt_g.step()
+            continue
+        with accumulator.accumulate(pair.d):
+            pair.opt_d.zero_grad()
+            accumulator.backward(pair.loss_d(z))
+            pair.opt_d.step()
+        with accumulator.accumulate(pair.g):
+            pair.opt_g.zero_grad()
+            accumulator.backward(pair.loss_g(z))
+            pair.opt_g.step()
+
+
+def _slopes(loss: torch.Tensor, model: nn.Module) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def _descend(prepared: PreparedOptimizer, slopes: list[tuple[torch.Tensor, ...]]) -> None:
+    plain = prepared.optimizer
+    for p, *parts in zip(prepared.parameters, *slopes, strict=True):
+        p.grad = torch.stack(parts).mean(dim=0)
+    plain.step()
+
+
+@everywhere
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("together", [True, False], ids=["one block", "two blocks"])
+def test_adversaries_get_their_own_gradients(world: Ranks, steps: int, together: bool) -> None:
+    def program() -> tuple[list[float], list[float]]:
+        pair, plain = _Pair(steps), _Pair(1)
+        _adversaries(pair, together)
+        ranks = range(syncprims.get_world_size())
+        for window in range(0, 6, steps):
+            early = [_noise(s, r) for s in range(window, window + steps - 1) for r in ranks]
+            late = [_noise(window + steps - 1, r) for r in ranks]
+            # All but the last losses of the generator meet the discriminator before its step.
+            so_far = [_slopes(plain.loss_g(z), plain.g) for z in early]
+            _descend(plain.opt_d, [_slopes(plain.loss_d(z), plain.d) for z in early + late])
+            _descend(plain.opt_g, so_far + [_slopes(plain.loss_g(z), plain.g) for z in late])
+        return numbers(pair.g) + numbers(pair.d), numbers(plain.g) + numbers(plain.d)
+
+    for mine, wanted in world.run(program):
+        assert close(mine, wanted, within=1e-10)
+
+
+@with_others
+def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(world: Ranks) -> None:
+    def program() -> list[float | None]:
+        model = nn.ModuleList([unit_model() for _ in range(4)])
+        model[3].weight.requires_grad_(False)
+        accumulator = Accumulator()
+        with accumulator.accumulate(model):
+            loss = model[0](ones()).sum() + model[3](ones()).sum()
+            if syncprims.get_rank() == 1:
+                loss = loss + 4 * model[1](ones()).sum()
+            accumulator.backward(loss)
+        return [None if p.grad is None else float(p.grad) for p in model.parameters()]
+
+    assert world.run(program) == [[1.0, 4.0 / world.ranks, None, None]] * world.ranks
+
+
+@with_others
+def test_shared_and_sparse_parameters_are_averaged_once(world: Ranks) -> None:
+    def program() -> list[float]:
+        words = nn.Embedding(3, 1, sparse=True)
+        head = nn.Linear(1, 3, bias=False)
+        tied = nn.Linear(1, 3, bias=False)
+        tied.weight = head.weight
+        model = nn.ModuleDict({"words": words, "head": head, "tied": tied})
+        accumulator, rank = Accumulator(2), syncprims.get_rank()
+        share_model(model)
+        nn.init.ones_(words.weight)
+        for _ in range(2):
+            with accumulator.accumulate(model):
+                hidden = words(torch.tensor([rank % 3]))
+                accumulator.backward((head(hidden) + tied(hidden)).sum() * (rank + 1))
+        assert head.weight.grad is not None
+        return [float(x) for x in head.weight.grad.reshape(-1)]
+
+    mean = 2 * sum(range(1, world.ranks + 1)) / world.ranks
+    assert all(close(seen, [mean] * 3, 1e-6) for seen in world.run(program))
+
+
+@with_others
+def test_ranks_that_freeze_different_parameters_are_told(world: Ranks) -> None:
+    def program() -> None:
+        model = nn.Linear(2, 2)
+        model.bias.requires_grad_(syncprims.is_main())
+        accumulator = Accumulator()
+        with accumulator.accumulate(model):
+            accumulator.backward(model(torch.ones(1, 2)).sum())
+
+    for outcome in world.outcomes(program):
+        assert isinstance(outcome, syncprims.RankMismatch)
+
+
+@with_others
+def test_running_means_are_rank_0s_after_each_step(world: Ranks) -> None:
+    def program() -> list[list[float]]:
+        model = nn.BatchNorm1d(2)
+        accumulator, seen = Accumulator(2), []
+        for _ in range(4):
+            with accumulator.accumulate(model):
+                x = torch.tensor([[1.0, 2.0], [3.0, 5.0]]) * (1 + syncprims.get_rank())
+                accumulator.backward(model(x).sum())
+            seen += [model.running_mean.tolist()] * accumulator.sync_gradients  # type: ignore[union-attr]
+        return seen
+
+    results = world.run(program)
+    assert all(seen == results[0] for seen in results)
+    assert results[0][0] == pytest.approx([2 * 0.19, 3.5 * 0.19])
+
+
+@in_pairs
+def test_backward_without_sync_stays_on_its_rank(world: Ranks) -> None:
+    def program() -> list[float]:
+        model, accumulator = unit_model(), Accumulator()
+        model = prepare(model, accumulator=accumulator)
+        scale = float(syncprims.get_rank() + 1)
+        with accumulator.no_sync(model):
+            accumulator.backward(scale * model(ones()).sum())
+        before = gradient(model)
+        accumulator.backward(scale * model(ones()).sum())
+        return [before, gradient(model)]
+
+    assert world.run(program) == [[1.0, 3.0], [2.0, 3.0]]
+
+
+@everywhere
+def test_after_a_full_window_is_loaded_a_plain_loop_trains_as_before(world: Ranks) -> None:
+    def program() -> tuple[bool, list[float]]:
+        accumulator = Accumulator(1)
+        model, optimizer = prepare(
+            *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0)),
+            accumulator=accumulator,
+        )
+        with accumulator.accumulate(model):
+            accumulator.backward(model(ones()).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        accumulator.load_state_dict(accumulator.state_dict())
+        closed, seen = accumulator.sync_gradients, numbers(model)
+        for _ in range(2):  # outside of any block
+            accumulator.backward(model(ones() * (1 + syncprims.get_rank())).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += numbers(model)
+        return closed, seen
+
+    mean = (world.ranks + 1) / 2
+    assert world.run(program) == [(True, [-1.0, -1 - mean, -1 - 2 * mean])] * world.ranks
+
+
+@everywhere
+def test_a_window_goes_on_in_another_process(world: Ranks) -> None:
+    def micro(accumulator: Accumulator, model: nn.Module, step: int) -> None:
+        with accumulator.accumulate(model):
+            x = ones() * (step + 1) * (1 + syncprims.get_rank())
+            accumulator.backward(model(x).sum(), weight=step + 1)
+
+    def program() -> tuple[float, float]:
+        accumulator, model = Accumulator(4), unit_model()
+        for step in range(2):
+            micro(accumulator, model, step)
+        state = accumulator.state_dict()
+        resumed, other = Accumulator(4), unit_model()
+        resumed.load_state_dict(state)
+        for step in (2, 3):
+            micro(accumulator, model, step)
+            micro(resumed, other, step)
+        return gradient(model), gradient(other)
+
+    mean = sum(range(1, world.ranks + 1)) / world.ranks
+    for mine, theirs in world.run(program):
+        assert mine == theirs
+        assert close([mine], [mean], 1e-6)
+
+
+@alone
+def test_misuse_is_told(world: Ranks) -> None:
+    def program() -> None:
+        accumulator, model = Accumulator(2), unit_model()
+        with pytest.raises(ValueError, match="models"):
+            accumulator.accumulate()
+        with (
+            accumulator.accumulate(model),
+            pytest.raises(RuntimeError, match="inside of itself"),
+            accumulator.accumulate(model),
+        ):
+            pass
+        with accumulator.accumulate(model), pytest.raises(ValueError, match="weight"):
+            accumulator.backward(model(ones()).sum(), weight=-1)
+        mixed = Accumulator(2)
+        with mixed.accumulate(model):
+            mixed.backward(model(ones()).sum(), weight=2)
+        with mixed.accumulate(model), pytest.raises(ValueError, match="right mean"):
+            mixed.backward(model(ones()).sum())
+        several = Accumulator(2)
+        with several.accumulate(model):
+            several.backward(model(ones()).sum(), weight=2)
+            several.backward(model(ones()).sum(), weight=3)
+        with several.accumulate(model):
+            several.backward(model(ones()).sum(), weight=2)
+            with pytest.raises(ValueError, match="different weights"):
+                several.backward(model(ones()).sum(), weight=3)
+        with pytest.raises(ValueError, match="steps=0"):
+            Accumulator(0)
+        with pytest.raises(TypeError):
+            Accumulator(1.5)  # type: ignore[arg-type]
+
+    assert world.run(program) == [None]
+
+
+@alone
+def test_a_prepared_optimizer_is_the_optimizer(world: Ranks) -> None:
+    def program() -> None:
+        model, accumulator = unit_model(), Accumulator(2)
+        plain = torch.optim.Adam(model.parameters(), lr=0.5)
+        optimizer = prepare(plain, accumulator=accumulator)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.param_groups is plain.param_groups
+        assert optimizer.state is plain.state
+        assert prepare(optimizer, accumulator=accumulator) is optimizer
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # accepts it as its own
+        called = []
+        optimizer.register_step_post_hook(lambda *_: called.append(1))
+        for _ in range(4):
+            with accumulator.accumulate(model):
+                accumulator.backward(model(ones()).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(called) == 2
+        assert optimizer.state_dict()["state"][0]["step"] == 2
+
+    assert world.run(program) == [None]
+
+
+@everywhere
+def test_schedules_advance_once_per_step(world: Ranks) -> None:
+    def program() -> list[Any]:
+        model, accumulator = unit_model(), Accumulator(2)
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        halved = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+        per_rank = torch.optim.SGD(model.parameters(), lr=1.0)
+        fast = torch.optim.lr_scheduler.StepLR(per_rank, 1, 0.5)
+        halved, plain = prepare(halved, plain, accumulator=accumulator)
+        ranks = syncprims.get_world_size()
+        fast, per_rank = prepare(fast, per_rank, accumulator=accumulator, schedule_advance=ranks)
+        for _ in range(4):
+            with accumulator.accumulate(model):
+                accumulator.backward(model(ones()).sum())
+                for optimizer, schedule in ((plain, halved), (per_rank, fast)):
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+        return [halved.get_last_lr()[0], fast.get_last_lr()[0]]
+
+    assert world.run(program) == [[0.25, 0.25**world.ranks]] * world.ranks
+
+
+@everywhere
+@pytest.mark.parametrize("steps", [1, 3])
+def test_ranks_may_run_out_of_data(world: Ranks, steps: int) -> None:
+    def program() -> tuple[list[float], list[float], Any]:
+        rank, ranks = syncprims.get_rank(), syncprims.get_world_size()
+        table = rows(5 * ranks)
+        data = [table[i] for i in range(5 * ranks)]
+        mine = [data[rank + ranks * i] for i in range(5 - rank)]  # the last ranks have fewest
+        accumulator, model, whole = Accumulator(steps), small_model(), small_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        model, optimizer, schedule = prepare(model, optimizer, schedule, accumulator=accumulator)
+        with join_uneven_inputs(accumulator):
+            for x, y in mine:
+                with accumulator.accumulate(model):
+                    accumulator.backward((model(x) - y).square().sum(), weight=1)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+        plain = torch.optim.Adam(whole.parameters(), lr=0.1)
+        for first in range(0, 5 - 5 % steps, steps):
+            held = [
+                data[r + ranks * i]
+                for i in range(first, first + steps)
+                for r in range(ranks)
+                if i < 5 - r
+            ]
+            plain.zero_grad()
+            for x, y in held:
+                ((whole(x) - y).square().sum() / len(held)).backward()
+            plain.step()
+            plain.param_groups[0]["lr"] *= 0.9
+        return numbers(model), numbers(whole), optimizer.state_dict()["param_groups"][0]["lr"]
+
+    for mine, wanted, rate in world.run(program):
+        assert close(mine, wanted, within=1e-10)
+        assert rate == pytest.approx(0.1 * 0.9 ** (5 // steps))
+
+
+@in_pairs
+def test_running_means_go_on_with_the_ranks_that_train(world: Ranks) -> None:
+    def program() -> float:
+        rank, accumulator = syncprims.get_rank(), Accumulator()
+        plain = nn.BatchNorm1d(1, momentum=1.0)
+        model = prepare(plain, accumulator=accumulator)
+        with join_uneven_inputs(accumulator):
+            for i in range(1 + rank):  # rank 0 is done first
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(torch.full((2, 1), 5.0 * i)).sum())
+        assert plain.running_mean is not None
+        return float(plain.running_mean)
+
+    assert world.run(program) == [5.0, 5.0]
+
+
+@without_ddp
+def test_models_may_grow_after_prepare(world: Ranks) -> None:
+    def program() -> list[float]:
+        accumulator, rank = Accumulator(2), syncprims.get_rank()
+        model: Any = nn.ModuleList([unit_model()])
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = prepare(model, optimizer, accumulator=accumulator)
+
+        def step() -> None:
+            for _ in range(2):
+                with accumulator.accumulate(model):
+                    x = torch.full((1, 1), float(rank + 1))
+                    accumulator.backward(sum(layer(x) for layer in model).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        step()
+        model.append(unit_model())
+        optimizer.add_param_group({"params": model[1].parameters()})
+        step()
+        return numbers(model)
+
+    mean = (world.ranks + 1) / 2
+    assert world.run(program) == [[-2 * mean, -mean]] * world.ranks
+
+
+@in_pairs
+def test_a_closure_may_step_many_times(world: Ranks) -> None:
+    def program() -> tuple[list[float], list[float]]:
+        data = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 1.0], [2.0, 2.0]]).double()
+        accumulator, rank = Accumulator(), syncprims.get_rank()
+        mine = data.chunk(world.ranks)[rank]
+        whole, plain_model = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
+        share_model(whole)
+        plain_model.load_state_dict(whole.state_dict())
+        prepared: Any = torch.optim.LBFGS(whole.parameters(), lr=0.5, max_iter=4)
+        model, prepared = prepare(whole, prepared, accumulator=accumulator)
+        plain: Any = torch.optim.LBFGS(plain_model.parameters(), lr=0.5, max_iter=4)
+
+        def ours() -> float:
+            prepared.zero_grad()
+            loss = (model(mine) - mine.sum(1, keepdim=True)).square().mean()
+            accumulator.backward(loss)
+            return float(syncprims.all_reduce(loss.detach(), "mean"))
+
+        def theirs() -> float:
+            plain.zero_grad()
+            loss = (plain_model(data) - data.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        for _ in range(3):
+            with accumulator.accumulate(model):
+                prepared.step(ours)
+            plain.step(theirs)
+        return numbers(model), numbers(plain_model)
+
+    for mine, wanted in world.run(program):
+        assert close(mine, wanted, within=1e-8)
+
+
+@alone
+def test_clearing_is_left_to_an_optimizer_with_a_way_of_its_own(world: Ranks) -> None:
+    class Counting(torch.optim.SGD):
+        cleared = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.cleared += 1
+            super().zero_grad(set_to_none)
+
+    def program() -> list[Any]:
+        accumulator, model = Accumulator(), unit_model()
+        own = Counting(model.parameters(), lr=1.0)
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen: list[Any] = []
+        for optimizer in (own, plain):
+            prepared = accumulator.prepare_optimizer(optimizer)
+            for to_none in (True, False):
+                with accumulator.accumulate(model):
+                    accumulator.backward(model(ones()).sum())
+                    prepared.step()
+                    prepared.zero_grad(set_to_none=to_none)
+                seen.append(None if model.weight.grad is None else float(model.weight.grad))
+        with torch.profiler.profile() as profile:
+            prepared.zero_grad()
+        marks = [event.name for event in profile.events() or ()]
+        return [own.cleared, seen, "Optimizer.zero_grad#SGD.zero_grad" in marks]
+
+    assert world.run(program) == [[2, [None, 0.0, None, 0.0], True]]
+
+
+@alone
+def test_what_is_forgotten_comes_into_no_new_window(world: Ranks) -> None:
+    """Neither do windows that were loaded, and not met again yet."""
+
+    def program() -> tuple[float, bool]:
+        old, new = Accumulator(2), Accumulator(2)
+        model = unit_model()
+        with old.accumulate(model):
+            old.backward(model(100 * ones()).mean())
+        new.load_state_dict(old.state_dict())
+        new.forget()
+        model = unit_model()
+        with new.accumulate(model):
+            new.backward(model(ones()).mean())
+        first = new.sync_gradients
+        with new.accumulate(model):
+            new.backward(model(ones()).mean())
+        return gradient(model), first
+
+    assert world.run(program) == [(1.0, False)]

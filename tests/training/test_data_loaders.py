@@ -1,0 +1,551 @@
+"""Which rank gets which batch, in which order, and how the order goes on after a stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support.training_models import TRAINED, alone, everywhere, feed, in_pairs, items, with_others
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import syncprims
+from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches, to_device
+from syncprims.training.sharding import BatchShard, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from support.rank_worlds import Ranks
+
+
+def dealt(length: int, size: int, ranks: int = 2, *, drop_last: bool = False, **how: bool) -> Any:
+    """Return every rank's batches of ``range(length)``, and check what the lengths say."""
+    shards = [
+        BatchShard(BatchSampler(range(length), size, drop_last), Plan(rank, ranks, **how))
+        for rank in range(ranks)
+    ]
+    found = [list(shard) for shard in shards]
+    assert [len(shard) for shard in shards] == [len(batches) for batches in found]
+    return found
+
+
+FIRST_6 = [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
+
+
+@pytest.mark.parametrize(
+    ("length", "even", "uneven"),
+    [
+        (12, [[], []], [[], []]),
+        (15, [[[12, 13, 14]], [[0, 1, 2]]], [[[12, 13, 14]], []]),
+        (16, [[[12, 13, 14]], [[15, 0, 1]]], [[[12, 13, 14]], [[15]]]),
+        (14, [[[12, 13, 0]], [[1, 2, 3]]], [[[12, 13]], []]),
+    ],
+)
+def test_batches_are_dealt_in_turn(length: int, even: Any, uneven: Any) -> None:
+    assert dealt(length, 3) == [FIRST_6[r] + even[r] for r in (0, 1)]
+    assert dealt(length, 3, even=False) == [FIRST_6[r] + uneven[r] for r in (0, 1)]
+    assert dealt(length, 3, drop_last=True) == FIRST_6
+    assert dealt(length, 3, drop_last=True, even=False) == FIRST_6
+
+
+def test_a_world_larger_than_the_data_begins_again() -> None:
+    assert dealt(2, 3) == [[[0, 1, 0]], [[1, 0, 1]]]
+    assert dealt(2, 3, even=False) == [[[0, 1]], []]
+    assert dealt(2, 3, drop_last=True) == [[], []]
+    assert dealt(2, 1, 4) == [[[0]], [[1]], [[0]], [[1]]]
+    assert dealt(0, 3) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("length", "even", "uneven"),
+    [
+        (8, [[], []], [[], []]),
+        (10, [[[8, 9]], [[0, 1]]], [[[8, 9]], []]),
+        (9, [[[8, 0]], [[1, 2]]], [[[8]], []]),
+        (11, [[[8, 9]], [[10, 0]]], [[[8, 9]], [[10]]]),
+    ],
+)
+def test_batches_are_split(length: int, even: Any, uneven: Any) -> None:
+    start = [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert dealt(length, 4, split=True) == [start[r] + even[r] for r in (0, 1)]
+    assert dealt(length, 4, split=True, even=False) == [start[r] + uneven[r] for r in (0, 1)]
+    assert dealt(length, 4, split=True, drop_last=True) == start
+    with pytest.raises(ValueError, match="equal parts"):
+        dealt(length, 3, split=True)
+
+
+def test_one_rank_has_the_data_as_it_is() -> None:
+    assert dealt(5, 3, 1) == [[[0, 1, 2], [3, 4]]]
+    assert dealt(5, 4, 1, split=True) == [[[0, 1, 2, 3], [4]]]
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+@everywhere
+@pytest.mark.parametrize("workers", [0, 1])
+def test_streams_are_dealt_like_batches(world: Ranks, workers: int) -> None:
+    def program() -> list[Any]:
+        def of(length: int, **how: Any) -> list[list[int]]:
+            drop_last = how.pop("drop_last", False)
+            plain: Any = DataLoader(
+                Stream(length), batch_size=3, drop_last=drop_last, num_workers=workers
+            )
+            return items(list(prepare_data_loader(plain, **how)))
+
+        return [of(14), of(14, even_batches=False), of(14, drop_last=True), of(2)]
+
+    def wanted(rank: int) -> list[Any]:
+        ranks = world.ranks
+        if ranks == 1:
+            whole = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13]]
+            return [whole, whole, whole[:-1], [[0, 1]]]
+        how: Any = {"length": 14, "size": 3, "ranks": ranks}
+        results = [dealt(**how), dealt(**how, even=False), dealt(**how, drop_last=True)]
+        return [result[rank] for result in (*results, dealt(2, 3, ranks))]
+
+    assert world.run(program) == [wanted(rank) for rank in range(world.ranks)]
+
+
+@everywhere
+def test_metrics_are_gathered_without_the_padding(world: Ranks) -> None:
+    def program() -> list[Any]:
+        accelerator = Accelerator()
+        seen: list[Any] = []
+        for data in (list(range(14)), Stream(14)):
+            loader = accelerator.prepare(feed(data, batch_size=3))
+            tensors, objects = [], []
+            for batch in loader:
+                found = accelerator.gather_for_metrics({"x": batch, "y": (batch * 2,)})
+                assert torch.equal(found["x"] * 2, found["y"][0])
+                tensors += found["x"].tolist()
+                objects += accelerator.gather_for_metrics([str(int(x)) for x in batch])
+            seen += [tensors, objects]
+        return seen
+
+    numbers, words = list(range(14)), [str(i) for i in range(14)]
+    assert world.run(program) == [[numbers, words, numbers, words]] * world.ranks
+
+
+@everywhere
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_shuffle_is_one_order_for_all_and_another_each_epoch(
+    world: Ranks, seed: int | None
+) -> None:
+    def program() -> list[Any]:
+        torch.manual_seed(syncprims.get_rank())  # rank 0's counts
+        plain = feed(range(16), batch_size=2, shuffle=True)
+        loader = prepare_data_loader(plain, seed=seed)
+        before = torch.get_rng_state()
+        epochs = [items(list(loader)) for _ in range(3)]
+        assert torch.equal(before, torch.get_rng_state()), "the order has numbers of its own"
+        loader.set_epoch(1)
+        assert items(list(loader)) == epochs[1]
+        return epochs
+
+    results = world.run(program)
+    for epoch in range(3):
+        seen = [x for rank in results for batch in rank[epoch] for x in batch]
+        assert sorted(seen) == list(range(16))
+        assert seen != sorted(seen)
+    assert results[0][0] != results[0][1]
+
+
+@everywhere
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_order_goes_on_in_a_new_process(world: Ranks, seed: int | None, workers: int) -> None:
+    def loader() -> Any:
+        plain = feed(
+            range(24),
+            batch_size=2,
+            shuffle=True,
+            num_workers=workers,
+        )
+        return prepare_data_loader(plain, seed=seed)
+
+    def whole() -> Any:
+        first, states, seen = loader(), [], []
+        for _ in range(2):
+            for batch in first:
+                seen.append(batch.tolist())
+                states.append(first.state_dict())
+            states.append(first.state_dict())  # between epochs
+            seen.append([])
+        return seen, states
+
+    outcomes = world.run(whole)
+
+    def resumed() -> None:
+        torch.manual_seed(99)  # of no interest
+        seen, states = outcomes[syncprims.get_rank()]
+        for at in (1, len(seen) // 2 - 2, len(seen) // 2 - 1, len(seen) // 2 + 1):
+            again = loader()
+            again.load_state_dict(states[at])
+            rest = [batch.tolist() for batch in again]
+            if seen[at] or states[at]["batch"]:
+                assert rest == seen[at + 1 : seen.index([], at)]
+            else:
+                assert rest == seen[at + 1 : -1]
+
+    assert world.run(resumed) == [None] * world.ranks
+
+
+@everywhere
+def test_a_loop_that_begins_with_the_loaders_epoch_has_them_all(world: Ranks) -> None:
+    """Wherever the state was saved, in the body of an epoch's last batch, too."""
+
+    def program() -> None:
+        def loop(loader: Any, states: list[Any]) -> list[Any]:
+            seen: list[Any] = []
+            for epoch in range(loader.state_dict()["epoch"], 3):
+                for batch in loader:
+                    seen.append(batch.tolist())
+                    states.append((len(seen), loader.state_dict()))
+                seen.append(f"end of epoch {epoch}")
+                states.append((len(seen), loader.state_dict()))
+            return seen
+
+        def loader() -> Any:
+            return prepare_data_loader(feed(range(12), batch_size=2, shuffle=True), seed=3)
+
+        states: list[Any] = []
+        whole = loop(loader(), states)
+        assert len(states) == len(whole)
+        for done, state in states:
+            again = loader()
+            again.load_state_dict(state)
+            assert whole[:done] + loop(again, []) == whole, state
+
+    assert world.run(program) == [None] * world.ranks
+
+
+class AtOnce(Sampler[int]):
+    """Draws an epoch's order when it begins."""
+
+    def __init__(self, draw: Callable[[int], list[int]]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._draw(24))
+
+    def __len__(self) -> int:
+        return 24
+
+
+class OneByOne(AtOnce):
+    """Draws an epoch's order while the training draws, too."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(24))
+        while left:
+            yield left.pop(self._draw(len(left))[0])
+
+
+DRAWS: dict[str, Callable[[int], list[int]]] = {
+    "python": lambda count: random.sample(range(count), count),
+    "numpy": lambda count: np.random.permutation(count).tolist(),
+    "torch": lambda count: torch.randperm(count).tolist(),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED[:2], ids=str, indirect=True)
+@pytest.mark.parametrize("kind_of_sampler", [AtOnce, OneByOne])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_an_order_drawn_from_generators_that_all_share_goes_on(
+    world: Ranks, draw: str, kind_of_sampler: type[AtOnce]
+) -> None:
+    def loader() -> Any:
+        return prepare_data_loader(
+            feed(range(24), batch_size=2, sampler=kind_of_sampler(DRAWS[draw])), seed=3
+        )
+
+    def program() -> list[int]:
+        training = DRAWS[draw]
+        torch.manual_seed(syncprims.get_rank())  # nor need ranks draw alike
+        first, seen, states = loader(), [], []
+        for _ in range(2):
+            for batch in first:
+                seen.append(batch.tolist())
+                states.append(first.state_dict())
+                training(9)
+        half = len(seen) // 2
+        assert seen[:half] != seen[half:]
+        for at in (2, half + 1):
+            again = loader()
+            again.load_state_dict(states[at])
+            end = half if at < half else len(seen)
+            assert [batch.tolist() for batch in again] == seen[at + 1 : end]
+        return [x for batch in seen[:half] for x in batch]
+
+    seen = [x for rank in world.run(program) for x in rank]
+    assert sorted(seen) == list(range(24))
+
+
+@alone
+def test_a_sampler_leaves_the_generators_that_all_share_as_they_were(world: Ranks) -> None:
+    def program() -> None:
+        for draw in DRAWS.values():
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(5)
+            wanted = [draw(9) for _ in range(3)]
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(5)
+            loader = prepare_data_loader(feed(range(24), batch_size=12, sampler=OneByOne(draw)))
+            found = [draw(9), *(draw(9) for _ in loader)]
+            assert found == wanted
+
+    assert world.run(program) == [None]
+
+
+@everywhere
+def test_first_batches_are_skipped_without_being_read(world: Ranks) -> None:
+    def program() -> Any:
+        class Read(torch.utils.data.Dataset[int]):
+            def __init__(self) -> None:
+                self.read: list[int] = []
+
+            def __len__(self) -> int:
+                return 24
+
+            def __getitem__(self, index: int) -> int:
+                self.read.append(index)
+                return index
+
+        data = Read()
+        loader = prepare_data_loader(feed(data, batch_size=2, shuffle=True), seed=3)
+        whole = items(list(loader))
+        loader.set_epoch(0)
+        data.read.clear()
+        rest = skip_first_batches(loader, 2)
+        assert len(rest) == len(whole) - 2
+        found = items(list(rest))
+        assert len(data.read) == 2 * len(found)
+        assert found == whole[2:]
+        assert items(list(skip_first_batches([torch.ones(1)] * 3, 2))) == [[1.0]]
+        assert items(list(loader)) != whole, "the view took the epoch"
+        with pytest.raises(ValueError, match="count"):
+            skip_first_batches(loader, -1)
+
+    assert world.run(program) == [None] * world.ranks
+
+
+@in_pairs
+def test_an_order_that_ranks_do_not_share_is_told(world: Ranks) -> None:
+    class Mine(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([syncprims.get_rank(), 2, 3])
+
+        def __len__(self) -> int:
+            return 3
+
+    def program() -> None:
+        loader = prepare_data_loader(feed(range(4), sampler=Mine()))
+        list(loader)
+
+    for outcome in world.outcomes(program):
+        assert isinstance(outcome, syncprims.RankMismatch)
+        assert "order" in str(outcome)
+
+
+@in_pairs
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_sampler_that_shards_is_left_to_do_so(world: Ranks, batch_size: int | None) -> None:
+    def sampler() -> DistributedSampler[int]:
+        place = {"num_replicas": syncprims.get_world_size(), "rank": syncprims.get_rank()}
+        return DistributedSampler(range(12), seed=3, **place)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    def program() -> list[int]:
+        data = feed(range(12), batch_size=batch_size, sampler=sampler())
+        loader = Accelerator(cpu=True).prepare(data)
+        seen: list[int] = []
+        for epoch in range(2):
+            plain = sampler()
+            plain.set_epoch(epoch)
+            batches = list(loader)
+            assert len(loader) == len(batches)
+            assert torch.hstack([torch.as_tensor(b) for b in batches]).tolist() == list(plain)
+            seen += list(plain)
+        loader.set_epoch(0)
+        rest = torch.hstack([torch.as_tensor(b) for b in skip_first_batches(loader, 1)])
+        assert rest.tolist() == list(sampler())[batch_size or 1 :]
+        dealt = feed(range(12), batch_size=batch_size, sampler=sampler())
+        with pytest.raises(ValueError, match="a share of the data only"):
+            prepare_data_loader(dealt, dispatch_batches=True)
+        return seen
+
+    first, second = world.run(program)
+    assert sorted(first[:6] + second[:6]) == sorted(first[6:] + second[6:]) == list(range(12))
+    assert first[:6] != first[6:]
+
+
+@in_pairs
+def test_another_number_of_ranks_is_refused_in_the_middle_only(world: Ranks) -> None:
+    def program() -> None:
+        loader = prepare_data_loader(feed(range(8)))
+        state = loader.state_dict()
+        loader.load_state_dict({**state, "world_size": 3})
+        with pytest.raises(ValueError, match="3 ranks"):
+            loader.load_state_dict({**state, "batch": 1, "world_size": 3})
+
+    assert world.run(program) == [None, None]
+
+
+@alone
+def test_a_prepared_loader_is_a_loader(world: Ranks) -> None:
+    def program() -> None:
+        sampler = RandomSampler(range(6))
+        plain = feed(range(6), batch_size=2, sampler=sampler)
+        loader = prepare_data_loader(plain)
+        assert isinstance(loader, DataLoader)
+        assert loader.dataset is plain.dataset
+        assert len(loader) == 3
+        assert prepare_data_loader(loader) is loader
+        assert sampler.generator is None, "the user's sampler is left alone"
+        single: Any = feed(range(3), batch_size=None, sampler=SequentialSampler(range(3)))
+        assert list(prepare_data_loader(single)) == [0, 1, 2]
+
+    assert world.run(program) == [None]
+
+
+@alone
+@pytest.mark.filterwarnings("ignore:.set_vital")  # torchdata calls what torch has deprecated
+def test_torchdata_keeps_the_place_in_a_stream(world: Ranks) -> None:
+    pytest.importorskip("torchdata")
+
+    def program() -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        def loader() -> Any:
+            return prepare_data_loader(StatefulDataLoader(Stream(9), batch_size=2))
+
+        first = loader()
+        states = [first.state_dict() for _ in first]
+        again = loader()
+        again.load_state_dict(states[1])
+        assert items(list(again)) == [[4, 5], [6, 7], [8]]
+
+    assert world.run(program) == [None]
+
+
+@with_others
+def test_a_stream_that_knows_its_length_tells_it(world: Ranks) -> None:
+    class Sized(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(11))
+
+        def __len__(self) -> int:
+            return 11
+
+    def program() -> list[tuple[int, int]]:
+        seen = []
+        for even, drop in ((True, False), (False, False), (True, True)):
+            loader = DataLoader(Sized(), batch_size=2, drop_last=drop)
+            mine = prepare_data_loader(loader, even_batches=even)
+            seen.append((len(mine), len([*mine])))
+        return seen
+
+    outcomes = world.run(program)
+    assert all(known == found for mine in outcomes for known, found in mine)
+    assert {mine[0][0] for mine in outcomes} == {-(-11 // (2 * world.ranks))}
+
+
+class Spread(IterableDataset[int]):
+    """A stream that its workers share."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        return iter(range(worker.id, 20, worker.num_workers))
+
+
+@in_pairs
+def test_metrics_of_workers_that_end_apart_have_no_padding(world: Ranks) -> None:
+    def program() -> list[int]:
+        job, seen = Accelerator(cpu=True), list[int]()
+        for batch in job.prepare(DataLoader(Spread(), batch_size=2, num_workers=2)):
+            seen += job.gather_for_metrics(batch).tolist()
+        return seen
+
+    assert [sorted(seen) for seen in world.run(program)] == [list(range(20))] * world.ranks
+
+
+@in_pairs
+def test_workers_that_give_batches_as_they_come_are_refused(world: Ranks) -> None:
+    def program() -> int:
+        with pytest.raises(ValueError, match="in_order=False lets 2 workers"):
+            prepare_data_loader(DataLoader(Stream(4), num_workers=2, in_order=False))
+        one: Any = DataLoader(Stream(4), num_workers=1, in_order=False)
+        return len(list(prepare_data_loader(one)))
+
+    assert world.run(program) == [2, 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    word: str
+
+
+@alone
+def test_dataclasses_are_moved_with_what_they_hold(world: Ranks) -> None:
+    def program() -> tuple[str, str, str]:
+        moved: Pair = to_device(Pair(torch.ones(1), "a"), torch.device("meta"))
+        return type(moved).__name__, moved.x.device.type, moved.word
+
+    assert world.run(program) == [("Pair", "meta", "a")]
+
+
+class Graph:
+    """What knows by itself how to move."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(device.type)
+
+
+class Edge(NamedTuple):
+    start: torch.Tensor
+    to: torch.Tensor
+
+
+@alone
+def test_what_moves_itself_is_asked_to_wherever_it_is(world: Ranks) -> None:
+    def program() -> list[Any]:
+        batch: Any = {
+            "graphs": [Graph(), (Graph(),)],
+            "words": pack_sequence([torch.ones(2), torch.ones(1)]),
+            "edge": Edge(torch.ones(1), torch.ones(1)),
+            "kind": Graph,
+        }
+        moved = to_device(batch, torch.device("meta"))
+        first, (second,) = moved["graphs"]
+        words = moved["words"]
+        assert moved["kind"] is Graph
+        assert words.batch_sizes.device.type == "cpu"
+        assert to_device(Graph(), torch.device("meta")).device == "meta"
+        return [one.device for one in (first, second)] + [
+            one.device.type for one in (words.data, *moved["edge"])
+        ]
+
+    assert world.run(program) == [["meta"] * 5]

@@ -1,0 +1,315 @@
+"""Training where the program runs a `torch.distributed` group of its own: models come in DDP."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support.rank_worlds import Kind, Ranks
+from support.training_models import feed, numbers, small_model
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncprims
+from syncprims.training import Accelerator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Program = Callable[[], Any]
+
+
+@pytest.fixture
+def grouped(meeting_place: Path) -> Callable[[Program], list[Any]]:
+    """Run a program on two ranks whose models DDP keeps together."""
+
+    def run(program: Program) -> list[Any]:
+        rendezvous = meeting_place.parent / uuid.uuid4().hex
+
+        def with_gloo() -> Any:
+            distributed.init_process_group(
+                "gloo",
+                init_method=f"file://{rendezvous}",
+                rank=syncprims.get_rank(),
+                world_size=syncprims.get_world_size(),
+            )
+            try:
+                with syncprims.init():
+                    return program()
+            finally:
+                distributed.destroy_process_group()
+
+        return Ranks(Kind("torch", 2), meeting_place).run_alone(with_gloo)
+
+    return run
+
+
+@pytest.fixture
+def alone(meeting_place: Path) -> Callable[[Program], Any]:
+    """Run a program on one rank."""
+
+    def run(program: Program) -> Any:
+        return Ranks(Kind("single", 1), meeting_place).run(program)[0]
+
+    return run
+
+
+class Whole(nn.Module):
+    """Computes in whole numbers, so that every order of addition gives the same bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2).double()
+        self.second = nn.Linear(2, 1, bias=False).double()
+        self.unused = nn.Linear(2, 2).double()
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(torch.arange(p.numel(), dtype=torch.float64).view(p.shape) + i)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x))
+        return result
+
+
+def whole_rows(count: int) -> torch.utils.data.TensorDataset:
+    x = torch.tensor([[i % 3 - 1, i % 5 - 2] for i in range(count)], dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_ddp_gives_the_bits_of_one_rank(
+    grouped: Callable[[Program], list[Any]],
+    alone: Callable[[Program], Any],
+    steps: int,
+    weighted: bool,
+) -> None:
+    def program() -> tuple[str, list[float], list[bool]]:
+        ranks = syncprims.get_world_size()
+        job = Accelerator(steps, cpu=True, ddp={"find_unused_parameters": True})
+        model: nn.Module = Whole()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=2.0**-9)
+        # Nine micro-batches of the world: windows of four, four and one.
+        loader = feed(whole_rows(36), batch_size=4 // ranks)
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        synced = []
+        for x, y in loader:
+            with job.accumulate(model):
+                error = (model(x) - y).square()
+                if weighted:
+                    job.backward(error.sum(), weight=len(x))
+                else:
+                    job.backward(error.mean())
+                synced.append(job.sync_gradients)
+                optimizer.step()
+                optimizer.zero_grad()
+        return type(model).__name__, numbers(model), synced
+
+    kind, wanted, closed = alone(program)
+    assert kind == "Whole"
+    assert closed == [steps == 1 or i in (3, 7, 8) for i in range(9)]
+    moved = [a != b for a, b in zip(wanted, numbers(Whole()), strict=True)]
+    assert moved == [True] * 8 + [False] * 6
+    assert grouped(program) == [("DistributedDataParallel", wanted, closed)] * 2
+
+
+def test_ddp_averages_once_per_window(grouped: Callable[[Program], list[Any]]) -> None:
+    def program() -> list[float]:
+        job, rank = Accelerator(3, cpu=True), syncprims.get_rank()
+        model = job.prepare(nn.Linear(1, 1, bias=False))
+        seen = []
+        for _ in range(3):
+            with job.accumulate(model):
+                job.backward(model(torch.full((1, 1), 3.0 * (rank + 1))).sum())
+                (gradient,) = (p.grad for p in model.parameters())
+                assert gradient is not None
+                seen.append(float(gradient))
+        return seen
+
+    assert grouped(program) == [[3.0, 6.0, 4.5], [6.0, 12.0, 4.5]]
+
+
+def test_buffers_are_rank_0s_after_each_step(grouped: Callable[[Program], list[Any]]) -> None:
+    def program() -> tuple[float, float]:
+        job, rank = Accelerator(cpu=True), syncprims.get_rank()
+        plain = nn.BatchNorm1d(1)
+        model = job.prepare(plain)
+        batch = torch.full((4, 1), float(rank + 1))
+        with job.accumulate(model):
+            # Twice before its backward pass, as in adversarial training.
+            job.backward((model(batch) + model(batch)).sum())
+        assert plain.running_mean is not None
+        return float(plain.running_mean), numbers(model)[0]
+
+    assert grouped(program) == [(pytest.approx(0.19), 1.0)] * 2
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_an_overflow_on_one_rank_skips_both_steps(
+    grouped: Callable[[Program], list[Any]], overflow: bool
+) -> None:
+    def program() -> tuple[bool, float, float]:
+        job = Accelerator(cpu=True, mixed_precision="fp16", scaler={"init_scale": 8.0})
+        model: nn.Module = nn.Linear(1, 1, bias=False)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        nn.init.zeros_(next(model.parameters()))
+        model, optimizer, schedule = job.prepare(model, optimizer, schedule)
+        factor = float("inf") if overflow and syncprims.is_main() else 1.0
+        with job.accumulate(model):
+            job.backward(model(torch.ones(1, 1)).sum() * factor)
+            job.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            schedule.step()
+        return job.optimizer_step_was_skipped, numbers(model)[0], schedule.get_last_lr()[0]
+
+    wanted = (True, 0.0, 1.0) if overflow else (False, -1.0, 0.5)
+    assert grouped(program) == [wanted] * 2
+
+
+def test_wrapped_models_are_saved_and_loaded_bare(
+    grouped: Callable[[Program], list[Any]], alone: Callable[[Program], Any], tmp_path: Path
+) -> None:
+    def job() -> tuple[Accelerator, nn.Module, Any]:
+        made = Accelerator(cpu=True)
+        model: nn.Module = small_model(seed=syncprims.get_rank())
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
+        model, optimizer = made.prepare(model, optimizer)
+        return made, model, optimizer
+
+    def step(made: Accelerator, model: nn.Module, optimizer: Any) -> None:
+        with made.accumulate(model):
+            made.backward(model(torch.ones(2, 3, dtype=torch.float64)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def save() -> tuple[list[float], list[float]]:
+        made, model, optimizer = job()
+        step(made, model, optimizer)
+        made.save_state(tmp_path / "state")
+        made.save_model(model, tmp_path / "model")
+        assert not any(name.startswith("module.") for name in made.get_state_dict(model))
+        saved = numbers(model)
+        step(made, model, optimizer)
+        return saved, numbers(model)
+
+    def resume() -> list[float]:
+        made, model, optimizer = job()
+        made.load_state(tmp_path / "state")
+        step(made, model, optimizer)
+        return numbers(model)
+
+    def load_alone() -> list[float]:
+        from syncprims.training import load_checkpoint_in_model
+
+        model = small_model(seed=5)
+        load_checkpoint_in_model(model, tmp_path / "model")
+        return numbers(model)
+
+    (saved, went_on), other = grouped(save)
+    assert (saved, went_on) == other
+    assert grouped(resume) == [went_on] * 2
+    assert alone(load_alone) == saved
+
+
+def test_one_that_wrapped_by_hand_keeps_the_wrapper(
+    grouped: Callable[[Program], list[Any]],
+) -> None:
+    def program() -> list[bool]:
+        job = Accelerator(cpu=True)
+        compiled: Any = torch.compile(small_model(), backend="eager")
+        mine = DistributedDataParallel(compiled)
+        model = job.prepare(mine)
+        return [
+            model is mine,
+            job.unwrap_model(model) is compiled._orig_mod,
+            job.unwrap_model(model, keep_torch_compile=True) is compiled,
+        ]
+
+    assert grouped(program) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_ranks_in_ddp_may_run_out_of_data(
+    grouped: Callable[[Program], list[Any]], buffers: bool
+) -> None:
+    def program() -> tuple[list[float], list[float]]:
+        rank = syncprims.get_rank()
+        job = Accelerator(cpu=True)
+        model: nn.Module = small_model()
+        if buffers:
+            model = nn.Sequential(nn.BatchNorm1d(3, momentum=1.0).double().eval(), model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = job.prepare(model, optimizer)
+        # Rank 0 is done first: what the others learn has to come back to it.
+        batches = [torch.full((2, 3), float(i + rank)).double() for i in range(1 + 2 * rank)]
+        with job.join_uneven_inputs([model]):
+            for batch in batches:
+                with job.accumulate(model):
+                    job.backward(model(batch).sum(), weight=len(batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        with job.accumulate(model):  # and DDP averages again
+            job.backward(model(torch.full((1, 3), 1.0 + rank).double()).sum())
+            optimizer.step()
+
+        whole: nn.Module = small_model()
+        if buffers:
+            whole = nn.Sequential(nn.BatchNorm1d(3).double().eval(), whole)
+        plain = torch.optim.SGD(whole.parameters(), lr=0.5)
+        together = [[0.0, 1.0], [2.0], [3.0]]
+        for values in together:
+            rows = torch.tensor([[v] * 3 for v in values for _ in range(2)]).double()
+            plain.zero_grad()
+            (whole(rows).sum() / len(rows)).backward()
+            plain.step()
+        plain.zero_grad()
+        (whole(torch.tensor([[1.0] * 3, [2.0] * 3]).double()).sum() / 2).backward()
+        plain.step()
+        return numbers(model), numbers(whole)
+
+    for mine, wanted in grouped(program):
+        assert mine == pytest.approx(wanted, abs=1e-12)
+
+
+def test_a_rank_without_any_batch_joins_two_models(
+    grouped: Callable[[Program], list[Any]],
+) -> None:
+    def program() -> list[float]:
+        job, rank = Accelerator(cpu=True), syncprims.get_rank()
+        models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        for model in models:
+            nn.init.zeros_(model.weight)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        given: list[Any] = [*models, *optimizers]
+        one, other, *prepared = job.prepare(*given)
+        with job.join_uneven_inputs():
+            for _ in range(2 * rank):  # the second model comes first
+                for model, optimizer in zip((other, one), reversed(prepared), strict=True):
+                    with job.accumulate(model):
+                        job.backward(model(torch.ones(1, 1)).sum(), weight=1)
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return [*numbers(one), *numbers(other)]
+
+    assert grouped(program) == [[-2.0, -2.0]] * 2
+
+
+def test_a_forward_pass_that_needs_all_ranks_cannot_be_joined(
+    grouped: Callable[[Program], list[Any]],
+) -> None:
+    def program() -> str:
+        job = Accelerator(cpu=True)
+        model = job.prepare(DistributedDataParallel(nn.BatchNorm1d(1)))
+        with job.join_uneven_inputs():
+            try:
+                with job.accumulate(model):
+                    pass
+            except ValueError as error:
+                return str(error)
+        return ""
+
+    assert all("broadcast_buffers=False" in said for said in grouped(program))

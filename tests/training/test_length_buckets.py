@@ -1,0 +1,228 @@
+"""Batch samplers of mixed sizes, as of length buckets: no item is lost, and none comes twice.
+
+But for what fills a round up, which `gather_for_metrics` cuts off again.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support.rank_worlds import Kind
+from torch.utils.data import DataLoader, Sampler
+
+import syncprims
+from syncprims.training import Accelerator, skip_first_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.rank_worlds import Ranks
+
+SIZE = 6  # to be cut for one, two and three ranks
+MIXED = [
+    [6, 2, 6, 6, 3, 6, 6],
+    [6, 6, 6, 4, 6, 6, 6, 1],
+    [1, 6, 6, 6, 6],
+    [6, 6, 8, 6, 5],  # one is larger than said
+    [5, 5, 4, 4, 1, 9],
+    [6, 2],
+    [6, 6, 6, 3],
+    [6],
+    [4],
+]
+
+on_few = pytest.mark.parametrize(
+    "kind", [Kind("single", 1), Kind("file", 2), Kind("file", 3)], ids=str, indirect=True
+)
+
+
+ways = pytest.mark.parametrize(
+    "way",
+    [{}, {"split_batches": True}, {"dispatch_batches": True},
+     {"split_batches": True, "dispatch_batches": True}],
+    ids=["dealt", "split", "sent", "split and sent"],
+)  # fmt: skip
+
+
+class Buckets(Sampler[Any]):
+    """Batches of these sizes, in another order in each epoch, of other items."""
+
+    def __init__(self, sizes: list[int], *, drop_last: bool, as_array: bool = False) -> None:
+        self.sizes = sizes
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._as_array = as_array
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        chance = random.Random(self.epoch)
+        sizes = chance.sample(self.sizes, len(self.sizes)) if self.epoch else self.sizes
+        items = chance.sample(range(sum(sizes)), sum(sizes))
+        for start, end in pairwise(accumulate(sizes, initial=0)):
+            yield np.array(items[start:end]) if self._as_array else items[start:end]
+
+
+class Sized(Buckets):
+    """They say how large they are at most, or so."""
+
+    batch_size = SIZE
+
+
+def feed(buckets: Buckets) -> Any:
+    count = sum(buckets.sizes)
+    return DataLoader(torch.arange(count), batch_sampler=buckets)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def metrics(job: Accelerator, loader: Any) -> list[tuple[list[int], list[int]]]:
+    """Return this rank's batches, and what is gathered of each."""
+    return [(batch.tolist(), job.gather_for_metrics(batch).tolist()) for batch in loader]
+
+
+class Case(NamedTuple):
+    kind: type[Buckets]
+    sizes: list[int]
+    drop_last: bool
+
+    def loader(self, job: Accelerator, **how: bool) -> Any:
+        return job.prepare(feed(self.kind(self.sizes, drop_last=self.drop_last, **how)))
+
+    def starves(self, ranks: int) -> bool:
+        """Tell whether a batch may be cut into fewer parts than there are ranks."""
+        return any(-(-size // -(-size // ranks)) < ranks for size in self.sizes)
+
+
+CASES = [
+    Case(kind, sizes, drop_last)
+    for kind in (Sized, Buckets)
+    for sizes in MIXED
+    for drop_last in (False, True)
+]
+
+
+def gathered(seen: list[tuple[list[int], list[int]]]) -> list[int]:
+    return [item for _, together in seen for item in together]
+
+
+@on_few
+@ways
+def test_batches_of_mixed_sizes_come_whole(world: Ranks, way: Any) -> None:
+    def program() -> list[Any]:
+        job = Accelerator(cpu=True, **way)
+        found: list[Any] = []
+        for case in CASES:
+            loader = case.loader(job)
+            loader.set_epoch(1)
+            length = len(loader)
+            found.append(metrics(job, loader))
+            assert length == len(found[-1]), case
+        return found
+
+    outcomes = world.run(program)
+    for case, ranks in zip(CASES, zip(*outcomes, strict=True), strict=True):
+        assert len({len(seen) for seen in ranks}) == 1, case
+        wanted = gathered(ranks[0])
+        assert all(gathered(seen) == wanted for seen in ranks), case
+        assert {item for seen in ranks for batch, _ in seen for item in batch} == {*wanted}, case
+        if way or not case.drop_last:
+            assert sorted(wanted) == list(range(sum(case.sizes))), case
+        else:
+            assert len(wanted) == len({*wanted}), case
+            assert len(ranks[0]) == len(case.sizes) // world.ranks, case
+
+
+@on_few
+@ways
+def test_uneven_ones_are_never_repeated(world: Ranks, way: Any) -> None:
+    def program() -> list[Any]:
+        job = Accelerator(cpu=True, **way, even_batches=False)
+        return [[batch.tolist() for batch in case.loader(job)] for case in CASES]
+
+    outcomes = world.run(program)
+    for case, ranks in zip(CASES, zip(*outcomes, strict=True), strict=True):
+        rounds = len(case.sizes) // world.ranks
+        dropping = case.drop_last and not way
+        kept = case.sizes[: rounds * world.ranks] if dropping else case.sizes
+        read = sorted(item for batches in ranks for batch in batches for item in batch)
+        assert read == sorted({*read}), case
+        assert len(read) == sum(kept), case
+
+
+@on_few
+@ways
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+def test_an_order_of_buckets_goes_on_in_the_middle(world: Ranks, way: Any, even: bool) -> None:
+    def program() -> int:
+        job = Accelerator(cpu=True, **way, even_batches=even)
+
+        def seen(loader: Any) -> list[Any]:
+            return metrics(job, loader) if even else [batch.tolist() for batch in loader]
+
+        tried = 0
+        for case in CASES[::2]:
+            first, again = case.loader(job), case.loader(job)
+            first.set_epoch(1)
+            states = [first.state_dict() for _ in first]
+            half = syncprims.all_reduce(len(states), "min") // 2
+            if not half or (not even and len(way) == 2 and case.starves(world.ranks)):
+                continue
+            first.set_epoch(1)
+            wanted = seen(first)
+            again.load_state_dict(states[half - 1])
+            assert seen(again) == wanted[half:], case
+            first.set_epoch(1)
+            assert seen(skip_first_batches(first, half)) == wanted[half:], case
+            tried += 1
+        return tried
+
+    assert min(world.run(program)) > 1
+
+
+@on_few
+@ways
+def test_batches_may_be_arrays_of_indices(world: Ranks, way: Any) -> None:
+    def program() -> list[list[int]]:
+        job = Accelerator(cpu=True, **way)
+        return [gathered(metrics(job, case.loader(job, as_array=True))) for case in CASES[::2]]
+
+    for found in world.run(program):
+        for case, items in zip(CASES[::2], found, strict=True):
+            assert sorted(items) == list(range(sum(case.sizes))), case
+
+
+@on_few
+@ways
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+def test_buckets_are_never_mixed(world: Ranks, way: Any, even: bool) -> None:
+    """So that items of one length each can be stacked."""
+    buckets = Sized(MIXED[0], drop_last=False)
+    length_of = {item: number for number, batch in enumerate(buckets) for item in batch}
+    data: Any = [torch.full((1 + length_of[i],), i) for i in range(len(length_of))]
+
+    def program() -> list[int]:
+        job = Accelerator(cpu=True, even_batches=even, **way)
+        loader = job.prepare(DataLoader(data, batch_sampler=buckets))
+        return [item for batch in loader for item in batch[:, 0].tolist()]
+
+    seen = [item for items in world.run(program) for item in items]
+    assert {*seen} == {*range(len(data))}
+    assert even or len(seen) == len(data)
+
+
+@on_few
+def test_batches_that_do_not_come_out_even_are_sent_with_drop_last(world: Ranks) -> None:
+    def program() -> list[int]:
+        job = Accelerator(cpu=True, split_batches=True, dispatch_batches=True)
+        data: Any = DataLoader(torch.arange(11), batch_size=5, drop_last=True)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        return gathered(metrics(job, job.prepare(data)))
+
+    assert world.run(program) == [[*range(10)]] * world.ranks

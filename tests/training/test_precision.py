@@ -1,0 +1,222 @@
+"""Half precision: autocast, the loss scaler, clipping, and steps that overflow."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support.training_models import alone, everywhere, gradient, numbers, ones, unit_model
+from torch import nn
+
+import syncprims
+from syncprims.training import Accelerator, Accumulator, Precision, prepare, unwrap_model
+
+if TYPE_CHECKING:
+    from support.rank_worlds import Ranks
+
+
+@alone
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_a_prepared_model_computes_in_half_and_returns_single(world: Ranks, mode: str) -> None:
+    def program() -> None:
+        inside: list[torch.dtype] = []
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(2, 2)
+
+            def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+                y = self.layer(x)
+                inside.append(y.dtype)
+                return {"y": y}
+
+        accelerator = Accelerator(mixed_precision=mode)
+        plain = Model()
+        model = accelerator.prepare(plain)
+        assert model(torch.ones(1, 2))["y"].dtype == torch.float32
+        assert copy.deepcopy(model)(torch.ones(1, 2))["y"].dtype == torch.float32
+        half = torch.float16 if mode == "fp16" else torch.bfloat16
+        assert inside == [half, half]
+        with accelerator.autocast():
+            assert plain.layer(torch.ones(1, 2)).dtype == half
+        copied = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert copied(torch.ones(1, 2))["y"].dtype == torch.float32
+        assert inside[-1] == torch.float32
+        layer = accelerator.prepare(nn.Linear(2, 2))
+        again: nn.Module = pickle.loads(pickle.dumps(layer))
+        assert again(torch.ones(1, 2)).dtype == torch.float32
+        assert numbers(unwrap_model(again)) == numbers(layer)
+
+    assert world.run(program) == [None]
+
+
+@alone
+def test_nothing_falls_back_to_full_precision_in_silence(world: Ranks) -> None:
+    def program() -> None:
+        with pytest.raises(syncprims.ConfigurationError, match="int8"):
+            Precision("int8")
+        with pytest.raises(syncprims.ConfigurationError, match="autocast"):
+            Precision("bf16", "meta")
+        with pytest.raises(syncprims.ConfigurationError, match="scaler"):
+            Precision("fp16", scaler={"enabled": False})
+        fp16 = Precision("fp16").state_dict()
+        with pytest.raises(syncprims.ConfigurationError, match="scaler"):
+            Precision("bf16").load_state_dict(fp16)
+
+    assert world.run(program) == [None]
+
+
+@alone
+def test_the_environment_names_the_precision(world: Ranks) -> None:
+    def program() -> str:
+        return Accelerator().mixed_precision + Accelerator(mixed_precision="no").mixed_precision
+
+    assert world.run(program, SYNCPRIMS_MIXED_PRECISION="bf16") == ["bf16no"]
+    assert world.run(program) == ["nono"]
+
+    (outcome,) = world.outcomes(program, SYNCPRIMS_MIXED_PRECISION="half")
+    assert isinstance(outcome, syncprims.ConfigurationError)
+    assert "SYNCPRIMS_MIXED_PRECISION='half'" in str(outcome)
+
+
+def scaled(steps: int = 1, *models: nn.Module) -> tuple[Accumulator, list[Any]]:
+    """Return an fp16 accumulator with an optimizer for each model."""
+    precision = Precision("fp16", scaler={"init_scale": 1024.0, "growth_interval": 3})
+    accumulator = Accumulator(steps, precision=precision)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    return accumulator, [accumulator.prepare_optimizer(optimizer) for optimizer in optimizers]
+
+
+@everywhere
+@pytest.mark.parametrize("clip", [False, True])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world: Ranks, clip: bool) -> None:
+    def program() -> list[Any]:
+        model = unit_model()
+        accumulator, (optimizer,) = scaled(2, model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)
+        schedule = prepare(schedule, accumulator=accumulator)
+        seen = []
+        for step in range(6):
+            bad = step == 1 and syncprims.get_rank() == syncprims.get_world_size() - 1
+            with accumulator.accumulate(model):
+                loss = model(ones()).sum()
+                accumulator.backward(loss * float("inf") if bad else loss)
+                if clip:
+                    accumulator.clip_grad_norm_(model.parameters(), 10.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accumulator.sync_gradients:
+                scale = accumulator.precision.state_dict()["scale"]
+                skipped = optimizer.step_was_skipped
+                seen.append([skipped, scale, schedule.get_last_lr()[0], numbers(model)[0]])
+        return seen
+
+    wanted = [
+        [True, 512.0, 1.0, 0.0],
+        [False, 512.0, 0.5, -1.0],
+        [False, 512.0, 0.25, -1.5],
+    ]
+    assert world.run(program) == [wanted] * world.ranks
+
+
+@everywhere
+@pytest.mark.parametrize("together", [True, False])
+def test_two_optimizers_unscale_once_each(world: Ranks, together: bool) -> None:
+    def program() -> list[float]:
+        one, two = unit_model(), unit_model()
+        accumulator, (first, second) = scaled(2, one, two)
+        norms = []
+        for _ in range(4):
+            with accumulator.accumulate(one, two):
+                accumulator.backward(3 * one(ones()).sum())
+                if not together:
+                    norms.append(float(accumulator.clip_grad_norm_(one.parameters(), 1.0)))
+                    first.step()
+                accumulator.backward(4 * two(ones()).sum())
+                parameters = (
+                    [*one.parameters(), *two.parameters()] if together else two.parameters()
+                )
+                norms.append(float(accumulator.clip_grad_norm_(parameters, 1.0)))
+                if together:
+                    first.step()
+                second.step()
+                first.zero_grad()
+                second.zero_grad()
+        return [round(x, 4) for x in [*norms, *numbers(one), *numbers(two)]]
+
+    if together:
+        wanted = [0.0, 5.0, 5.0, 5.0, -1.2, -1.6]
+    else:
+        wanted = [0.0, 0.0, 3.0, 4.0, 4.0, 4.0, 3.0, 4.0, -2.0, -2.0]
+    seen = world.run(program)
+    if not together:  # between windows the last norm of the window is told
+        assert all(rank[2:4] == [3.0, 4.0] and rank[-2:] == [-2.0, -2.0] for rank in seen)
+    else:
+        assert seen == [wanted] * world.ranks
+
+
+@everywhere
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_the_norm_is_that_of_synchronized_unscaled_gradients(
+    world: Ranks, norm_type: float, mode: str
+) -> None:
+    def program() -> tuple[float, float]:
+        model = nn.ModuleList([unit_model(), unit_model()])
+        accumulator = Accumulator(1, precision=Precision(mode))
+        accumulator.prepare_optimizer(torch.optim.SGD(model.parameters()))
+        with accumulator.accumulate(model):
+            rank = syncprims.get_rank()
+            loss = model[0](ones()).sum() * (2 + rank) - 3 * model[1](ones()).sum()
+            accumulator.backward(loss)
+            norm = accumulator.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+        whole = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)  # type: ignore[misc]
+        return float(norm), float(whole)
+
+    mean = sum(2 + rank for rank in range(world.ranks)) / world.ranks
+    norm = float(torch.tensor([mean, -3.0]).norm(norm_type))
+    for seen, after in world.run(program):
+        assert seen == pytest.approx(norm)
+        assert after == pytest.approx(0.5, rel=1e-4)
+
+
+@everywhere
+def test_without_a_scaler_nothing_is_skipped(world: Ranks) -> None:
+    def program() -> tuple[bool, bool, float]:
+        model, accumulator = unit_model(), Accumulator()
+        optimizer = accumulator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        with accumulator.accumulate(model):
+            accumulator.backward(model(ones() * float("nan")).sum())
+            norm = accumulator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return optimizer.step_was_skipped, bool(norm != norm), numbers(model)[0]
+
+    for skipped, is_nan, weight in world.run(program):
+        assert not skipped
+        assert is_nan
+        assert weight != weight
+
+
+@alone
+def test_between_windows_clipping_does_nothing(world: Ranks) -> None:
+    def program() -> None:
+        model = unit_model()
+        accumulator, _ = scaled(2, model)
+        with accumulator.accumulate(model):
+            accumulator.backward(model(ones()).sum())
+            accumulator.clip_grad_norm_(model.parameters(), 0.1)
+            accumulator.clip_grad_value_(model.parameters(), 0.1)
+            assert gradient(model) == 1024.0
+        with accumulator.accumulate(model):
+            accumulator.backward(model(ones()).sum())
+            accumulator.clip_grad_value_(model.parameters(), 0.1)
+            assert gradient(model) == pytest.approx(0.1)
+        with pytest.raises(ValueError, match="prepared optimizer"):
+            scaled(1)[0].clip_grad_norm_(model.parameters(), 1.0)
+
+    assert world.run(program) == [None]

@@ -1,0 +1,66 @@
+"""Two real jobs, in small form, on every backend: they learn, alike on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from support.training_models import TRAINED
+
+from syncprims._world.environment import place_variables
+
+EXAMPLES = ROOT / "examples"
+KINDS = [kind for kind in TRAINED if kind.ranks < 4]
+
+
+def run(kind: object, script: str, *options: object) -> str:
+    """Return what a job prints on main."""
+    backend, _, ranks = str(kind).partition("-")
+    start = [sys.executable]
+    if backend != "single":
+        start += ["-m", "syncprims", "run", "-n", ranks, "--backend", backend]
+    outer = place_variables()
+    done = subprocess.run(
+        [*start, str(EXAMPLES / script), *map(str, options)],
+        env={k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k and k not in outer}
+        | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn's digits")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_digits_are_learnt_saved_and_resumed(kind: object, tmp_path: Path) -> None:
+    places = ["--cache", tmp_path / "cache.pt", "--checkpoint", tmp_path / "saved"]
+    first = run(kind, "train_digits.py", *places, "--epochs", 8, "--pause-after", 4)
+    assert first.count("prepared 1797 digits") == 1
+    again = run(kind, "train_digits.py", *places, "--epochs", 8)
+    assert "goes on after epoch 4" in again
+    assert "epoch  4" not in again
+    found = re.search(r"best ([\d.]+)% right of 360", again)
+    assert found is not None
+    assert float(found[1]) >= 97
+
+
+def test_text_is_learnt_alike_on_one_rank_and_on_several() -> None:
+    small = ["--steps", 20, "--every", 10, "--width", 32, "--layers", 1]
+    losses = []
+    for kind in KINDS:
+        out = run(kind, "train_text.py", *small)
+        losses.append([float(x) for x in re.findall(r"held-out (?:loss )?([\d.]+)", out)])
+        assert "it writes" in out
+    for seen in losses:
+        assert len(seen) == 3
+        assert seen == pytest.approx(losses[0], abs=0.01)
+        assert seen[-1] < seen[0] - 0.3

@@ -1,0 +1,136 @@
+"""Which backend, and what is said when the answer makes no sense."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from conftest import in_processes, several
+
+import syncprims as sp
+from syncprims._world.environment import place_variables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.rank_worlds import Ranks
+
+
+def say(code: str, **variables: str) -> tuple[int, str]:
+    """Run code in a fresh interpreter with only these of our and the launchers' variables."""
+    outer = place_variables()
+    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+    done = subprocess.run(
+        [sys.executable, "-c", f"from syncprims import *\n{code}"],
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_alone_it_just_works() -> None:
+    assert say("barrier(); print(current().backend_name, all_gather(1))") == (0, "single [1]\n")
+
+
+WRONG = [
+    ("world size against single", {"WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "single"}, "barrier()",
+     ["ConfigurationError", "WORLD_SIZE=2", "SYNCPRIMS_BACKEND=single"]),
+    ("the whole set against single", {"RANK": "0", "WORLD_SIZE": "2"}, "init('single')",
+     ["WORLD_SIZE=2", "init('single')"]),
+    ("an unknown name", {"SYNCPRIMS_BACKEND": "flie"}, "barrier()",
+     ["no backend named 'flie'", "file, gloo, nccl, single, ", "SYNCPRIMS_BACKEND=flie"]),
+    ("half a set", {"RANK": "0", "SYNCPRIMS_BACKEND": "file"}, "barrier()",
+     ["RANK=0 without WORLD_SIZE"]),
+    ("argument against variable", {"SYNCPRIMS_BACKEND": "file"}, "init('single')",
+     ["init('single') contradicts SYNCPRIMS_BACKEND=file"]),
+    ("timeout against variable", {"SYNCPRIMS_TIMEOUT": "5"}, "init(timeout=6)",
+     ["init(timeout=6) contradicts SYNCPRIMS_TIMEOUT=5"]),
+    ("two nodes on files", {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+                            "LOCAL_WORLD_SIZE": "1", "SYNCPRIMS_BACKEND": "file"}, "barrier()",
+     ["'file'", "one host", "2 nodes"]),
+    ("no name for the run", {"RANK": "0", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"},
+     "barrier()", ["SYNCPRIMS_RUN_ID"]),
+    ("auto under torchrun", {"RANK": "0", "WORLD_SIZE": "2"}, "barrier()",
+     ["MASTER_ADDR", "MASTER_PORT", "torchrun"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "words"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
+)
+def test_contradictions_are_errors_that_name_the_things(
+    variables: dict[str, str], code: str, words: list[str]
+) -> None:
+    status, said = say(code, **variables)
+    assert status == 1
+    for word in words:
+        assert word in said
+
+
+def test_queries_answer_without_joining(meeting_place: Path) -> None:
+    code = "print(get_rank(), get_world_size(), get_local_rank(), is_last(), split([1, 2]))"
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"}
+    assert say(code, SYNCPRIMS_DIR=str(meeting_place), **variables) == (0, "1 2 1 True [2]\n")
+    assert not any(meeting_place.iterdir())
+
+
+def test_a_failed_start_can_be_tried_again() -> None:
+    code = """
+import os
+try:
+    init()
+except ConfigurationError:
+    del os.environ["SYNCPRIMS_BACKEND"]
+with init() as world:
+    print(world.backend_name)
+"""
+    assert say(code, SYNCPRIMS_BACKEND="flie") == (0, "single\n")
+
+
+@in_processes
+def test_init_twice_is_one_world_or_an_error(world: Ranks) -> None:
+    def program() -> None:
+        running = sp.current()
+        assert sp.init() is running
+        assert sp.init(running.backend_name) is running
+        with pytest.raises(sp.ConfigurationError, match="runs already"):
+            sp.init("another")
+        with pytest.raises(sp.ConfigurationError, match="runs already"):
+            sp.init(timeout=3)
+
+    world.run(program)
+
+
+def test_timeouts_may_be_timedeltas(world: Ranks) -> None:
+    def program() -> float | None:
+        with sp.init(timeout=timedelta(minutes=1)) as running:
+            sp.barrier(timeout=timedelta(seconds=30))
+            return running.timeout
+
+    assert world.run_alone(program) == [60] * world.ranks
+
+
+@several(2)
+def test_a_plug_in_is_found_by_its_entry_point(world: Ranks) -> None:
+    assert world.run(lambda: sp.current().backend_name) == [world.kind.backend] * 2
+
+
+def test_a_module_that_is_no_backend_is_refused(tmp_path: Path) -> None:
+    info = tmp_path / "odd-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[syncprims.backends]\nodd = json:dumps\ngone = nowhere:X\n"
+    )
+    for name, word in (("odd", "is not a syncprims Backend class"), ("gone", "nowhere")):
+        status, said = say("barrier()", SYNCPRIMS_BACKEND=name, PYTHONPATH=str(tmp_path))
+        assert status == 1
+        assert "BackendUnavailable" in said
+        assert word in said

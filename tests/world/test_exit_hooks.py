@@ -1,0 +1,444 @@
+"""How a rank can end, and what the others hear: separate Python processes, no `try` anywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.rank_worlds import PATIENCE, Kind, Ranks, Scripts
+
+import syncprims as sp
+
+WAIT = """
+try:
+    barrier("load")
+except SyncError as error:
+    print(type(error).__name__, error.rank, error.missing)
+    print(error)
+"""
+
+
+def others(scripts: Scripts, ending: str, *, clears: bool = True) -> list[str]:
+    """Let rank 1 end in some way while the others wait; return what these say."""
+    source = "init()\nif rank == 1:\n" + ending + WAIT
+    ended = scripts.run(source)
+    if clears:  # the last one out
+        assert not any(scripts.directory.iterdir())
+    for rank in (0, 2):
+        assert ended[rank].code == 0, ended[rank].err
+    assert ended[0].out.split("\n")[0] == ended[2].out.split("\n")[0]
+    return [ended[0].out, ended[2].out]
+
+
+def test_an_uncaught_exception_reaches_the_others(scripts: Scripts) -> None:
+    for out in others(scripts, "    raise ValueError('bad shard')\n"):
+        assert out.startswith("PeerFailed 1 [1]")
+        assert "ValueError: bad shard" in out
+        assert "raise ValueError('bad shard')" in out
+        assert "while others wait in barrier 'load' (script.py:" in out
+
+
+def test_the_failing_rank_keeps_its_own_traceback(scripts: Scripts) -> None:
+    ended = scripts.run("init()\nif rank == 1:\n    raise ValueError('bad shard')\nbarrier()\n")
+    assert [one.code for one in ended] == [1, 1, 1]
+    assert ended[1].err.rstrip().endswith("ValueError: bad shard")
+    assert "PeerFailed" not in ended[1].err
+    assert "PeerFailed" in ended[0].err
+
+
+@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "sys.exit(3)", "sys.exit('no config')"])
+def test_a_nonzero_exit_is_a_failure(scripts: Scripts, ending: str) -> None:
+    code = 3 if "3" in ending else 1
+    for out in others(scripts, f"    {ending}\n"):
+        assert out.startswith("PeerFailed 1 [1]")
+        assert f"SystemExit: {code}" in out
+
+
+def test_a_nonzero_exit_is_named_where_seats_and_ranks_differ(meeting_place: Path) -> None:
+    def program() -> str:
+        if sp.get_rank() == 2:  # the first of its host
+            sp.shutdown()
+            os._exit(3)
+        with pytest.raises(sp.PeerFailed) as caught:
+            sp.barrier("load")
+        assert caught.value.failures[2].rank == caught.value.rank == 2
+        return caught.value.failures[2].headline
+
+    outcomes = Ranks(Kind("torch", 4, hosts=2), meeting_place).outcomes(program)
+    assert [outcomes[rank] for rank in (0, 1, 3)] == ["SystemExit: 3"] * 3
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "sys.exit()", "raise SystemExit"])
+def test_a_zero_exit_is_finishing(scripts: Scripts, ending: str) -> None:
+    for out in others(scripts, f"    {ending}\n"):
+        assert out.startswith("PeerLost 1 [1]")
+        assert "rank 1 finished without a call" in out
+
+
+def test_keyboard_interrupt_is_a_failure(scripts: Scripts) -> None:
+    for out in others(scripts, "    raise KeyboardInterrupt\n"):
+        assert out.startswith("PeerFailed 1 [1]")
+        assert "KeyboardInterrupt" in out
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSEGV"])
+def test_a_signal_is_named(scripts: Scripts, name: str) -> None:
+    for out in others(scripts, f"    os.kill(os.getpid(), signal.{name})\n"):
+        assert out.startswith("PeerLost 1 [1]")
+        assert f"killed by {name}" in out
+
+
+def test_an_exit_without_a_word_is_named(scripts: Scripts) -> None:
+    for out in others(scripts, "    os._exit(7)\n"):
+        assert out.startswith("PeerLost 1 [1]")
+        assert "exit code 7" in out
+
+
+def test_a_forked_child_that_lives_on_does_not_hide_the_death(scripts: Scripts) -> None:
+    ending = """
+    if os.fork() == 0:
+        time.sleep(1.5)  # it lives on, with every descriptor it inherited
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+"""
+    for out in others(scripts, ending):
+        assert out.startswith("PeerLost 1 [1]")
+
+
+def test_a_child_of_a_raw_fork_does_not_hide_it_either(scripts: Scripts) -> None:
+    ending = """
+    import ctypes
+    if ctypes.CDLL(None).fork() == 0:  # no at-fork hook of Python runs
+        time.sleep(1.5)
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+"""
+    for out in others(scripts, ending, clears=False):  # the seat's lock is held
+        assert out.startswith("PeerLost 1 [1]")
+        assert "killed by SIGKILL" in out
+
+
+def test_waiting_can_be_interrupted(scripts: Scripts) -> None:
+    processes = scripts.start(
+        """
+        init()
+        if rank == 0:
+            print("waiting", flush=True)
+            barrier()
+        time.sleep(60)
+        """
+    )
+    assert processes[0].stdout is not None
+    assert processes[0].stdout.readline() == "waiting\n"
+    time.sleep(0.2)  # into the long wait
+    processes[0].send_signal(signal.SIGINT)
+    processes[0].wait(PATIENCE)
+    for process in processes[1:]:
+        process.kill()
+    ended = scripts.wait(processes)
+    assert "KeyboardInterrupt" in ended[0].err
+
+
+def test_a_forked_child_is_not_a_rank(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        init()
+        if (pid := os.fork()) == 0:
+            try:
+                barrier()
+            except ForkedProcess as error:
+                assert "not a rank" in str(error) and "shutdown()" in str(error)
+                assert get_rank() == rank and get_world_size() == 3
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        barrier("the parents go on")
+        print("passed")
+        """
+    )
+    assert [one.out for one in ended] == ["passed\n"] * 3, [one.err for one in ended]
+
+
+def test_a_forked_child_that_exits_leaves_the_parents_world_alone(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        init()
+        if (pid := os.fork()) == 0:
+            sys.exit(5)  # with all of Python's exit handlers
+        os.waitpid(pid, 0)
+        for _ in range(100):
+            barrier()
+        if (pid := os.fork()) == 0:
+            raise ValueError("a worker's own trouble")
+        os.waitpid(pid, 0)
+        barrier()
+        print("passed")
+        """
+    )
+    assert [one.out for one in ended] == ["passed\n"] * 3, [one.err for one in ended]
+
+
+def test_two_threads_at_once_are_told_apart(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        import threading
+        init()
+        def late():
+            try:
+                barrier("second")
+            except ConcurrentCall as error:
+                print(error)
+        if rank == 0:
+            waiting = threading.Thread(target=barrier, args=("first",), name="loader")
+            waiting.start()
+            while "first" not in str(current().group._rounds.here()):
+                time.sleep(0.001)
+            late()
+            waiting_for = open("go", "w").close()
+            waiting.join()
+        else:
+            while not os.path.exists("go"):
+                time.sleep(0.001)
+            barrier("first")
+        barrier("in step")
+        """
+    )
+    assert [one.code for one in ended] == [0, 0, 0], [one.err for one in ended]
+    assert "two threads" in ended[0].out
+    assert "barrier 'first' (" in ended[0].out
+    assert "barrier 'second' (script.py:" in ended[0].out
+
+
+def test_calls_after_shutdown_are_refused_and_queries_answer(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        with init() as world:
+            g = group([0, 1, 2])
+            barrier()
+        for call in (barrier, g.barrier, lambda: any_rank(True), current):
+            try:
+                call()
+            except WorldClosed as error:
+                assert "left the world" in str(error)
+            else:
+                sys.exit("passed a closed world")
+        assert (get_rank(), get_world_size()) == (rank, 3)
+        shutdown()
+        print("refused")
+        with init():  # and another world can be started
+            print(all_gather(rank))
+        """
+    )
+    assert [one.out for one in ended] == ["refused\n[0, 1, 2]\n"] * 3, [one.err for one in ended]
+
+
+def test_an_exception_that_leaves_the_block_is_told(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        try:
+            with init():
+                if rank == 1:
+                    raise RuntimeError("left the block")
+                barrier()
+        except RuntimeError as error:
+            print(type(error).__name__, error.args[0].split("\\n")[0])
+        """
+    )
+    assert ended[1].out == "RuntimeError left the block\n"
+    assert ended[0].out.startswith("PeerFailed rank 1 failed")
+    assert "RuntimeError: left the block" in ended[0].out
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_ranks_started_by_multiprocessing(tmp_path: Path, method: str) -> None:
+    """Its children skip atexit and the excepthook, and are heard all the same."""
+    source = f"""
+import multiprocessing as mp, os, sys
+
+def work(rank, ending):
+    os.environ.update(SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="3",
+                      SYNCPRIMS_BACKEND="file", SYNCPRIMS_RUN_ID=ending)
+    import syncprims
+    syncprims.init()
+    if rank == 1:
+        if ending == "raise":
+            raise ValueError("bad shard")
+        sys.exit(int(ending))
+    try:
+        syncprims.barrier()
+    except syncprims.SyncError as error:
+        line = type(error).__name__ + " " + str(error).split(chr(10))[0] + chr(10)
+        os.write(1, line.encode())  # in one piece, beside the others'
+
+if __name__ == "__main__":
+    for ending in ("raise", "0", "3"):
+        context = mp.get_context({method!r})
+        ranks = [context.Process(target=work, args=(r, ending)) for r in range(3)]
+        [rank.start() for rank in ranks]
+        [rank.join() for rank in ranks]
+"""
+    script = tmp_path / "main.py"
+    script.write_text(source)
+    meet = tmp_path / "meet"
+    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**clean, "SYNCPRIMS_DIR": str(meet)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    said = done.stdout.splitlines()
+    assert len(said) == 6, done.stderr
+    for line in said[0:2]:
+        assert line.startswith("PeerFailed rank 1 failed")
+        assert line.endswith("ValueError: bad shard")
+    for line in said[2:4]:
+        assert line.startswith("PeerLost rank 1 finished")
+    for line in said[4:6]:
+        assert line.startswith("PeerFailed rank 1 failed")
+        assert line.endswith("SystemExit: 3")
+    assert not any(meet.iterdir())
+
+
+def test_a_replaced_excepthook_loses_nothing(scripts: Scripts) -> None:
+    ending = """
+    sys.excepthook = lambda *what: print("somebody's own report")
+    raise ValueError("bad shard")
+"""
+    for out in others(scripts, ending):
+        assert out.startswith("PeerFailed 1 [1]")
+        assert "ValueError: bad shard" in out
+        assert 'raise ValueError("bad shard")' in out
+
+
+def test_a_zero_exit_out_of_the_block_is_finishing(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        with init():
+            if rank == 1:
+                sys.exit(0)
+            try:
+                barrier()
+            except SyncError as error:
+                print(type(error).__name__)
+        """
+    )
+    assert [one.out for one in ended] == ["PeerLost\n", "", "PeerLost\n"]
+    assert [one.code for one in ended] == [0, 0, 0]
+
+
+def test_hooks_that_wrap_ours_survive_several_worlds(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        def wrap(before):
+            def hook(*what):
+                print("wrapped")
+                before(*what)
+            return hook
+        for _ in range(3):
+            init()
+            barrier()
+            sys.excepthook = wrap(sys.excepthook)
+            shutdown()
+        raise ValueError("in the end")
+        """
+    )
+    for one in ended:
+        assert one.out == "wrapped\n" * 3
+        assert one.err.rstrip().endswith("ValueError: in the end")
+        assert "Recursion" not in one.err
+
+
+def test_children_of_a_process_that_had_a_world(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        """
+import multiprocessing as mp, os, syncprims
+
+def work(rank):
+    os.environ.update(SYNCPRIMS_RANK=str(rank), SYNCPRIMS_WORLD_SIZE="2",
+                      SYNCPRIMS_BACKEND="file", SYNCPRIMS_RUN_ID="one")
+    syncprims.init()
+    if rank == 1:
+        raise ValueError("bad shard")
+    try:
+        syncprims.barrier()
+    except syncprims.SyncError as error:
+        print(type(error).__name__, "ValueError: bad shard" in str(error))
+
+if __name__ == "__main__":
+    syncprims.init("single")
+    syncprims.shutdown()
+    ranks = [mp.get_context("fork").Process(target=work, args=(r,)) for r in range(2)]
+    [rank.start() for rank in ranks]
+    [rank.join() for rank in ranks]
+"""
+    )
+    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**clean, "SYNCPRIMS_DIR": str(tmp_path / "meet")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "PeerFailed True\n", done.stderr
+    assert not any((tmp_path / "meet").iterdir())
+
+
+def test_two_threads_may_make_the_first_call(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        import threading
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(current())) for _ in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert found[0] is found[1]
+        barrier()
+        """
+    )
+    assert [one.code for one in ended] == [0, 0, 0], [one.err for one in ended]
+
+
+def test_a_coroutines_call_site_is_the_users(scripts: Scripts) -> None:
+    ended = scripts.run(
+        """
+        import asyncio
+        @on_main(share=True)
+        async def load():
+            return 1
+        init()
+        try:
+            if rank == 1:
+                barrier()
+            else:
+                asyncio.run(load())
+        except CollectiveMismatch as error:
+            print(error)
+        """
+    )
+    for one in ended:
+        assert "asyncio" not in one.out
+        assert "events.py" not in one.out
+        assert "rank 0: on_main from rank 0 (script.py:" in one.out
+
+
+def test_an_old_exception_is_not_this_ends_reason(scripts: Scripts) -> None:
+    ending = """
+    import code, contextlib, io
+    with contextlib.redirect_stderr(io.StringIO()):
+        code.InteractiveInterpreter().runsource("1/0")
+    sys.exit(0)
+"""
+    for out in others(scripts, ending):
+        assert out.startswith("PeerLost 1 [1]")
+        assert "finished without a call" in out

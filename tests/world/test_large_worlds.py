@@ -1,0 +1,93 @@
+"""What has to stay small where ranks are counted in thousands."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import syncprims as sp
+from syncprims import errors
+from syncprims._protocol.deadlock import Whereabouts
+from syncprims._world.registry import backend_class
+from syncprims.errors import format_ranks, name_ranks, parse_ranks
+from syncprims.interface import Settings, Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+    from pathlib import Path
+
+SETS: list[list[int]] = [[], [0], [3, 1], [0, 1, 2, 5, 7, 8], [*range(5000)], [*range(1, 5000, 2)]]
+
+
+@pytest.mark.parametrize("ranks", SETS, ids=len)
+def test_ranks_as_text_come_back(ranks: list[int]) -> None:
+    assert parse_ranks(format_ranks(ranks)) == ranks
+
+
+def test_names_of_groups_are_short_and_their_own() -> None:
+    groups = [range(2), range(60), range(61), range(0, 5000, 2), [*range(0, 4996, 2), 4997, 4998]]
+    names = [name_ranks(ranks) for ranks in groups]
+    assert names[:3] == ["[0, 1]", "[0-59]", "[0-60]"]
+    assert len(set(names)) == len(names)
+    assert all(len(name) < 120 for name in names)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_error_for_the_others_fits_into_its_room(step: int) -> None:
+    ranks = list(range(1, 20_000, step))
+    error = sp.SyncTimeout(f"ranks {ranks} have come", missing=[0], arrived=ranks)
+    data = errors.dump(error)
+    assert len(data) <= errors.LONGEST_DUMP
+    found = errors.load(data)
+    assert type(found) is sp.SyncTimeout
+    assert found.missing == [0]
+    assert found.arrived == ranks[: len(found.arrived)] != []
+    assert step > 1 or found.arrived == ranks
+
+
+class Place:
+    """A rank's rounds at the board of `members`, as far as they matter here."""
+
+    thread = 1
+    collected = 1
+
+    def __init__(self, rank: int, members: Sequence[int], posted: int) -> None:
+        self.rank, self.members, self.posted = rank, tuple(members), posted
+
+    def here(self) -> str:
+        return f"barrier 'of {len(self.members)}' (train.py:41)"
+
+
+@pytest.fixture
+def seats(tmp_path: Path) -> Generator[list[Any]]:
+    """Two ranks' seats in a world of 1024, both in this process."""
+    tmp_path.chmod(0o700)
+    settings, run = Settings(directory=str(tmp_path)), uuid.uuid4().hex
+    places = [Topology(rank, 1024, rank, 1024, run_id=run) for rank in (0, 2)]
+    taken = [backend_class("file")(place, settings) for place in places]
+    yield taken
+    for seat in taken:
+        seat.close()
+
+
+def test_a_deadlock_between_large_groups_is_found(seats: list[Any]) -> None:
+    everybody, even = range(1024), range(0, 1024, 2)
+    here, there = (Whereabouts(seat) for seat in seats)
+    waits = Place(0, even, 2), Place(2, everybody, 2)  # each for the other
+    for known, places in (
+        (here, (waits[0], Place(0, everybody, 1))),
+        (there, (waits[1], Place(2, even, 1))),
+    ):
+        for place in places:
+            known.add(place)
+    assert here.deadlock(waits[0]) is None  # nobody else has said where it waits
+    assert there.deadlock(waits[1]) is None  # it takes two looks
+    found = there.deadlock(waits[1])
+    assert isinstance(found, sp.CollectiveMismatch)
+    assert "rank 0: barrier 'of 512' (train.py:41) in group [0,2,4," in str(found)
+    assert "rank 2: barrier 'of 1024' (train.py:41) in group [0-1023]" in str(found)
+    assert len(str(found)) < 1000
+    told = here.told_deadlock(waits[0], [2])  # and who looks only now
+    assert str(told) == str(found)
