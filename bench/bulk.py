@@ -1,4 +1,4 @@
-"""Measure the calls that carry arrays, beside the peers."""
+"""Measure the array calls of syncprims and of its peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Return the milliseconds of single calls, of the rank that took longest."""
+    """Return the milliseconds of single calls on the slowest rank."""
     seen = Seen()
     for ranks, sizes in scale.data.items():
         names = [f"{operation} {size:g}" for operation in DATA for size in sizes]
@@ -27,27 +27,27 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 
 def sizes_of(seen: Seen, operation: str, ranks: int) -> list[float]:
-    """Return the sizes, in MB, that were measured."""
+    """Return the measured sizes in MB."""
     names = {name for count, _, name in seen.names() if count == ranks}
     return sorted(float(name.split()[1]) for name in names if name.split()[0] == operation)
 
 
 def named(size: float) -> str:
-    """Return a size as people write it."""
+    """Return a size as text, with its unit."""
     return f"{size:g} MB" if size >= 1 else f"{size * 1024:g} KB"
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the figures as a section of the results."""
+    """Return the section of the results page."""
     seen = Seen.restored(data)
     found = [
         "",
         "## Data plane",
         "",
-        "Arrays of float32 into a given buffer whose pages are there, MB = 2**20 bytes. Each call",
-        "is timed by itself, as long as the slowest rank took, and every result is checked.",
-        f"Medians and ranges are of all calls of {data['runs']} runs. Ratios are the peer's time",
-        "over ours: more is better.",
+        "Arrays of float32, into a given buffer that was written before. MB = 2**20 bytes.",
+        "Each call is timed alone, by its slowest rank, and every result is checked.",
+        f"Medians and ranges cover all calls of {data['runs']} runs. A ratio is the peer's time",
+        "divided by our time: higher is better.",
         *head("ours", "size", "beside", *(f"{ranks} ranks" for ranks in seen.ranks())),
     ]
     counts = seen.ranks()

@@ -1,4 +1,4 @@
-"""What is measured, by whose calls, and what was aimed at."""
+"""The catalogue of measurements: operations, the calls of each library, and the aims."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 OURS = "syncprims"
 
-#: Operation of the control plane -> library -> its call.
+#: Operation of the control plane -> library -> call.
 CONTROL = {
     "barrier": {
         OURS: "barrier()",
@@ -24,7 +24,7 @@ CONTROL = {
         "Accelerate": "check_trigger()",
     },
     "lagging check": {OURS: "Trigger(lag=1).check(), in a tight loop"},
-    "lagging check, nobody behind": {OURS: "Trigger(lag=1).check(), nobody behind"},
+    "lagging check, no late rank": {OURS: "Trigger(lag=1).check(), no late rank"},
     "all_gather": {
         OURS: "all_gather(rank)",
         "MPICH": "allgather(rank)",
@@ -37,7 +37,7 @@ CONTROL = {
     },
 }
 
-#: The same of the data plane; every array is received into a given buffer.
+#: The same for the data plane. Every array is received into a given buffer.
 DATA = {
     "broadcast": {OURS: "broadcast(array, out=)", "MPICH": "Bcast", "Gloo": "dist.broadcast"},
     "all_reduce": {
@@ -49,14 +49,14 @@ DATA = {
 
 
 class Aim(NamedTuple):
-    """What a figure of ours was to be, beside a peer's or alone."""
+    """The aim for one of our figures, relative to a peer or absolute."""
 
-    peer: str | None = None  #: none: the aim is a figure
-    at_most: float | None = None  #: times the peer's figure, or that figure
-    at_least: float | None = None  #: times as fast as the peer; neither: shown, nothing aimed at
+    peer: str | None = None  #: None: the aim is absolute
+    at_most: float | None = None  #: times the peer's figure, or an absolute limit
+    at_least: float | None = None  #: times as fast as the peer. If both are None, there is no aim
 
-    def told(self, unit: str) -> str:
-        """Return the aim in words; `unit` is that of the figures."""
+    def text(self, unit: str) -> str:
+        """Return the aim as text; `unit` is the unit of the figures."""
         if self.at_most is not None:
             return f"<= {self.at_most:g} {unit if self.peer is None else f'x {self.peer}'}"
         if self.at_least is None:
@@ -66,13 +66,13 @@ class Aim(NamedTuple):
         return f">= {self.at_least:g} x as fast as {self.peer}"
 
     def measured(self, ours: float, peer: float | None) -> float:
-        """Return what the aim speaks of: ours over the peer's, the reverse, or ours alone."""
+        """Return the value that the aim limits: a ratio of the two figures, or our figure."""
         if peer is None:
             return ours
         return ours / peer if self.at_most is not None else peer / ours
 
     def reached(self, ours: float, peer: float | None) -> bool | None:
-        """Tell whether the figures are as aimed at; None where nothing was."""
+        """Return whether the figures reach the aim; None if there is no aim."""
         measured = self.measured(ours, peer)
         if self.at_most is not None:
             return measured <= self.at_most
@@ -80,16 +80,16 @@ class Aim(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the first table: a figure that was promised, as docs name it."""
+    """A row of the first table: a promised figure, under the name that the docs use."""
 
     what: str
-    section: str  #: that measures it
+    section: str  #: the section that measures it
     operation: str
     ranks: tuple[int, ...]
     unit: str
     aims: tuple[Aim, ...]
     ours: str = OURS
-    shown: tuple[str, ...] = ()  #: peers that are no aim
+    shown: tuple[str, ...] = ()  #: peers without an aim
 
 
 _PAIR, _ALL = (2, 4), (2, 4, 8)
@@ -108,7 +108,7 @@ ROWS = (
         shown=("MPICH", "Gloo")),
     Row("flag under torchrun, one host", "torchrun", "flag", _ALL, "us",
         (Aim("Accelerate", at_least=20),), shown=("Gloo",)),
-    Row("flag with `lag=1`, nobody behind", "control", "lagging check, nobody behind", _ALL, "us",
+    Row("flag with `lag=1`, no late rank", "control", "lagging check, no late rank", _ALL, "us",
         _LAG),
     Row("flag with `lag=1`, in a tight loop", "control", "lagging check", _ALL, "us", _LAG),
     Row("small object broadcast, `file`", "control", "small dict", _ALL, "us",
@@ -124,11 +124,11 @@ ROWS = (
         shown=("torchrun", "spawn + Gloo", "debug_launcher")),
     Row("a passing test, ranks in processes", "worlds", "a passing test", (4,), "ms",
         (Aim(at_most=150),), "a marked test in processes"),
-    Row("a skipped barrier is told, threads", "worlds", "a skipped barrier", (4,), "ms",
+    Row("a skipped barrier is reported, threads", "worlds", "a skipped barrier", (4,), "ms",
         (Aim(at_most=10),), "run_world(kind='threads')"),
-    Row("a skipped barrier is told, processes", "worlds", "a skipped barrier", (4,), "ms",
+    Row("a skipped barrier is reported, processes", "worlds", "a skipped barrier", (4,), "ms",
         (Aim(at_most=250),), "run_world(kind='processes')"),
-    Row("a killed rank is told and named, 99 in 100", "kills", "quiet, p99", (3,), "ms",
+    Row("a killed rank is reported and named, 99 in 100", "kills", "quiet, p99", (3,), "ms",
         (Aim(at_most=50),), shown=("Gloo",)),
     Row("the same, every processor busy", "kills", "every processor busy, p99", (3,), "ms",
         (Aim(at_most=50),)),

@@ -1,10 +1,10 @@
-"""Saving and loading 1 GiB beside the peers: time, and memory besides the model.
+"""Measure saving and loading 1 GiB, and the same in the peers: time and extra memory.
 
     python bench/measure.py --only checkpoints
 
-Every measurement is a process of its own, with its measure in it: a save between two plain writes,
-loads in turn with those of safetensors. So what else the machine does falls on both. What is told
-is the median of the ratios, and how far they lie apart; the order moves on from round to round.
+Every measurement runs in a process of its own, together with its reference: a save runs between two
+plain writes, and loads alternate with loads of safetensors. So other programs slow down both. The
+results are the median and the range of the ratios. The order changes from round to round.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SAVED, LOADED = "of a plain write", "of safetensors"  #: the ratios
 LOADERS = ["load_checkpoint_in_model", "safetensors", "Accelerate"]
 
 
-# -- what is measured, in a child ---------------------------------------------------------------
+# -- measurements, in a child process ------------------------------------------------------------
 
 
 def layers(count: int, width: int) -> Any:
-    """Return a model with memory that has been touched, and no time spent on random numbers."""
+    """Return a model whose memory was written, without time spent on random numbers."""
     import torch
 
     with torch.device("meta"):
@@ -56,7 +56,7 @@ def model(width: int) -> Any:
 
 
 def training(width: int) -> dict[str, Any]:
-    """Return a third of that and the state of AdamW for it: 1 GiB again."""
+    """Return a model of a third of the size, and the state of its AdamW: 1 GiB in total."""
     import torch
 
     made = layers(5, width)
@@ -77,7 +77,7 @@ def sync(folder: Path) -> None:
 
 
 def synced(save: Callable[[], object], folder: Path) -> Callable[[], object]:
-    """Return a save that also lets the disk have it, as ours does."""
+    """Return a save that also syncs its files to the disk, as ours does."""
 
     def both() -> None:
         save()
@@ -87,7 +87,7 @@ def synced(save: Callable[[], object], folder: Path) -> Callable[[], object]:
 
 
 def plain_write(folder: Path, tensors: list[Any]) -> None:
-    """Write the same bytes, as plainly as one can, and sync."""
+    """Write the same number of bytes in the simplest way, and sync."""
     fd = os.open(folder / "plain", os.O_WRONLY | os.O_CREAT)
     for tensor in tensors:
         left = tensor.reshape(-1).numpy().data.cast("B")
@@ -98,7 +98,7 @@ def plain_write(folder: Path, tensors: list[Any]) -> None:
 
 
 def savers(folder: Path, width: int) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return what makes ready, and returns what is timed."""
+    """Return functions that prepare a save; each returns the function to time."""
 
     def ours() -> Callable[[], object]:
         from syncprims.training import save_model
@@ -156,7 +156,7 @@ def savers(folder: Path, width: int) -> dict[str, Callable[[], Callable[[], obje
 
 
 def loaders(folder: Path, width: int) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return the same for loading; the file is in the page cache."""
+    """Return the same for loads; the file is in the page cache."""
     from syncprims.training import save_model
 
     made = model(width)
@@ -181,7 +181,7 @@ def loaders(folder: Path, width: int) -> dict[str, Callable[[], Callable[[], obj
 
 
 def memory() -> tuple[int, int]:
-    """Return the memory now, and its peak since it was last reset, in bytes."""
+    """Return the current memory and its peak since the last reset, in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
 
@@ -198,7 +198,7 @@ def clear(folder: Path) -> None:
 
 
 def measure_save(name: str, folder: Path, width: int) -> dict[str, float]:
-    """Return how long a save takes, and how long a plain write just before and after it."""
+    """Return the time of a save, and of plain writes just before and after it."""
     plain: list[float] = []
     tensors = [parameter.detach() for parameter in model(width).parameters()]
 
@@ -221,7 +221,7 @@ def measure_save(name: str, folder: Path, width: int) -> dict[str, float]:
 
 
 def measure_load(name: str, folder: Path, width: int) -> dict[str, float]:
-    """Return how long a load takes, and how long one by safetensors, in turn."""
+    """Return the time of a load, and of a load by safetensors, in turn."""
     table = loaders(folder, width)
     work, other = table[name](), table["safetensors"]()
     own: list[float] = []
@@ -229,7 +229,7 @@ def measure_load(name: str, folder: Path, width: int) -> dict[str, float]:
     for _ in range(TURNS + 1):
         own.append(timed(work)[0])
         base.append(timed(other)[0])
-    # Without the first: then all memory of the model has been touched, and the file is at hand.
+    # Leave out the first: afterwards the memory of the model and the file are in the cache.
     seconds, measure = statistics.median(own[1:]), statistics.median(base[1:])
     Path("/proc/self/clear_refs").write_text("5")
     before = memory()[0]
@@ -242,7 +242,7 @@ def measure_load(name: str, folder: Path, width: int) -> dict[str, float]:
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Return the seconds, the ratios and the memory of saving and loading."""
+    """Return the seconds, ratios and memory of saves and loads."""
     rounds, width = scale.checkpoint
     seen = Seen()
     for kind, names in (("save", list(savers(Path(), 0))), ("load", LOADERS)):
@@ -256,7 +256,7 @@ def measure(scale: Scale) -> dict[str, Any]:
 def _measure_one(seen: Seen, kind: str, name: str, width: int) -> None:
     ratio, memory = (SAVED, "extra memory") if kind == "save" else (LOADED, "memory to load")
     with tempfile.TemporaryDirectory() as folder:
-        os.sync()  # nothing that is still to be written from before falls into this measurement
+        os.sync()  # earlier writes must not slow down this measurement
         command = [sys.executable, __file__, "--child", kind, name, folder, str(width)]
         clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
         done = subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
@@ -267,14 +267,14 @@ def _measure_one(seen: Seen, kind: str, name: str, width: int) -> None:
         return
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     found = {kind: [figures["seconds"]], ratio: [figures["ratio"]], memory: [figures["peak"] / 1e6]}
-    # A state holds a third of the model's bytes and twice as many of AdamW's, and is no save_model.
+    # A state is 1/3 model and 2/3 AdamW, so it is not comparable with save_model.
     seen.add(1, name, found)
     if kind == "save":
         seen.add(1, PLAIN, {"save": [figures["base"]]})
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the figures as a section of the results."""
+    """Return the section of the results page."""
     seen = Seen.restored(data)
     size = data["bytes"] / 2**30
     plain = seen.median(1, PLAIN, "save") or 0.0
@@ -283,12 +283,12 @@ def lines(data: Mapping[str, Any]) -> list[str]:
         "## Checkpoints",
         "",
         f"{size:.3g} GiB of float32, medians of {data['rounds']} processes each. A plain write and",
-        f"sync of as many bytes took {plain:.2f} s: one before and one after each save, in its",
-        "process, are its measure. What does not sync by itself was synced within its time. A",
-        "state is 1/3 model, 2/3 AdamW. Memory is what came on top of the model.",
+        f"a sync took {plain:.2f} s. One before and one after each save, in the same",
+        "process, are its reference. If a library does not sync, a sync is part of its time. A",
+        "state is 1/3 model, 2/3 AdamW. Extra memory is in addition to the model.",
         *_table(seen, "saving", "save", SAVED, "extra memory"),
         "",
-        f"Loads are from the page cache, in turn with those of safetensors, {TURNS} times.",
+        f"Loads read from the page cache, in turn with loads of safetensors, {TURNS} times.",
         *_table(seen, "loading into a model", "load", LOADED, "memory to load"),
     ]
 

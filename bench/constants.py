@@ -2,9 +2,9 @@
 
     python bench/constants.py [--write]
 
-A store's time is the processor time of the process that serves it, as the kernel counts it, so that
-other programs of the machine hardly show. The clients run in processes of their own, with several
-connections each. `--write` puts the figures into constants.json.
+The time of a store is the processor time of the process that serves it, counted by the kernel. So
+other programs on the machine hardly affect it. The clients run in separate processes with several
+connections each. `--write` writes the figures to constants.json.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ fates: Any = import_module("syncprims.backends.torch.decisions")
 store_link: Any = import_module("syncprims.backends.torch.store_link")
 
 CONSTANTS = Path(__file__).with_name("constants.json")
-CLIENTS, CONNECTIONS = 4, (1, 8)  #: processes, and connections of each
+CLIENTS, CONNECTIONS = 4, (1, 8)  #: processes, and connections per process
 COUNT = 1600  #: requests in all
-MEASURED_HOSTS = (2, 3, 4, 6, 8)  #: of one rank each
+MEASURED_HOSTS = (2, 3, 4, 6, 8)  #: each has one rank
 ROUNDS = 200
 NOTE = Note(Label("barrier", "", None, None, "train.py:12"))
 
@@ -49,26 +49,26 @@ _VALUE = b"x" * 100
 _BIG = 1 << 20
 
 
-def _bring(store: Any, key: str, _: int) -> None:
+def _contribute(store: Any, key: str, _: int) -> None:
     store.append(f"{key}/notes", _VALUE)
     store.add(f"{key}/count", 1)
 
 
-#: What is asked, of a key of one's own at the i-th time. `awaited`: see there.
+#: The requests. Each connection uses its own key; the last argument counts its requests.
 REQUESTS: dict[str, Request] = {
-    "bring": lambda store, key, i: _bring(store, f"{key}/{i}", i),
+    "contribute": lambda store, key, i: _contribute(store, f"{key}/{i}", i),
     "get": lambda store, key, _: store.get(key),
     "check": lambda store, key, _: store.check([key]),
     "add": lambda store, key, _: store.add(f"{key}/beat", 1),
-    "compare_set": lambda store, key, i: store.compare_set(f"{key}/fate/{i}", "", _VALUE),
-    "delete": lambda store, key, i: store.delete_key(f"{key}/fate/{i}"),
+    "compare_set": lambda store, key, i: store.compare_set(f"{key}/decision/{i}", "", _VALUE),
+    "delete": lambda store, key, i: store.delete_key(f"{key}/decision/{i}"),
     "get of 1 MB": lambda store, key, _: store.get(f"{key}/big"),
 }
 
 
 @contextlib.contextmanager
 def served() -> Generator[tuple[int, int]]:
-    """Serve a store in a process of its own; its port and pid."""
+    """Serve a store in a separate process; yield its port and pid."""
     queue: Any = multiprocessing.SimpleQueue()
     leash, end = os.pipe()
 
@@ -76,7 +76,7 @@ def served() -> Generator[tuple[int, int]]:
         os.close(end)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         queue.put(store.port)
-        os.read(leash, 1)  # until whoever started this lets go of it, or is gone
+        os.read(leash, 1)  # until the parent closes the pipe or ends
         os._exit(0)
 
     process = multiprocessing.Process(target=serve)
@@ -90,7 +90,7 @@ def served() -> Generator[tuple[int, int]]:
 
 
 def processor_time(pid: int) -> float:
-    """Return the microseconds that all threads of a process have run."""
+    """Return the processor time of all threads of a process, in microseconds."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e3
 
@@ -101,7 +101,7 @@ def _connect(port: int) -> Any:
 
 
 def ask(port: int, pid: int, kind: str, connections: int) -> dict[str, float]:
-    """Return the microseconds of the store and of a client for each request of a kind."""
+    """Return the microseconds that one request costs the store and a client."""
     clients = 1 if connections == 1 else CLIENTS
     total = COUNT // 40 if "MB" in kind else COUNT
     each = max(1, total // (clients * connections))
@@ -153,7 +153,7 @@ def ask(port: int, pid: int, kind: str, connections: int) -> dict[str, float]:
 
 
 def wake(port: int, pid: int, waiters: int = 16, rounds: int = 40) -> float:
-    """Return the microseconds of the store for a waiter's `get`, from its wait to its answer."""
+    """Return the store's microseconds for a `get` that has to wait, including the answer."""
     stores = [_connect(port) for _ in range(waiters + 1)]
     ready = threading.Barrier(waiters + 1)
 
@@ -168,7 +168,7 @@ def wake(port: int, pid: int, waiters: int = 16, rounds: int = 40) -> float:
     before = processor_time(pid)
     for i in range(rounds):
         ready.wait()
-        time.sleep(0.01)  # nearly all wait by then; who does not costs less, as in a round
+        time.sleep(0.01)  # nearly all wait by then; the others cost less, as in a round
         stores[0].compare_set(f"awaited/{i}", "", _VALUE)
     for thread in threads:
         thread.join()
@@ -176,9 +176,9 @@ def wake(port: int, pid: int, waiters: int = 16, rounds: int = 40) -> float:
 
 
 def rounds(hosts_: int) -> tuple[list[float], float]:
-    """Return the microseconds of barriers of hosts with one rank, and of one host's processor.
+    """Return the microseconds of each barrier of one-rank hosts, and a host's processor time.
 
-    They follow upon each other at once; a tenth before them is warm-up.
+    The barriers run in a tight loop, after a warm-up of a tenth as many.
     """
     queue: Any = multiprocessing.SimpleQueue()
     run_id = uuid.uuid4().hex
@@ -210,7 +210,7 @@ def rounds(hosts_: int) -> tuple[list[float], float]:
 
 
 def handoff(count: int = 2000) -> float:
-    """Return the microseconds of processor time to have a link's thread do nothing, one way."""
+    """Return the processor microseconds to pass an empty job to the thread of a link, one way."""
     link = store_link.StoreLink("bench", lambda: None)
     link.ask(lambda _: None, 10.0)
     before = time.process_time()
@@ -222,9 +222,9 @@ def handoff(count: int = 2000) -> float:
 
 
 def reading(count: int = 500, ranks: int = 8) -> dict[str, float]:
-    """Return the microseconds to make a fate, for each host, and to read one, for each member."""
+    """Return the microseconds per host to make a decision, and per member to read one."""
 
-    class Told:
+    class StoreStub:
         def compare_set(self, _key: str, _old: str, new: bytes) -> bytes:
             return new
 
@@ -233,15 +233,15 @@ def reading(count: int = 500, ranks: int = 8) -> dict[str, float]:
 
     book = fates.Fates("bench", {h: range(h * ranks, (h + 1) * ranks) for h in range(count)})
     piece = fates.encode_notes([NOTE] * ranks)
-    brought = dict.fromkeys(range(count), piece)
+    contributed = dict.fromkeys(range(count), piece)
     members = range(count * ranks)
     made, read = [], []
     for _ in range(9):
         begin = time.process_time()
-        fate = book.complete(Told(), 20, brought)
+        decision = book.complete(StoreStub(), 20, contributed)
         made.append(time.process_time() - begin)
         begin = time.process_time()
-        notes = fates.decode_notes(fate[1:], NOTE)
+        notes = fates.decode_notes(decision[1:], NOTE)
         dict(zip(members, [note.label for note in notes], strict=True))
         all(note is NOTE for note in notes)
         read.append(time.process_time() - begin)
@@ -252,7 +252,7 @@ def reading(count: int = 500, ranks: int = 8) -> dict[str, float]:
 
 
 def costs(runs: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the constants but that of a host, and the table of what was measured."""
+    """Return all constants except the one of a host, and the table of the measurements."""
     seen: dict[tuple[str, int], list[dict[str, float]]] = {}
     wakes: list[float] = []
     for _ in range(runs):
@@ -282,7 +282,7 @@ def costs(runs: int) -> tuple[dict[str, Any], list[str]]:
     server["wait"] = server["read"] = round(server["get"] / 2, 2)
     server["wake"] = round(max(0.0, statistics.median(wakes) - server["get"]), 2)
     per_kb = max(0.0, median("get of 1 MB", many, "server") - server["get"]) / (_BIG / 1024)
-    # What is left of an idle round trip when both sides' work is taken away.
+    # An idle round trip, minus the work on both sides.
     idle = {what: median("add", 1, what) for what in ("round trip", "server", "client")}
     link = max(0.0, idle["round trip"] - idle["server"] - idle["client"]) / 2
     return {
@@ -304,7 +304,7 @@ def main() -> None:
     multiprocessing.set_start_method("fork")
     seen: dict[int, list[float]] = {}
     own: list[float] = []
-    for _ in range(options.runs):  # every size in each run, so that a slow minute slows all
+    for _ in range(options.runs):  # every size in each run, so that a slow minute affects all sizes
         for count in MEASURED_HOSTS:
             times, processor = rounds(count)
             seen.setdefault(count, []).append(statistics.median(times))

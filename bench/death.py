@@ -1,10 +1,10 @@
-"""Measure how soon waiting ranks are told that one of them was killed.
+"""Measure the time from the kill of a rank until all waiting ranks raise.
 
     python bench/death.py [--kills N]
 
-The time is from just before the signal is sent to the moment at which the slowest waiter's
-`except PeerLost` starts, on the one monotonic clock of the host. Each kill is in a world of its
-own, of three ranks of the file backend.
+The time starts just before the signal is sent, and ends when `except PeerLost` starts on the
+slowest waiting rank. Both are read from the monotonic clock of the host. Each kill uses a new world
+of three ranks on the file backend.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
 RANKS = 3
 VICTIM = 1
 BATCH = 25  # worlds at a time
-LONG = 2.5  # seconds of waiting, after which the naps have their full length
+LONG = 2.5  # seconds of waiting, after which the sleeps have their full length
 PATIENCE = 60.0
 
 
 class Started(NamedTuple):
-    """A world of forked ranks, and the pipe in which they speak, a line at a time."""
+    """A world of forked ranks, and the pipe into which they write lines."""
 
     pids: list[int]
     pipe: int
 
 
 def measure(kills: int) -> dict[str, list[float]]:
-    """Return, for each case, the milliseconds to the slowest waiter's news of every kill."""
-    backend_class("file"), sp.version()  # imported once, and not by every rank
+    """Return, for each case, the milliseconds until the slowest rank raised, for every kill."""
+    backend_class("file"), sp.version()  # imported once here, not in every rank
     with hogs(os.cpu_count() or 1):
         loaded = _kill_many(kills)
     return {
@@ -70,7 +70,7 @@ def measure(kills: int) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def hogs(count: int) -> Generator[None]:
-    """Keep as many processors busy."""
+    """Keep that many processors busy."""
     pids = [_fork(_burn) for _ in range(count)]
     try:
         yield
@@ -82,7 +82,7 @@ def hogs(count: int) -> Generator[None]:
 
 def _burn() -> None:
     parent = os.getppid()
-    while os.getppid() == parent:  # whatever happens to it, nobody burns on
+    while os.getppid() == parent:  # a limit, so that no process keeps running
         sum(range(100_000))
 
 
@@ -97,7 +97,7 @@ def _kill_many(
 
 def _kill_batch(count: int, wait: float, prepare: Callable[[int], None] | None) -> Iterator[float]:
     dice = random.Random(count)
-    leash, end = os.pipe()  # whoever reads the one ends with the other
+    leash, end = os.pipe()  # a rank that reads one of the ends holds the other one open
     worlds: list[Started] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -151,7 +151,7 @@ def _start(folder: str, leash: int, end: int, prepare: Callable[[int], None] | N
 
 
 def _leave_a_child(leash: int) -> None:
-    """Fork as C code would, so that no hook of Python runs; the child lives to the batch's end."""
+    """Fork without the hooks of Python, as C code does. The child lives until the batch ends."""
     if ctypes.CDLL(None).fork() == 0:
         os.read(leash, 1)
         os._exit(0)
@@ -172,26 +172,26 @@ def _fork(body: Callable[[], None]) -> int:
 
 
 def _read_lines(pipe: int, count: int) -> list[int]:
-    """Return that many numbers from `pipe`, which ranks write a whole line at a time."""
+    """Return that many numbers from `pipe`, to which ranks write whole lines."""
     data = b""
     while data.count(b"\n") < count:
         ready, _, _ = select.select([pipe], [], [], PATIENCE)
         chunk = os.read(pipe, 4096) if ready else b""
         if not chunk:
-            raise RuntimeError("a rank did not say what it should")
+            raise RuntimeError("a rank did not write its number")
         data += chunk
     return [int(line) for line in data.split()]
 
 
 def section(scale: Scale) -> dict[str, Any]:
-    """Return the figures of all cases, and Gloo's of the first."""
+    """Return the figures of all cases, and of Gloo for the first case."""
     seen = Seen()
     print("kills: ours", file=sys.stderr, flush=True)
     for case, times in measure(scale.kills).items():
         seen.add(RANKS, OURS, {case: times, f"{case}, p99": [percentile(times, 0.99)]})
     print("kills: Gloo", file=sys.stderr, flush=True)
     peer = Path(__file__).with_name("peer_gloo_death.py")
-    # A world of Gloo takes a while to begin, and less will do.
+    # A world of Gloo starts slowly, and fewer kills are enough.
     command = [sys.executable, str(peer), str(max(3, scale.kills // 3))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
@@ -205,19 +205,19 @@ def section(scale: Scale) -> dict[str, Any]:
 
 
 def percentile(times: Sequence[float], share: float) -> float:
-    """Return the time that this share of all is not above."""
+    """Return the time that this share of `times` does not exceed."""
     return sorted(times)[math.ceil(share * len(times)) - 1]
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the figures as a section of the results."""
+    """Return the section of the results page."""
     seen, kills = Seen.restored(data), data["kills"]
     found = [
         "",
-        "## From a kill to the news, milliseconds",
+        "## From a kill to the error on the last rank, milliseconds",
         "",
-        f"The slowest of the waiting ranks; {kills} kills in each case, of Gloo's ranks",
-        f"{max(3, kills // 3)}. Ours are told which rank it was, and by which signal; Gloo's that",
+        f"The slowest of the waiting ranks. {kills} kills in each case,",
+        f"{max(3, kills // 3)} of Gloo. Our error names the rank and the signal. Gloo says that",
         "a connection was closed.",
         *head("by", "case", "median", "p99", "range"),
     ]
@@ -230,11 +230,11 @@ def lines(data: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how soon a death is told.")
+    parser = argparse.ArgumentParser(description="Measure how soon a killed rank is reported.")
     parser.add_argument("--kills", type=int, default=50, help="in each case")
     seen = measure(parser.parse_args().kills)
     seen["all"] = [one for times in seen.values() for one in times]
-    print("\n".join(head("milliseconds from a kill to the news", "kills", "median", "p99", "max")))
+    print("\n".join(head("milliseconds from a kill to the error", "kills", "median", "p99", "max")))
     for case, times in seen.items():
         shown = (statistics.median(times), percentile(times, 0.99), max(times))
         print(row(case, len(times), *map(short, shown)))

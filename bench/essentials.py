@@ -1,4 +1,4 @@
-"""Measure what everybody pays, with no other rank in sight: importing, and a world of one."""
+"""Measure the basic costs without other ranks: the import, and a barrier in a world of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BARE = "a bare interpreter"
 IMPORTS = {BARE: "pass", OURS: "import syncprims", "torch": "import torch",
            "Accelerate": "import accelerate"}  # fmt: skip
-#: Each in an interpreter of its own: what is measured here leaves nothing to what comes next.
+#: Each measurement uses a new interpreter, so that none affects the next one.
 LONE_BARRIER = """
 import os, timeit
 for name in [name for name in os.environ if "SYNCPRIMS" in name]:
@@ -35,12 +35,12 @@ BARRIERS = {
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Return the milliseconds that imports add, and the microseconds of a barrier alone."""
+    """Return the milliseconds of each import, and the microseconds of a barrier of one rank."""
     seen = Seen()
     for library, code in IMPORTS.items():
         if library != BARE and find_spec(code.split()[-1]) is None:
             seen.lack(1, library, ("import",), f"not installed: {code.split()[-1]}")
-    for number in range(scale.imports):  # in turn, so that a slower minute slows all
+    for number in range(scale.imports):  # in turn, so that a slow minute affects all
         bare = _started(IMPORTS[BARE])
         seen.add(1, BARE, {"start": [bare]})
         for library, code in IMPORTS.items():
@@ -67,7 +67,7 @@ def _started(code: str) -> float:
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return all of it as a table."""
+    """Return the section of the results page."""
     seen = Seen.restored(data)
     what = {"start": "{}, ms", "import": "import of {}, on top of it, ms",
             "barrier": "barrier of {} in a world of one, us"}  # fmt: skip

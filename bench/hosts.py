@@ -1,8 +1,8 @@
-"""Pretended hosts: ranks of one machine that share no directory, and so meet at a store only.
+"""Pretended hosts: ranks of one machine that share no directory, so they meet only at a store.
 
     python bench/hosts.py HOSTS RANKS SCRIPT ARGUMENT ...
 
-The store is served by this process, as torchrun's agent serves it, and reached over the loopback.
+This process serves the store, as the agent of torchrun does. Ranks reach it over the loopback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 def variables(
     rank: int, hosts: int, ranks: int, port: int, base: str, run_id: str
 ) -> dict[str, str]:
-    """Return what torchrun would tell a rank, and the directory of its host."""
+    """Return the variables that torchrun would set for a rank, and the directory of its host."""
     host, local = divmod(rank, ranks // hosts)
     directory = Path(base) / f"host-{host}"
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -50,7 +50,7 @@ def variables(
 
 
 def start(hosts: int, ranks: int, command: Sequence[str], port: int, base: str) -> list[Any]:
-    """Start `command` on all ranks; those of one host share a directory, and no others do."""
+    """Start `command` on all ranks. Only ranks of one host share a directory."""
     run_id = uuid.uuid4().hex
     return [
         subprocess.Popen(
@@ -66,7 +66,7 @@ def main() -> None:
     dist: Any = torch.distributed
     hosts, ranks = map(int, sys.argv[1:3])
     if hosts < 1 or ranks % hosts:
-        sys.exit(f"{ranks} ranks cannot be shared out among {hosts} hosts")
+        sys.exit(f"{ranks} ranks cannot be divided among {hosts} hosts")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as base:

@@ -1,4 +1,4 @@
-"""Start one library's ranks with a plan and bring back their figures."""
+"""Start the ranks of one library with a plan, and return their figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 900.0  # seconds; a job that takes longer has failed
 
 
 class Kind(NamedTuple):
-    """How the ranks of one library are started, and what has to be installed for it."""
+    """How to start the ranks of one library, and which packages it needs."""
 
     command: Callable[[int], list[str]]
     modules: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
 
 def _find(program: str) -> str | None:
-    """Return where a program is: beside this Python first, activated or not."""
+    """Return the path of a program. The directory of this Python comes first."""
     return shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
@@ -45,7 +45,7 @@ def _ours(ranks: int) -> list[str]:
 
 
 def _mpich(ranks: int) -> list[str]:
-    # mpi4py's own runner aborts the others if one raises.
+    # The runner of mpi4py aborts all ranks if one raises.
     start = [_find("mpiexec") or "mpiexec", "-n", str(ranks)]
     return [*start, sys.executable, "-m", "mpi4py", _script("peer_mpich")]
 
@@ -74,7 +74,7 @@ def _hosts(name: str) -> Callable[[int], list[str]]:
     return lambda ranks: [*run, str(ranks), _script(name)]
 
 
-#: The torch backend, and its peer on pretended hosts: not among those that `measure.py` compares.
+#: The torch backend, and its peer on pretended hosts. `measure.py` does not compare these.
 TORCH_KINDS = {
     "syncprims, torchrun": Kind(
         lambda ranks: ["env", "SYNCPRIMS_BACKEND=torch", *_torchrun("ours")(ranks)], ("torch",)
@@ -85,13 +85,13 @@ TORCH_KINDS = {
 
 
 class NoFigures(Exception):
-    """A library that could not be measured, and why."""
+    """A library could not be measured; the text says why."""
 
 
 def start(
     library: str, ranks: int, plan: dict[str, object], meeting: Path | None = None
 ) -> dict[str, list[float]]:
-    """Run one job and return its figures; our ranks meet in the directory `meeting`.
+    """Run one job and return its figures. Our ranks use the directory `meeting`.
 
     :raises NoFigures: if it is not installed, or failed.
     """
@@ -111,7 +111,7 @@ def start(
     try:
         out, err = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        process.terminate()  # launchers pass it on to their ranks; killed they could not
+        process.terminate()  # launchers pass this signal on to their ranks, unlike SIGKILL
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=30)
         process.kill()
@@ -132,7 +132,7 @@ def measure(
     names: Iterable[str],
     library: str | None = None,
 ) -> None:
-    """Run one job and note its figures, or that `names` are lacking, under the library's name."""
+    """Run one job and store its figures, or that `names` are missing, under the library's name."""
     print(f"{plan['what']}, {ranks} ranks: {kind}", file=sys.stderr, flush=True)
     try:
         seen.add(ranks, library or kind, start(kind, ranks, plan))
@@ -141,7 +141,7 @@ def measure(
 
 
 def _environment(meeting: Path | None) -> dict[str, str]:
-    """Return the variables of a job: no other launcher's, and one thread per rank for everybody."""
+    """Return the variables of a job: none of another launcher, and one thread per rank."""
     outer = place_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     clean.pop("PYTHONPATH", None)

@@ -1,4 +1,4 @@
-"""Where the figures come from: the machine, and the versions of what was measured."""
+"""The origin of the figures: the machine, and the versions of the libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = (
 
 
 def state() -> dict[str, str]:
-    """Return what figures depend on: the commit, the versions and the machine."""
+    """Return the commit, the versions and the machine, on which the figures depend."""
     versions = [f"Python {platform.python_version()}"]
     for name in PACKAGES:
         try:
@@ -34,7 +34,7 @@ def state() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return which syncprims this is: the checkout's commit, or the installed version."""
+    """Return the commit of the checkout, or the installed version of syncprims."""
     with suppress(OSError, subprocess.CalledProcessError):
         changed = _git("status", "--porcelain", "--", "syncprims", "backends")
         return _git("describe", "--always", "--tags") + (", changed" if changed else "")

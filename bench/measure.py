@@ -1,15 +1,15 @@
-"""Measure everything beside its peers: one command, every figure, every picture.
+"""Measure syncprims and its peers: one command makes every figure and every picture.
 
-    python bench/measure.py                        # all of it; about half an hour on two cores
-    python bench/measure.py --only control,data    # these sections anew, the others as they were
-    python bench/measure.py --resume               # what this commit has not measured here yet
-    python bench/measure.py --quick                # try everything, into build/bench: 3 minutes
-    python bench/measure.py --render               # pages and pictures from what is stored
+    python bench/measure.py                        # everything; half an hour on two cores
+    python bench/measure.py --only control,data    # these sections; keep the others
+    python bench/measure.py --resume               # sections that this commit has not measured
+    python bench/measure.py --quick                # test everything, into build/bench: 3 minutes
+    python bench/measure.py --render               # pages and pictures from stored figures
 
-Ours and the peers run in turn within each repetition, so that a slow minute slows all. Figures are
-kept in results.json after every section, with the commit and the machine they come from;
-RESULTS.md, TORCH.md and the pictures are made from that file alone. Each section is a process of
-its own, so that none leaves memory, threads or a world to the next.
+In each repetition, our library and the peers run in turn, so that a slow minute affects all. After
+every section, the figures are stored in results.json with their commit and machine. RESULTS.md,
+TORCH.md and the pictures are made from that file alone. Each section runs in a process of its own,
+so that memory, threads and worlds of one section do not affect the next.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUICK_FOLDER = HERE.parent / "build" / "bench"
 
 
 def measured(name: str, *, quick: bool) -> Mapping[str, Any]:
-    """Return a section's figures, measured in a process of its own."""
+    """Return the figures of a section, measured in a separate process."""
     command = [sys.executable, str(Path(__file__)), "--child", name, *(["--quick"] * quick)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -54,7 +54,7 @@ def child(name: str, *, quick: bool) -> None:
 
 
 def run(names: Sequence[str], folder: Path, *, quick: bool, resume: bool) -> list[str]:
-    """Measure sections into `folder`, and return what failed."""
+    """Measure sections, store them in `folder`, and return the failures."""
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder / "results.json")
     state, failed = machine.state(), []
@@ -73,11 +73,15 @@ def run(names: Sequence[str], folder: Path, *, quick: bool, resume: bool) -> lis
 
 
 def parsed() -> argparse.Namespace:
-    """Return the options."""
+    """Return the parsed options."""
     parser = argparse.ArgumentParser(description="Measure syncprims beside its peers.")
     parser.add_argument("--only", help=f"some of: {','.join(SECTIONS)}")
-    parser.add_argument("--resume", action="store_true", help="leave what this commit has measured")
-    parser.add_argument("--quick", action="store_true", help="try everything; figures are poor")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip the sections that this commit has measured"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="test everything quickly; the figures are not precise"
+    )
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--into", type=Path, help="folder of results.json and the pages")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -100,7 +104,7 @@ def main() -> None:
     failed: list[str] = []
     if not options.render:
         failed = run(options.names, options.into, quick=options.quick, resume=options.resume)
-    # Quick figures are no news: their pictures stay with them.
+    # Quick figures are not published, so their pictures stay in the same folder.
     pictures = HERE.parent / "docs" / "assets" if options.into == HERE else options.into
     for path in report.write(Store(options.into / "results.json").sections, options.into, pictures):
         print(path, file=sys.stderr)

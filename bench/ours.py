@@ -1,4 +1,4 @@
-"""One rank of syncprims under measurement."""
+"""One measured rank of syncprims."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
                 "small dict": lambda: sp.broadcast(timing.SMALL_DICT),
                 "lagging check": tight.check,
             },
-            stepped={"lagging check, nobody behind": stepped.check},
+            stepped={"lagging check, no late rank": stepped.check},
             broadcast=broadcast,
             all_reduce=lambda value, out: sp.all_reduce(value, out=out),
         )

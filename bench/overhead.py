@@ -1,11 +1,12 @@
-"""What training helpers add to a step of a bare loop: ours, Accelerate's, Lightning Fabric's.
+"""Measure what training helpers add to a bare step: ours, and those of Accelerate and Fabric.
 
     python bench/measure.py --only training
 
-One process, CPU, one thread, a step of about 0.25 ms. All train the very same model with the same
-optimizer, so that no memory lies better for one of them, and take turns after a few steps each. A
-turn is taken in the thread's own processor time, beside the bare loop of the same turn; medians.
-The bare loop stands there twice: what the second adds is the error of the measurement.
+One process, CPU, one thread, a step of about 0.25 ms. All libraries train the same model object
+with the same optimizer, so that the memory layout is the same for all. They take turns of a few
+steps each. A turn is measured in processor time of the thread, and compared with the bare loop of
+the same turn. The results are medians. The bare loop runs twice: the difference is the error of the
+measurement.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     Step = Callable[[], None]
 
 BARE, AGAIN = "a bare loop", "a bare loop, again"
-STEPS = 10  # of a turn
+STEPS = 10  # per turn
 PARTS = "of ours in a bare step: "
 
 
@@ -44,7 +45,7 @@ class Job:
         self.batch = torch.randn(128, 64)
 
     def bare(self) -> Step:
-        """Return a step of the plain loop."""
+        """Return a step of the bare loop."""
         model, optimizer, batch = self.model, self.optimizer, self.batch
 
         def step() -> None:
@@ -55,7 +56,7 @@ class Job:
         return step
 
     def familiar(self, accelerator: Any) -> Step:
-        """Return a step with the names that Accelerate and we share."""
+        """Return a step that uses names common to Accelerate and syncprims."""
         model, optimizer = accelerator.prepare(self.model, self.optimizer)
         batch = self.batch
 
@@ -68,7 +69,7 @@ class Job:
         return step
 
     def fabric(self) -> Step:
-        """Return a step with Lightning Fabric's names."""
+        """Return a step that uses the names of Lightning Fabric."""
         from lightning_fabric import Fabric
         from lightning_fabric.plugins.environments import LightningEnvironment
 
@@ -85,7 +86,7 @@ class Job:
         return step
 
     def parts(self, accelerator: Any) -> dict[str, Step]:
-        """Return plain steps with one of our helpers each."""
+        """Return bare steps that each use one of our helpers."""
         plain, batch, own = self.model, self.batch, self.optimizer
         model, optimizer = accelerator.prepare(plain, own)
 
@@ -110,7 +111,7 @@ class Job:
             own.step()
             optimizer.zero_grad()
 
-        with accelerator.accumulate(model):  # a window to be in
+        with accelerator.accumulate(model):  # an open accumulation window
             pass
         return {
             "accumulate": context,
@@ -121,7 +122,7 @@ class Job:
 
 
 def context_of(accelerator: Any) -> Step:
-    """Return an empty micro-batch: what the context alone takes."""
+    """Return an empty micro-batch, to measure the context alone."""
     from torch import nn
 
     model = accelerator.prepare(nn.Linear(2, 2))
@@ -134,7 +135,7 @@ def context_of(accelerator: Any) -> Step:
 
 
 def timed(call: Step, count: int) -> float:
-    """Return the microseconds of processor time that one call takes."""
+    """Return the processor time of one call in microseconds."""
     begin = time.thread_time()
     for _ in range(count):
         call()
@@ -142,7 +143,7 @@ def timed(call: Step, count: int) -> float:
 
 
 def in_turns(seen: Seen, operation: str, steps: dict[str, Step], turns: int) -> None:
-    """Note the time of each, and what it takes beyond the bare loop of the same turn."""
+    """Store the time of each step, and its difference to the bare loop of the same turn."""
     for step in steps.values():
         timed(step, 10 * STEPS)
     gc.collect()
@@ -159,7 +160,7 @@ def in_turns(seen: Seen, operation: str, steps: dict[str, Step], turns: int) -> 
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Return the microseconds of a step, what helpers add to it, and of the context alone."""
+    """Return the microseconds of a step, of the added time, and of the context alone."""
     import torch
 
     from syncprims.training import Accelerator
@@ -195,20 +196,20 @@ def _steps(seen: Seen, job: Job) -> dict[str, Step]:
         seen.lack(1, "Accelerate", ("step", "added", "context"), "not installed: accelerate")
     try:
         steps["Lightning Fabric"] = job.fabric()
-    except (ImportError, RuntimeError) as error:  # absent, or it lacks something of its own
+    except (ImportError, RuntimeError) as error:  # not installed, or a dependency is missing
         seen.lack(1, "Lightning Fabric", ("step", "added"), f"not installed: {error}")
     return steps
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the figures as a section of the results."""
+    """Return the section of the results page."""
     seen = Seen.restored(data)
     found = [
         "",
         "## A training step",
         "",
-        "One process, one thread, one small model for all, in processor time; each beside the bare",
-        "loop of the same turn. What that loop adds to itself is the error.",
+        "One process, one thread, one small model for all, in processor time. Each is compared",
+        "with the bare loop of the same turn. The second bare loop shows the measurement error.",
         *head("by", "a step, us", "range", "added, us", "added, %", "empty context, us"),
     ]
     whole = seen.median(1, BARE, "step") or 1.0

@@ -1,11 +1,12 @@
-"""Whether averaging gradients during the backward pass pays, where ranks share the processors.
+"""Compare averaging during and after the backward pass, where ranks share the processors.
 
     syncprims run -n 2 bench/overlap.py
 
-Two ways take turns: `average_gradients` after the backward pass, as the library does; and buckets
-of 4 MB in the reverse order of parameters, each averaged in a hook as soon as it is complete and
-those before it are. The order is fixed, so ranks whose gradients come in other orders, or not at
-all, still meet at the same rounds. Medians over alternated repetitions, of the slowest rank.
+Two methods take turns. The library calls `average_gradients` after the backward pass. The
+alternative uses buckets of 4 MB in the reverse order of the parameters. A hook averages each bucket
+as soon as it and all earlier buckets are complete. The order is fixed, so all ranks make the same
+rounds, even if gradients are computed in another order or not at all. The results are medians of
+the slowest rank.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def model_of(width: int = 1024, depth: int = 4) -> nn.Module:
 
 
 def buckets_of(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the parameters in buckets, the last ones first: their gradients come first."""
+    """Return the parameters in buckets, last ones first: their gradients are computed first."""
     made: list[list[nn.Parameter]] = [[]]
     room = BUCKET
     for p in reversed(list(model.parameters())):
@@ -51,7 +52,7 @@ def buckets_of(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 class Overlapped:
-    """Averages each bucket in the hook of its last gradient."""
+    """Average each bucket in the hook of its last gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buckets = buckets_of(model)
@@ -62,7 +63,7 @@ class Overlapped:
         self.on = False
 
     def begin(self) -> None:
-        """Forget what has arrived."""
+        """Clear the record of computed gradients."""
         self._left = [len(bucket) for bucket in self._buckets]
         self._next = 0
 
@@ -79,13 +80,13 @@ class Overlapped:
         self._next += 1
 
     def finish(self) -> None:
-        """Average what is left: parameters without a gradient never arrive."""
+        """Average the remaining buckets: those with parameters that got no gradient."""
         while self._next < len(self._buckets):
             self._average()
 
 
 def measured(ways: dict[str, Callable[[], None]], parameters: Sequence[nn.Parameter]) -> list[str]:
-    """Return the median milliseconds of each, of the slowest rank."""
+    """Return the median milliseconds of each method on the slowest rank."""
     seen: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(WARM + TURNS):
         for name, way in ways.items():
@@ -107,7 +108,7 @@ def case(model: nn.Module, overlapped: Overlapped, items: int, late: float) -> l
     def backward() -> None:
         overlapped.begin()
         if late and get_rank():
-            time.sleep(late)  # a rank that comes later, by what it reads or computes
+            time.sleep(late)  # a late rank, as if it read or computed more
         model(batch).square().mean().backward()
 
     def afterwards() -> None:
@@ -130,7 +131,7 @@ def main() -> None:
     count = sum(p.numel() for p in model.parameters()) / 1e6
     lines = [
         f"{get_world_size()} ranks, {count:.1f} million parameters, milliseconds of a step",
-        *head("items", "a rank late by", "backward alone", "averaged after", "averaged during"),
+        *head("items", "delay of one rank", "backward alone", "averaged after", "averaged during"),
     ]
     for items, late in ((16, 0.0), (128, 0.0), (128, 0.02)):
         lines.append(row(str(items), f"{late * 1e3:.0f} ms", *case(model, overlapped, items, late)))

@@ -1,4 +1,4 @@
-"""One rank of Accelerate, on Gloo, under measurement."""
+"""One measured rank of Accelerate on Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of torch.distributed with Gloo under measurement."""
+"""One measured rank of torch.distributed with Gloo."""
 
 from __future__ import annotations
 

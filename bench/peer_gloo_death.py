@@ -1,6 +1,6 @@
-"""How soon Gloo's waiting ranks raise when one is killed; the last argument is how often to kill.
+"""Measure how soon waiting ranks of Gloo raise after a kill; the last argument counts the kills.
 
-The same as in `death.py`: three ranks, the slowest of the two survivors, one monotonic clock.
+As in `death.py`: three ranks, the slower of the two survivors, one monotonic clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def work(rank: int, store: str, writer: int) -> None:
 
 
 def forked(rank: int, store: str, writer: int) -> int:
-    """Fork from a process that has imported torch, which takes seconds, and has no threads yet."""
+    """Fork from a process that has imported torch, which takes seconds, but has no threads yet."""
     pid = os.fork()
     if pid:
         return pid

@@ -1,4 +1,4 @@
-"""One rank of MPICH, through mpi4py, under measurement."""
+"""One measured rank of MPICH, called through mpi4py."""
 
 from __future__ import annotations
 

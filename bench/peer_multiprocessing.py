@@ -1,4 +1,4 @@
-"""Python's own `multiprocessing.Barrier` under measurement; the first argument is the ranks."""
+"""Measure `multiprocessing.Barrier` of Python; the first argument is the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def rank_main(rank: int, ranks: int, barrier: Any, figures: Any) -> None:
         figures[rank] = figure
         barrier.wait()
         everyones = list(figures)
-        barrier.wait()  # before anybody writes the next
+        barrier.wait()  # before a rank writes the next value
         return everyones
 
     timing.run(timing.Library(rank, ranks, barrier.wait, gather, {"barrier": barrier.wait}))

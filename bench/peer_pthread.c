@@ -1,4 +1,4 @@
-/* C's process-shared barrier, the floor that a barrier between processes is held against.
+/* The process-shared barrier of C, the reference for a barrier between processes.
  * usage: peer_pthread RANKS ROUNDS; prints microseconds per barrier. */
 #include <pthread.h>
 #include <stdio.h>

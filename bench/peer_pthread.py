@@ -1,4 +1,4 @@
-"""C's process-shared barrier under measurement; the first argument is the ranks."""
+"""Measure the process-shared barrier of C; the first argument is the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Draw lines on two logarithmic scales, each with its name at its end: SVG by hand.
+"""Draw lines on two logarithmic scales as SVG, each with its name at its end.
 
-No library has to be there, and nobody's font. The picture carries its own ground, and other
-colours where the reader's system is dark, so that it can be read on any page.
+No library and no font is needed. The picture has its own background, and other colours for dark
+mode, so that it is readable on any page.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TITLES = {
     "bandwidth": "Bandwidth against size, beside the peers",
 }
 WIDTH, HEIGHT = 876, 380
-PANEL, TOP, BOTTOM = 270, 62, 330  #: width of a panel's scale, its upper and its lower edge
+PANEL, TOP, BOTTOM = 270, 62, 330  #: width of a panel's scale, its upper and lower edge
 LEFTS = (64, 502)  #: of both panels
-NAME_HEIGHT = 15  #: names at the lines' ends stay this far apart
+NAME_HEIGHT = 15  #: least distance between the names at the ends of lines
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #333a44 }
 .title { font-weight: 600; font-size: 14px } .faint { fill: #68717d; font-size: 12px }
@@ -46,17 +46,17 @@ Points = list[tuple[float, float]]
 
 
 class Panel(NamedTuple):
-    """One pair of scales, and the lines on it."""
+    """A pair of scales with its lines."""
 
     title: str
-    unit: str  #: of what goes upwards
+    unit: str  #: of the vertical scale
     lines: dict[str, Points]
-    across: Callable[[float], str]  #: what is written under a value
+    across: Callable[[float], str]  #: text under a value
     below: str
 
 
 def latency(sections: Sections) -> str:
-    """Return barrier and small broadcast, in microseconds by ranks."""
+    """Return the picture of barriers and small broadcasts: microseconds by ranks."""
     panels = []
     for title, operation in (
         ("barrier on one host", "barrier"),
@@ -68,7 +68,7 @@ def latency(sections: Sections) -> str:
 
 
 def bandwidth(sections: Sections) -> str:
-    """Return broadcast and all-reduce, in GB/s by size, at the most ranks with several sizes."""
+    """Return the picture of broadcasts and all-reduces: GB/s by size, at the most ranks."""
     panels = []
     seen = Seen.restored(sections.get("data", {}).get("data", {}))
     for title, operation in (("broadcast", "broadcast"), ("all-reduce", "all_reduce")):
@@ -132,7 +132,7 @@ def _panel(left: int, panel: Panel) -> list[str]:
         parts.append(_text(across.place(x), BOTTOM + 20, panel.across(x), "faint", "middle"))
     parts.append(_text(left + PANEL / 2, BOTTOM + 40, panel.below, "faint", "middle"))
     ends: dict[str, float] = {}
-    # Ours last, and so above the others.
+    # Ours last, so that it is drawn on top.
     for name in sorted(panel.lines, key=lambda name: name == OURS):
         points = [(across.place(x), upwards.place(y)) for x, y in sorted(panel.lines[name])]
         kind = "ours" if name == OURS else "peer"
@@ -149,7 +149,7 @@ def _panel(left: int, panel: Panel) -> list[str]:
 
 
 class _Scale:
-    """Values along a line of the picture, by their logarithms."""
+    """A logarithmic scale of the picture."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
         self.values = values
@@ -162,7 +162,7 @@ class _Scale:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten within, or if there are few of them, twice and five times these too."""
+    """Return the powers of ten in range; if there are few, also 2 and 5 times these."""
     for steps in ((1,), (1, 3), (1, 2, 5)):
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         found = [step * 10.0**power for power in powers for step in steps]
@@ -173,14 +173,14 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _apart(ends: Mapping[str, float]) -> dict[str, float]:
-    """Return where names stand: near their lines' ends, in that order, none upon another."""
+    """Return the heights of names: near the ends of their lines, in order, without overlap."""
     placed: list[tuple[str, float]] = []
     for name, y in sorted(ends.items(), key=lambda item: item[1]):
         placed.append((name, max(y, placed[-1][1] + NAME_HEIGHT) if placed else y))
     over = placed[-1][1] - max(BOTTOM, max(ends.values()))
     found: dict[str, float] = {}
     below = math.inf
-    for name, y in reversed(placed):  # what is pushed out below moves up again
+    for name, y in reversed(placed):  # names below the lower edge move up again
         below = min(y, below - NAME_HEIGHT, placed[-1][1] - max(0.0, over))
         found[name] = below
     return found

@@ -1,4 +1,4 @@
-"""RESULTS.md, TORCH.md and the pictures, made from stored figures alone."""
+"""Make RESULTS.md, TORCH.md and the pictures from the stored figures alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Section(NamedTuple):
-    """Some figures that are measured together, and the functions of a module that do it."""
+    """Figures that are measured together, and the module functions that measure them."""
 
     module: str
     measure: str = "measure"
@@ -40,14 +40,14 @@ SECTIONS = {
 }
 
 _HOW = [
-    "Trust the ratios: the peers ran in turn with ours, in the same minutes. MPICH runs with its",
-    "defaults, by `mpiexec -n RANKS` through mpi4py: no binding to processors; its ranks spin",
-    "while they wait. Gloo and Accelerate run under torchrun. One math thread per rank for all.",
+    "Rely on the ratios: peers and our library ran in turn, in the same minutes. MPICH runs with",
+    "its defaults, by `mpiexec -n RANKS` through mpi4py, without binding to processors. Its ranks",
+    "spin while they wait. Gloo and Accelerate run under torchrun. Each rank has one math thread.",
 ]
 
 
 def write(sections: Sections, folder: Path, pictures: Path) -> list[Path]:
-    """Write pages and pictures, and return where they are."""
+    """Write the pages and pictures, and return their paths."""
     pictures.mkdir(parents=True, exist_ok=True)
     texts = {
         folder / "RESULTS.md": results(sections, os.path.relpath(pictures, folder)),
@@ -61,9 +61,13 @@ def write(sections: Sections, folder: Path, pictures: Path) -> list[Path]:
 
 
 def results(sections: Sections, pictures: str) -> str:
-    """Return the page with the first table, and all that was measured on one host without torch."""
-    lines = ["# Results", "", "Made by `make bench` (`bench/measure.py`) from `results.json`; one"]
-    lines += ["section alone is measured again by `python bench/measure.py --only SECTION`.", ""]
+    """Return the page with the first table and all figures of one host without torch."""
+    lines = [
+        "# Results",
+        "",
+        "`make bench` (`bench/measure.py`) makes this page from `results.json`. To measure one",
+    ]
+    lines += ["section again, run `python bench/measure.py --only SECTION`.", ""]
     lines += [*_HOW, *summary.lines(sections), "", *_picture("latency", pictures), ""]
     lines += [*_picture("bandwidth", pictures), *_state(sections, SECTIONS), *_failed(sections)]
     lines += ["", "The torch backend, and the forecast for many hosts: [TORCH.md](TORCH.md)."]
@@ -73,7 +77,11 @@ def results(sections: Sections, pictures: str) -> str:
 def torch(sections: Sections) -> str:
     """Return the page of the torch backend."""
     own = [name for name, section in SECTIONS.items() if section.page == "TORCH.md"]
-    lines = ["# Results of the torch backend", "", "Made by `make bench` (`bench/measure.py`) from"]
+    lines = [
+        "# Results of the torch backend",
+        "",
+        "`make bench` (`bench/measure.py`) makes this page from",
+    ]
     lines += ["`results.json`. [RESULTS.md](RESULTS.md) has the promises and the other figures."]
     return _joined([*lines, *_state(sections, own)], sections, "TORCH.md")
 
@@ -90,7 +98,7 @@ def _picture(name: str, folder: str) -> list[str]:
 
 
 def _state(sections: Sections, names: Iterable[str]) -> list[str]:
-    """Return where the figures come from: once, if all come from the same commit and machine."""
+    """Return the origin of the figures, one line per commit and machine."""
     lines = ["", "## State", ""]
     origins: dict[tuple[str, ...], list[str]] = {}
     for name in names:
@@ -99,9 +107,9 @@ def _state(sections: Sections, names: Iterable[str]) -> list[str]:
             origins.setdefault(origin, []).append(name)
     for (commit, place, versions), measured in origins.items():
         minutes = sum(sections[name]["seconds"] for name in measured) / 60
-        told = ", ".join(f"`{name}`" for name in measured)
+        joined = ", ".join(f"`{name}`" for name in measured)
         took = f"; {minutes:.0f} minutes" if minutes else ""
-        lines.append(f"- syncprims at {commit}, on {place}, with {versions}: {told}{took}.")
+        lines.append(f"- syncprims at {commit}, on {place}, with {versions}: {joined}{took}.")
     absent = ", ".join(f"`{name}`" for name in names if name not in sections)
     if absent:
         lines.append(f"- Not measured yet: {absent}.")

@@ -1,4 +1,4 @@
-"""What the ranks take beside time: memory for large arrays, and the processor in a long wait."""
+"""Measure other resources: memory for large arrays, and processor time in a long wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMORY = ("peak", "private", "shared", "directory")
 
 
 class Watched:
-    """A directory, in memory where there is some, and the most that was ever in it."""
+    """A directory, in memory if possible, and the peak size of its files."""
 
     def __init__(self) -> None:
         self.peak = 0.0  #: MB
@@ -46,13 +46,13 @@ class Watched:
         while not self._over.wait(0.005):
             size = 0
             for path in self.path.rglob("*"):
-                with suppress(OSError):  # gone meanwhile
+                with suppress(OSError):  # removed in the meantime
                     size += path.stat().st_blocks * 512
             self.peak = max(self.peak, size / 2**20)
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Return what large arrays take beside the caller's buffers, and what waiting takes."""
+    """Return the extra memory of large arrays, and the processor share of waiting ranks."""
     seen = Seen()
     ranks, size = scale.memory
     if Path("/proc/self/status").exists():
@@ -82,7 +82,7 @@ def _memory(seen: Seen, library: str, ranks: int, plan: dict[str, object]) -> No
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return both as sections of the results."""
+    """Return both sections of the results page."""
     return [*_memory_lines(data), *_wait_lines(data)]
 
 
@@ -92,10 +92,10 @@ def _memory_lines(data: Mapping[str, Any]) -> list[str]:
         "",
         f"## Memory of {size} MB at {ranks} ranks",
         "",
-        "MB on top of the caller's buffers, over three calls, least and most of all ranks. Peak:",
-        "of all pages that a rank maps; shared ones count at every rank that maps them. After:",
-        "what stays. Directory: the most that the files of the ranks' meeting place took, once for",
-        "all ranks. It takes Linux's /proc to measure this.",
+        "MB in addition to the buffers of the caller, over three calls: the least and",
+        "the most of all ranks. Peak: all pages that a rank maps. A shared page counts for every",
+        "rank. After: what remains. Directory: the peak size of the files in the run's directory,",
+        "counted once for all ranks. This measurement needs /proc of Linux.",
         *head("by", "call", "peak", "private after", "shared after", "directory"),
     ]
     for operation, calls in DATA.items():

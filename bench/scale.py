@@ -1,4 +1,4 @@
-"""How much is measured: enough to publish, or just enough to show that all of it works."""
+"""How much to measure: enough to publish, or just enough to test that everything works."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """How often, how long, how large."""
+    """The numbers of repetitions, durations and sizes."""
 
-    imports: int  #: interpreters started, of ours; the peers' are slow, and a third of it will do
-    runs: int  #: of every job of the control plane
-    seconds: float  #: for every figure of the control plane
+    imports: int  #: interpreters started for ours; a third as many for the slow peers
+    runs: int  #: repetitions of every job of the control plane
+    seconds: float  #: per figure of the control plane
     control: tuple[int, ...]  #: ranks
     hosts: tuple[int, ...]  #: ranks on two pretended hosts
     data: dict[int, tuple[float, ...]]  #: ranks -> MB
@@ -19,12 +19,12 @@ class Scale:
     data_seconds: float
     memory: tuple[int, int]  #: ranks, MB
     wait: tuple[int, float]  #: ranks, seconds
-    kills: int  #: in each case
-    worlds: tuple[int, int]  #: of tests: ours, the peers'
-    turns: int  #: of the training step
+    kills: int  #: per case
+    worlds: tuple[int, int]  #: number of tests: ours, peers
+    turns: int  #: turns of the training step
     checkpoint: tuple[int, int]  #: rounds, width of the model: 64 x width x width bytes
-    forecast: int  #: hosts at most
-    constants: int  #: runs; 0: those that are stored
+    forecast: int  #: most hosts
+    constants: int  #: runs; 0: use the stored constants
 
 
 FULL = Scale(

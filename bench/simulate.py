@@ -1,9 +1,10 @@
-"""Forecast the control plane of many hosts, with what was measured on one machine.
+"""Forecast the control plane of many hosts from measurements on one machine.
 
     python bench/simulate.py [--link MICROSECONDS] [--most HOSTS]
 
-First the simulation has to reproduce the small cases that were measured: it is given the processor
-time that a host spends, and has to find the time of a round. Then come the sizes nobody has here.
+First the simulation has to reproduce the small cases that were measured. Its input is the processor
+time of a host, its output the time of a round. Then it computes the sizes that cannot be measured
+here.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from scale import Scale
 
 HOSTS = (1, 2, 8, 64, 512, 4096, 10_000)
-TOLERANCE = 0.35  #: of the measured medians, which differ by as much from run to run
-LINK = 50.0  #: one way between hosts; assumed, not measured
+TOLERANCE = 0.35  #: relative to the measured medians, which differ by as much from run to run
+LINK = 50.0  #: microseconds one way between hosts; assumed, not measured
 SPREAD = 0.01 * SECOND
-RANK_LINKS = 2  #: connections of each rank
+RANK_LINKS = 2  #: connections per rank
 
 
 class Check(NamedTuple):
-    """A case that was measured, and what the simulation makes of it."""
+    """A measured case and its simulation."""
 
     hosts: int
     measured: float
@@ -40,12 +41,12 @@ class Check(NamedTuple):
 
     @property
     def error(self) -> float:
-        """By which share of the measured time the simulated one is off."""
+        """The relative error of the simulated time."""
         return self.simulated / self.measured - 1
 
 
 def checks() -> list[Check]:
-    """Simulate what was measured: hosts that share one machine's processors with the store."""
+    """Simulate the measured cases: hosts and the store share the processors of one machine."""
     constants = json.loads(CONSTANTS.read_text())
     costs = Costs.load()
     found = []
@@ -57,21 +58,21 @@ def checks() -> list[Check]:
 
 
 def demand(hosts: int, costs: Costs) -> tuple[float, float]:
-    """Return the store's microseconds for a round without looks, and for a second of beats.
+    """Return the store's microseconds for a round without looks, and for a second of heartbeats.
 
-    The same by arithmetic as the simulation finds: four messages of each host, and six of one.
+    This computes what the simulation also finds: four messages per host, and six of one host.
     """
     case, server = Case(hosts), costs.server
-    piece, fate = case.piece + costs.note, case.fate(costs.note)
-    each = server["bring"] + server["wait"] + server["wake"] + server["read"]
+    piece, decision = case.piece + costs.note, case.decision(costs.note)
+    each = server["contribute"] + server["wait"] + server["wake"] + server["read"]
     once = server["wait"] + server["read"] + server["compare_set"] + 3 * server["delete"]
-    size = hosts * (2 * piece + fate) + 2 * fate
+    size = hosts * (2 * piece + decision) + 2 * decision
     beats = hosts * server["add"] * SECOND / (0.875 * LIMIT / BEATS)
     return hosts * each + once + costs.server_per_kb * size / 1024, beats
 
 
 def saturates_at(costs: Costs, rounds_a_second: float) -> int:
-    """Return the most hosts for which one store is not busy all the time, looks left aside."""
+    """Return the most hosts for which one store is not busy all the time, without looks."""
     low, high = 1, 1 << 24
     while high - low > 1:
         middle = (low + high) // 2
@@ -85,7 +86,7 @@ def _rounds(hosts: int) -> int:
 
 
 def forecast(costs: Costs, sizes: Sequence[int], title: str, change: Case) -> list[str]:
-    """Return a table of cases like `change`, at all sizes."""
+    """Return a table of cases with these changes, for all sizes."""
     cells = ("hosts", "ranks", "median, ms", "p99, ms", "store busy", "messages a round",
              "MB a round", "looks a round")  # fmt: skip
     lines = ["", f"### {title}", *head(*cells)]
@@ -110,13 +111,13 @@ def forecast(costs: Costs, sizes: Sequence[int], title: str, change: Case) -> li
 
 
 def section(link: float, most: int) -> tuple[list[str], bool]:
-    """Return all as Markdown, and whether the simulation holds."""
+    """Return the forecast as Markdown, and whether the simulation reproduces the measurements."""
     found = checks()
     lines = [
-        "## What was measured, simulated",
+        "## Simulation against measurement",
         "",
-        "A barrier of hosts with one rank each, all on one machine's processors, at once again and",
-        f"again. Off by at most {100 * TOLERANCE:.0f} % is taken for reproduced.",
+        "Barriers in a tight loop. The hosts have one rank each and share the processors.",
+        f"An error of at most {100 * TOLERANCE:.0f} % counts as reproduced.",
         *head("hosts", "measured median, us", "simulated, us", "off by"),
     ]
     lines += [
@@ -130,9 +131,9 @@ def section(link: float, most: int) -> tuple[list[str], bool]:
         "",
         "## Forecast",
         "",
-        f"Hosts of 8 ranks, each with processors of its own, {link:.0f} us one way (assumed).",
-        "Times are from the last host's arrival until a host goes on. Busy is the store's thread,",
-        "heartbeats included; from 100 % on, rounds come slower than they are asked for.",
+        f"Hosts of 8 ranks, each with its own processors, {link:.0f} us one way (assumed).",
+        "Times are from the arrival of the last host until a host continues. *Store busy* is the",
+        "load of its thread, including heartbeats; from 100 % on, rounds lag behind their period.",
     ]
     tables = [
         ("One barrier a second, hosts within 10 ms", steps),
@@ -141,7 +142,7 @@ def section(link: float, most: int) -> tuple[list[str], bool]:
     ]
     for title, case in tables:
         lines += forecast(costs, sizes, title, case)
-    lines += ["", "### Where one store saturates, looks left aside"]
+    lines += ["", "### Where one store saturates, without looks"]
     lines += head("rounds a second", "hosts", "ranks")
     for rate in (1, 10, 100):
         hosts = saturates_at(costs, rate)
@@ -150,7 +151,7 @@ def section(link: float, most: int) -> tuple[list[str], bool]:
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Measure the constants anew where the scale says so, and return the forecast as Markdown."""
+    """Measure the constants if the scale says so, and return the forecast as Markdown."""
     if scale.constants:
         script = CONSTANTS.with_suffix(".py")
         command = [sys.executable, str(script), "--write", "--runs", str(scale.constants)]
@@ -161,7 +162,7 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the forecast: it was made when it was measured, since it takes a minute."""
+    """Return the stored forecast: computing it takes a minute."""
     return ["", *data["lines"]]
 
 

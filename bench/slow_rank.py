@@ -1,6 +1,6 @@
-"""Train the digits of ``examples/`` with one slow rank: what ``docs/trace.md`` shows a trace of.
+"""Train the digits of ``examples/`` with one slow rank, for the trace in ``docs/trace.md``.
 
-Run it twice, since the first time prepares the data:
+Run it twice, because the first run prepares the data:
 
     SYNCPRIMS_TRACE=trace OMP_NUM_THREADS=1 syncprims run -n 4 bench/slow_rank.py
     syncprims trace trace --png docs/trace.png
@@ -17,7 +17,7 @@ from typing import Any
 import syncprims as sp
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SLOW, SECONDS = 2, 0.02  # a rank, and how much longer each of its gradients takes
+SLOW, SECONDS = 2, 0.02  # the rank, and the factor by which its gradients take longer
 
 
 def main() -> None:

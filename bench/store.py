@@ -1,4 +1,4 @@
-"""What was measured, in one small file: a run may stop and go on, or repeat a part."""
+"""The stored figures, in one small file. A run can continue, or repeat a part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """The figures of every section, with the state of the machine that each was measured on."""
+    """The figures of every section, each with the state of the machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -22,7 +22,7 @@ class Store:
     def put(
         self, name: str, data: Mapping[str, Any], state: Mapping[str, str], seconds: float
     ) -> None:
-        """Keep a section's figures instead of older ones; the file has them at once."""
+        """Replace the figures of a section, and write the file."""
         self.sections[name] = {**state, "seconds": round(seconds), "data": data}
         text = _compact(json.dumps(self.sections, indent=1))
         beside = self._path.with_suffix(".new")
@@ -30,7 +30,7 @@ class Store:
         beside.replace(self._path)
 
     def has(self, name: str, state: Mapping[str, str]) -> bool:
-        """Tell whether a section was measured in this very state, and nothing failed."""
+        """Return whether a section was measured in exactly this state without failures."""
         kept = self.sections.get(name)
         if kept is None or kept["data"].get("failed"):
             return False
@@ -38,7 +38,7 @@ class Store:
 
 
 def _compact(text: str) -> str:
-    """Return JSON with the innermost lists on one line each, so that a change is a line."""
+    """Return JSON with each innermost list on one line, for readable diffs."""
     lines: list[str] = []
     open_list = False
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""The first table: what was promised, what was measured, and where others are ahead."""
+"""The first table: promises, measurements, and where peers are faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Sections = Mapping[str, Mapping[str, Any]]
 
-#: A peer is ahead from here on; less is noise.
+#: From this ratio on, a peer is faster. Less is noise.
 MARGIN = 1.05
 TITLES = {
     "control": "ours on `file`",
@@ -25,24 +25,25 @@ TITLES = {
 
 
 def lines(sections: Sections) -> list[str]:
-    """Return the table of all promises, and the list of lost comparisons."""
+    """Return the table of all promises, and the list of comparisons that peers win."""
     return [
         "",
-        "## What was promised",
+        "## Promises",
         "",
-        "Medians, by number of ranks where there are several. *Measured* is what the aim speaks",
-        "of: our figure over the peer's for `<= x`, the peer's over ours for `>= x as fast` and",
-        "`ahead`, else our figure. `python bench/measure.py --only SECTION` measures a line again.",
+        "Medians, by the number of ranks if there are several. *Measured* is the value that the",
+        "aim limits: our figure divided by the peer's for `<= x`, the peer's divided by ours for",
+        "`>= x as fast` and `ahead`, otherwise our figure. To measure a line again, run",
+        "`python bench/measure.py --only SECTION`.",
         *table(sections),
         "",
-        "## Where others are ahead",
+        "## Where peers are faster",
         "",
-        *(lost(sections) or ["Nowhere in what was measured."]),
+        *(lost(sections) or ["In none of the measurements."]),
     ]
 
 
 def table(sections: Sections) -> list[str]:
-    """Return a line for every aim of every promise."""
+    """Return one line for every aim of every promise."""
     found = head("what", "ranks", "ours", "range", "beside", "aim", "measured", "reached",
                  "section")  # fmt: skip
     for promise in ROWS:
@@ -54,11 +55,11 @@ def table(sections: Sections) -> list[str]:
 
 
 def _line(promise: Row, aim: Aim, seen: Seen, *, first: bool) -> str:
-    """Return the line of one aim; what its promise's first line says is not said again."""
+    """Return the line of one aim. Only the first line of a promise repeats its figures."""
     ranks = [count for count in promise.ranks if count in seen.ranks()] or list(promise.ranks)
     peers = [aim.peer] if aim.peer else []
     peers += [peer for peer in promise.shown if first]
-    told = {peer: _several(seen, ranks, peer, promise) for peer in peers}
+    figures_by_peer = {peer: _several(seen, ranks, peer, promise) for peer in peers}
     verdicts = [seen.verdict(n, aim, promise.operation, promise.ours) for n in ranks]
     ranges = [seen.figures(n, promise.ours, promise.operation) for n in ranks]
     return row(
@@ -66,8 +67,8 @@ def _line(promise: Row, aim: Aim, seen: Seen, *, first: bool) -> str:
         "/".join(map(str, ranks)) if ranks != [1] else "",
         _several(seen, ranks, promise.ours, promise) if first else "",
         " / ".join(span(times) for times in ranges if times) if first else "",
-        "; ".join(f"{peer} {figures}" for peer, figures in told.items()),
-        aim.told(promise.unit),
+        "; ".join(f"{peer} {figures}" for peer, figures in figures_by_peer.items()),
+        aim.text(promise.unit),
         " / ".join(dict.fromkeys(shown for shown, _ in verdicts)),
         _reached(ranks, [reached for _, reached in verdicts]),
         f"`{promise.section}`",
@@ -92,7 +93,7 @@ def _several(seen: Seen, ranks: list[int], library: str, promise: Row) -> str:
 
 
 def lost(sections: Sections) -> list[str]:
-    """Return a line for every call at which a peer is ahead, with how much."""
+    """Return a line for every call at which a peer is faster, with the ratio."""
     found: list[str] = []
     for section, title in TITLES.items():
         seen = Seen.restored(sections.get(section, {}).get("data", {}))
@@ -111,7 +112,7 @@ def lost(sections: Sections) -> list[str]:
 
 
 def _ahead(seen: Seen, ranks: list[int], library: str, operation: str, ours: str) -> str:
-    """Return how far a peer is ahead, and where; nothing if it is nowhere."""
+    """Return by how much and where a peer is faster; an empty text if nowhere."""
     found: list[str] = []
     for count in ranks:
         mine, theirs = (seen.median(count, name, operation) for name in (ours, library))
@@ -122,7 +123,7 @@ def _ahead(seen: Seen, ranks: list[int], library: str, operation: str, ours: str
 
 
 def _call(operation: str, library: str) -> str:
-    """Return a call as its users write it."""
+    """Return a call as users write it."""
     if operation in CONTROL:
         return f"`{CONTROL[operation][library]}`"
     name, _, size = operation.partition(" ")

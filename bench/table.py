@@ -1,4 +1,4 @@
-"""Figures, and how they become Markdown: what was measured, and how it compares."""
+"""Figures, their comparison, and their rendering as Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Seen:
-    """All figures of a section so far, and why some are not there. Less is better in each."""
+    """All figures of a section, and the reasons for missing ones. Lower is always better."""
 
     def __init__(self) -> None:
         self._figures: dict[tuple[int, str, str], list[float]] = {}
@@ -22,19 +22,19 @@ class Seen:
         self.failed: list[str] = []
 
     def add(self, ranks: int, library: str, figures: Mapping[str, Sequence[float]]) -> None:
-        """Note one more run."""
+        """Add the figures of one run."""
         for operation, times in figures.items():
             self._figures.setdefault((ranks, library, operation), []).extend(times)
 
     def lack(self, ranks: int, library: str, operations: Iterable[str], reason: str) -> None:
-        """Note that a run gave no figures, and why."""
+        """Record why a run has no figures."""
         for operation in operations:
             self._lacking[ranks, library, operation] = reason
         if "not installed" not in reason:
             self.failed.append(f"{library} at {ranks} ranks: {reason}")
 
     def stored(self) -> dict[str, Any]:
-        """Return what a file keeps: of every figure the least, the median and the most."""
+        """Return the data to store: the least, the median and the most of every figure."""
 
         def nested(flat: Mapping[tuple[int, str, str], object]) -> dict[str, Any]:
             found: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class Seen:
 
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> Seen:
-        """Return what `stored` was made from. Three numbers have their median in the middle."""
+        """Restore from `stored`. The median of three numbers is the one in the middle."""
         seen = cls()
         seen._figures.update(_flat(stored.get("figures", {})))
         seen._lacking.update(_flat(stored.get("lacking", {})))
@@ -58,20 +58,20 @@ class Seen:
         return seen
 
     def figures(self, ranks: int, library: str, operation: str) -> list[float]:
-        """Return all figures of one operation, none if it could not be measured."""
+        """Return all figures of one operation; empty if it could not be measured."""
         return self._figures.get((ranks, library, operation), [])
 
     def median(self, ranks: int, library: str, operation: str) -> float | None:
-        """Return the median of the figures, None if there are none."""
+        """Return the median of the figures; None if there are none."""
         times = self.figures(ranks, library, operation)
         return statistics.median(times) if times else None
 
     def why_not(self, ranks: int, library: str, operation: str) -> str:
-        """Return why there is no figure."""
+        """Return why a figure is missing."""
         return self._lacking.get((ranks, library, operation), "not measured")
 
     def names(self) -> list[tuple[int, str, str]]:
-        """Return ranks, library and operation of every figure, in the order of measuring."""
+        """Return the ranks, library and operation of every figure, in order of measurement."""
         return list(self._figures)
 
     def ranks(self) -> list[int]:
@@ -79,7 +79,7 @@ class Seen:
         return sorted({ranks for ranks, _, _ in (*self._figures, *self._lacking)})
 
     def verdict(self, ranks: int, aim: Aim, operation: str, ours: str) -> tuple[str, bool | None]:
-        """Return what the aim speaks of, and whether it is reached; or why nobody can tell."""
+        """Return the value that the aim limits and whether it is reached, or why it is unknown."""
         mine = self.median(ranks, ours, operation)
         if mine is None:
             return self.why_not(ranks, ours, operation), None
@@ -91,12 +91,12 @@ class Seen:
         return short(aim.measured(mine, peers)), aim.reached(mine, peers)
 
     def ratio(self, ranks: int, library: str, operation: str) -> str:
-        """Return how many times ours a library's median is; `-` if there is nothing to compare."""
+        """Return the median of a library divided by ours; `-` if there is nothing to compare."""
         ours, theirs = (self.median(ranks, name, operation) for name in (OURS, library))
         return short(theirs / ours) if ours and theirs else "-"
 
     def rows(self, ranks: int, operation: str, calls: Mapping[str, str]) -> list[str]:
-        """Return a line per library: median, range, and how many times ours that is."""
+        """Return a line per library: median, range, and the ratio to ours."""
         ours = self.median(ranks, OURS, operation)
         lines: list[str] = []
         for library, call in calls.items():
@@ -113,7 +113,7 @@ class Seen:
 
 
 def _three(times: Sequence[float]) -> list[float]:
-    """Return the least, the median and the most, in as many digits as anybody reads."""
+    """Return the least, the median and the most, rounded for reading."""
     three = (min(times), statistics.median(times), max(times))
     return [float(f"{figure:.4g}") for figure in three]
 
@@ -128,7 +128,7 @@ def _flat(nested: Mapping[str, Any]) -> dict[tuple[int, str, str], Any]:
 
 
 def short(figure: float) -> str:
-    """Return a figure with as many decimals as tell something."""
+    """Return a figure with three significant digits at most."""
     return f"{figure:.{2 if abs(figure) < 10 else 1 if abs(figure) < 100 else 0}f}"
 
 
@@ -138,10 +138,10 @@ def span(times: Sequence[float]) -> str:
 
 
 def row(*cells: object) -> str:
-    """Return one line of a table."""
+    """Return one row of a table."""
     return f"| {' | '.join(str(cell).strip() for cell in cells)} |"
 
 
 def head(*cells: str) -> list[str]:
-    """Return the first two lines of a table."""
+    """Return the two head lines of a table."""
     return ["", row(*cells), "|" + "---|" * len(cells)]

@@ -1,7 +1,7 @@
-"""What one rank does to be measured: the same steps whichever library is in its hands.
+"""The measurement on one rank: the same steps for every library.
 
-A job fills in a `Library` and calls `run`, which reads the plan from the last argument and lets
-rank 0 print the figures as one line of JSON.
+A job makes a `Library` and calls `run`. It reads the plan from the last argument, and rank 0 prints
+the figures as one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,31 +26,35 @@ if TYPE_CHECKING:
 
 SMALL_DICT = {"lr": 1e-3, "epoch": 3}
 MB = 2**20
-_COLUMNS = 1024  # of the arrays, as they are filled and checked
+_COLUMNS = 1024  # chunk size for filling and checking arrays
 _MOST_ROUNDS = 100_000
 
 
 @dataclass(frozen=True)
 class Library:
-    """What is to be measured, and what measuring it takes, on one rank."""
+    """The calls to measure, and what the measurement needs, on one rank."""
 
     rank: int
     ranks: int
     barrier: Callable[[], object]
-    gather: Callable[[float], Sequence[float]]  #: every rank's number, on every rank
+    gather: Callable[[float], Sequence[float]]  #: gathers a number of every rank on every rank
     calls: Mapping[str, Callable[[], object]]  #: by operation; see catalogue.CONTROL
-    stepped: Mapping[str, Callable[[], object]] = field(default_factory=dict)  #: within a real step
-    broadcast: Callable[[Array], object] | None = None  #: rank 0's array into everybody's
-    all_reduce: Callable[[Array, Array], object] | None = None  #: the sum of the first: the second
-    in_place: bool = False  #: its all_reduce takes one array only
+    stepped: Mapping[str, Callable[[], object]] = field(
+        default_factory=dict
+    )  #: also measured within a real step
+    broadcast: Callable[[Array], object] | None = None  #: copies the array of rank 0 to all ranks
+    all_reduce: Callable[[Array, Array], object] | None = (
+        None  #: sums the first array into the second
+    )
+    in_place: bool = False  #: all_reduce works in place only
 
     def slowest(self, figure: float) -> float:
-        """Return the largest of all ranks' figures, on every rank: they decide alike."""
+        """Return the largest figure of all ranks on every rank, so that all decide alike."""
         return max(self.gather(figure))
 
 
 def run(library: Library) -> None:
-    """Do what the plan says."""
+    """Run the plan."""
     plan = json.loads(sys.argv[-1])
     steps: dict[str, Callable[..., Figures]] = {
         "control": control,
@@ -64,7 +68,7 @@ def run(library: Library) -> None:
 
 
 def control(library: Library, seconds: float) -> Figures:
-    """Return the microseconds per call of every operation."""
+    """Return the microseconds per call for every operation."""
     figures = {name: [_per_call(library, call, seconds)] for name, call in library.calls.items()}
     for name, call in library.stepped.items():
         figures[name] = [_in_a_step(library, call, seconds)]
@@ -72,14 +76,14 @@ def control(library: Library, seconds: float) -> Figures:
 
 
 def _per_call(library: Library, call: Callable[[], object], seconds: float) -> float:
-    """Call in a tight loop, ever longer until it takes `seconds`: what came before is warm-up."""
+    """Time a tight loop. Its length grows until it takes `seconds`; shorter loops are warm-up."""
     rounds = 10
     while True:
         library.barrier()
         begin = time.perf_counter()
         for _ in range(rounds):
             call()
-        # The slowest rank's: the source of a broadcast may be far ahead of those who receive.
+        # The slowest rank counts: the source of a broadcast may be far ahead of the receivers.
         spent = library.slowest(time.perf_counter() - begin)
         if spent >= seconds or rounds == _MOST_ROUNDS:
             return spent / rounds * 1e6
@@ -87,9 +91,9 @@ def _per_call(library: Library, call: Callable[[], object], seconds: float) -> f
 
 
 def _in_a_step(library: Library, call: Callable[[], object], seconds: float) -> float:
-    """Return the median of the call alone, once in a step that all ranks begin by the same clock.
+    """Return the median of single calls, one per step. All ranks start a step at the same time.
 
-    All made the call before this one long ago, so there is nobody to wait for.
+    All ranks made the previous call long ago, so no rank has to wait.
     """
     period, busy, work = 5e-3, 1e-3, np.ones((96, 96), np.float32)
     library.barrier()
@@ -99,7 +103,9 @@ def _in_a_step(library: Library, call: Callable[[], object], seconds: float) -> 
         until = start + step * period
         time.sleep(max(0.0, until - busy - time.monotonic()))
         work @ work
-        while time.monotonic() < until:  # as a training is: a processor that has slept is slow
+        while (
+            time.monotonic() < until
+        ):  # busy, like a training step: an idle processor is slow at first
             work @ work
         begin = time.perf_counter()
         call()
@@ -108,7 +114,7 @@ def _in_a_step(library: Library, call: Callable[[], object], seconds: float) -> 
 
 
 def data(library: Library, sizes: Sequence[float], seconds: float) -> Figures:
-    """Return the milliseconds of single calls, of the rank that took longest, by size in MB."""
+    """Return the milliseconds of single calls on the slowest rank, by size in MB."""
     figures: Figures = {}
     for size in sizes:
         moves = _Moves(library, size)
@@ -122,11 +128,13 @@ def data(library: Library, sizes: Sequence[float], seconds: float) -> Figures:
 
 
 def memory(library: Library, size: int, operation: str) -> Figures:
-    """Return the MB that three calls add to each rank, at their peak and afterwards, by rank."""
-    _Moves(library, 1).timed(operation)  # what the first call of all costs is not its arrays'
+    """Return the MB that three calls add to each rank: the peak, and what remains, by rank."""
+    _Moves(library, 1).timed(
+        operation
+    )  # the very first call has costs that do not come from arrays
     moves = _Moves(library, size)
     moves.fill(0)
-    with contextlib.suppress(OSError):  # forget the peak so far
+    with contextlib.suppress(OSError):  # reset the peak
         Path("/proc/self/clear_refs").write_text("5")
     before = _status()
     library.barrier()
@@ -149,7 +157,7 @@ def _status() -> dict[str, float]:
 
 
 def wait(library: Library, seconds: float) -> Figures:
-    """Return the share of a processor, in percent, that ranks take while they wait for rank 0."""
+    """Return the processor share, in percent, of ranks that wait for rank 0."""
     library.barrier()
     if library.rank == 0:
         time.sleep(seconds)
@@ -161,19 +169,19 @@ def wait(library: Library, seconds: float) -> Figures:
 
 
 class _Moves:
-    """Arrays of one size, and the calls that move them; every result is checked."""
+    """Arrays of one size, and the calls that transfer them. Every result is checked."""
 
     def __init__(self, library: Library, size: float) -> None:
         shape = (int(size * MB) // 4 // _COLUMNS, _COLUMNS)
         self._library = library
-        self._value: Array = np.ones(shape, np.float32)  # written to: every page is there
+        self._value: Array = np.ones(shape, np.float32)  # written, so that all pages exist
         self._out: Array = self._value if library.in_place else np.ones(shape, np.float32)
         self._rows: Array = (np.arange(shape[0]) % 251).astype(np.float32)[:, None]
         self._columns: Array = np.arange(_COLUMNS, dtype=np.float32)[None, :]
         self._count = 0
 
     def timed(self, name: str) -> float:
-        """Return the seconds of one call on this rank, with new values, all ranks at once."""
+        """Return the seconds of one call with new values on this rank. All ranks start together."""
         self._count += 1
         self.fill(self._count)
         self._library.barrier()
@@ -184,13 +192,13 @@ class _Moves:
         return spent
 
     def fill(self, count: int) -> None:
-        """Write this rank's values, and what no result is into what will be overwritten."""
+        """Write the values of this rank, and an impossible result into the target."""
         if self._out is not self._value:
             self._out.fill(-1.0)
         np.add(self._rows, self._columns + (self._library.rank + count), out=self._value)
 
     def call(self, name: str) -> None:
-        """Make the call that is timed."""
+        """Make the timed call."""
         library = self._library
         if name == "broadcast":
             assert library.broadcast is not None
@@ -200,14 +208,14 @@ class _Moves:
             library.all_reduce(self._value, self._out)
 
     def _check(self, name: str, count: int) -> None:
-        """Raise unless every element is right; small integers are exact in any order of sums."""
+        """Raise if an element is wrong. Sums of small integers are exact in any order."""
         ranks = self._library.ranks
         if name == "broadcast":
             result, factor, shift = self._value, 1, count
         else:
             result, factor, shift = self._out, ranks, ranks * count + ranks * (ranks - 1) // 2
         line: Any = factor * self._columns + shift
-        for top in range(0, len(result), 1024):  # in parts: this shall take little memory
+        for top in range(0, len(result), 1024):  # in chunks, to use little memory
             part = slice(top, top + 1024)
             if not np.array_equal(result[part], factor * self._rows[part] + line):
                 raise AssertionError(f"{name}: wrong values at rank {self._library.rank}")

@@ -1,11 +1,11 @@
-"""Measure what ``SYNCPRIMS_TRACE`` adds to a round, and what a world pays that has no trace.
+"""Measure what ``SYNCPRIMS_TRACE`` adds to a round, and the cost for a world without a trace.
 
     python bench/tracing.py [--before CHECKOUT] [--turns 9] [--ranks 1 2]
 
-Worlds with and without a trace take turns, each in processes of its own; what is added is the
-median of the differences within a turn. With one rank, processor time is measured; with more, the
-time of the clock, since there ranks wait for each other. `--before` names a checkout without
-tracing, whose worlds take their turns as well: what a world without a trace pays shows beside it.
+Worlds with and without a trace take turns, each in new processes. The added time is the median of
+the differences within a turn. With one rank, processor time is measured. With more ranks it is wall
+time, because ranks wait for each other. `--before` names a checkout without tracing, whose worlds
+also take turns. The comparison shows what tracing costs a world that does not use it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ for name, call in calls.items():
         for _ in range(count):
             call()
         blocks.append((clock() - begin) / count * 1e6)
-    figures[name] = sorted(blocks)[2]  # the machine's other work comes on top, and never below
+    figures[name] = sorted(blocks)[2]  # other programs only add time
 if sp.is_main():
     print(json.dumps(figures), flush=True)
 """
 
 
 def measured(ranks: int, trace: str | None, checkout: Path) -> dict[str, float]:
-    """Return the microseconds of each call in a world of its own."""
+    """Return the microseconds of each call in a new world."""
     clean = {name: value for name, value in os.environ.items() if "SYNCPRIMS" not in name}
     environ = {**clean, "PYTHONPATH": str(checkout)}
     if trace is not None:
@@ -73,7 +73,7 @@ def measured(ranks: int, trace: str | None, checkout: Path) -> dict[str, float]:
 
 
 def table(ranks: int, turns: int, before: Path | None) -> list[str]:
-    """Return the figures of a world of so many ranks."""
+    """Return the figures of a world with this number of ranks."""
     seen: dict[str, list[dict[str, float]]] = {"off": [], "on": [], "before": []}
     for _ in range(turns):
         with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def table(ranks: int, turns: int, before: Path | None) -> list[str]:
             seen["on"].append(measured(ranks, folder, HERE))
     titles = ["no trace, us", "with a trace, us", "added, us"]
     if before is not None:
-        titles += ["before tracing was there, us", "no trace / before"]
+        titles += ["before tracing existed, us", "no trace / before"]
     world = "a world of one" if ranks == 1 else f"{ranks} ranks, file backend"
     lines = head(world, *titles)
     for name in seen["off"][0]:
@@ -100,7 +100,7 @@ def table(ranks: int, turns: int, before: Path | None) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path, help="a checkout from before tracing was there")
+    parser.add_argument("--before", type=Path, help="a checkout from before tracing existed")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Measure what a unit test of four ranks costs, and how soon a skipped barrier is told.
+"""Measure the time of a unit test of four ranks, and how soon a skipped barrier is reported.
 
     python bench/measure.py --only worlds
 
-The same body everywhere: 4 ranks, 20 barriers. Ours are worlds of threads and of processes, called
-directly and as marked tests, with all that pytest does around them. The peers start their ranks as
-their manuals say; what their children import counts, since every such test pays for it.
+The test body is always the same: 4 ranks, 20 barriers. Our worlds use threads and processes. They
+are called directly and as marked tests, including the work of pytest. The peers start their ranks
+as their manuals say. The imports of their children count, because every such test needs them.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def skipping() -> None:
 
 
 def timed(call: Callable[[], object], times: int) -> list[float]:
-    """Return the milliseconds of each call, the first left out."""
+    """Return the milliseconds of each call except the first."""
     found: list[float] = []
     for _ in range(times + 1):
         begin = time.perf_counter()
@@ -129,19 +129,19 @@ def timed(call: Callable[[], object], times: int) -> list[float]:
     return found[1:]
 
 
-def told(kind: Any) -> Callable[[], None]:
+def skip_barrier(kind: Any) -> Callable[[], None]:
     def call() -> None:
         try:
             run_world(skipping, RANKS, kind=kind)
         except DeadlockError:
             return
-        raise AssertionError("nobody noticed")
+        raise AssertionError("the skipped barrier was not reported")
 
     return call
 
 
 def as_marked_tests(count: int) -> dict[str, list[float]]:
-    """Return the milliseconds of whole tests, fixtures and reports included."""
+    """Return the milliseconds of whole tests, including fixtures and reports."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "conftest.py").write_text(CONFTEST)
@@ -162,7 +162,7 @@ def as_marked_tests(count: int) -> dict[str, list[float]]:
 
 
 def peer(name: str, times: int) -> list[float]:
-    """Return the milliseconds of a peer's world; empty if it is not installed."""
+    """Return the milliseconds of a peer's world; empty if the peer is not installed."""
     needs = "accelerate" if name == "debug_launcher" else "torch"
     if find_spec(needs) is None:
         return []
@@ -176,7 +176,7 @@ def peer(name: str, times: int) -> list[float]:
         for _ in range(times):
             begin = time.perf_counter()
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-            took = time.perf_counter() - begin  # of torchrun all counts: it is the command
+            took = time.perf_counter() - begin  # for torchrun the whole command counts
             for line in done.stdout.splitlines():
                 if line.startswith("took "):
                     took = float(line.split()[1])
@@ -185,14 +185,14 @@ def peer(name: str, times: int) -> list[float]:
 
 
 def explored(count: int) -> float:
-    """Return the milliseconds of one schedule, over `count` of them."""
+    """Return the milliseconds per schedule, averaged over `count` of them."""
     begin = time.perf_counter()
     explore(passing, RANKS, schedules=count)
     return (time.perf_counter() - begin) / count * 1e3
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Return the milliseconds of tests that pass, and of the news that a rank skips a barrier."""
+    """Return the milliseconds of passing tests, and of tests in which a rank skips a barrier."""
     worlds, peers = scale.worlds
     seen = Seen()
     print("unit tests: ours", file=sys.stderr, flush=True)
@@ -202,7 +202,7 @@ def measure(scale: Scale) -> dict[str, Any]:
         name = f"run_world(kind='{kind}')"
         call = functools.partial(run_world, passing, RANKS, kind=kind)
         seen.add(RANKS, name, {PASSING: timed(call, worlds)})
-        seen.add(RANKS, name, {SKIPPED: timed(told(kind), worlds)})
+        seen.add(RANKS, name, {SKIPPED: timed(skip_barrier(kind), worlds)})
     seen.add(RANKS, "explore()", {"a schedule": [explored(20 * worlds)]})
     for name in PEERS:
         print(f"unit tests: {name}", file=sys.stderr, flush=True)
@@ -215,7 +215,7 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return all of it as a section of the results."""
+    """Return the section of the results page."""
     seen, (worlds, peers) = Seen.restored(data), data["worlds"]
 
     def table(operation: str) -> list[str]:
@@ -231,11 +231,11 @@ def lines(data: Mapping[str, Any]) -> list[str]:
         "",
         "## A unit test of four ranks",
         "",
-        f"{RANKS} ranks, {ROUNDS} barriers; medians and ranges of {worlds} worlds, peers {peers}.",
-        "A marked test counts with all that pytest does around it.",
+        f"{RANKS} ranks, {ROUNDS} barriers. Medians and ranges of {worlds} worlds, peers {peers}.",
+        "The time of a marked test includes the work of pytest.",
         *table(PASSING),
         "",
-        "The peers' defaults wait 30 minutes for a skipped barrier (that was not waited for here).",
+        "With their defaults, peers wait 30 minutes for a skipped barrier (not measured here).",
         *table(SKIPPED),
         "",
         f"Schedules explored per second: {1e3 / schedule:.0f}." if schedule else "",

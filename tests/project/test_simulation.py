@@ -29,7 +29,7 @@ def simulate(bench: Any) -> Any:
 
 def costs(bench: Any, **changes: Any) -> Any:
     """Everything takes no time, but for what is said."""
-    kinds = ("bring", "wait", "read", "check", "add", "compare_set", "delete", "wake")
+    kinds = ("contribute", "wait", "read", "check", "add", "compare_set", "delete", "wake")
     nothing = {"server": dict.fromkeys(kinds, 0.0), "server_per_kb": 0.0, "client": 0.0}
     rest = {"handoff": 0.0, "host": 0.0, "piece": 0.0, "member": 0.0, "note": 50, "link": 0.0}
     return bench.Costs(**{**nothing, **rest, **changes})
@@ -80,14 +80,14 @@ def test_a_round_takes_as_many_messages_as_the_backend_sends(bench: Any, hosts: 
     assert result.messages / case.rounds == store.messages - before == 4 * hosts + 6
 
 
-def test_the_fate_has_the_size_that_the_backend_gives_it(bench: Any) -> None:
+def test_the_decision_has_the_size_that_the_backend_gives_it(bench: Any) -> None:
     fates: Any = import_module("syncprims.backends.torch.decisions")
     source = NOTE._replace(payload=b"a")
     length = len(NOTE.encode()) + 4
     for notes, distinct in (([NOTE] * 24, 1), ([source] + [NOTE] * 23, 2)):
         case = bench.Case(3, ranks=8, distinct=distinct)
         size = len(fates.COMPLETE + fates.encode_notes(notes))
-        assert abs(case.fate(length) - size) <= 8
+        assert abs(case.decision(length) - size) <= 8
 
 
 def test_its_waits_are_those_of_the_backend(bench: Any) -> None:
@@ -133,7 +133,7 @@ def test_who_waits_looks_around_ever_less_often(bench: Any) -> None:
     assert bench.simulate(bench.Case(2, rounds=1), costs(bench)).looks == 0
 
 
-def test_a_fate_that_cannot_be_passed_on_is_read_by_every_rank(bench: Any) -> None:
+def test_a_decision_that_cannot_be_passed_on_is_read_by_every_rank(bench: Any) -> None:
     case = bench.Case(20, rounds=1, distinct=2)
     assert (case.readers(50), case.readers(5000)) == (1, 8)
     large = dataclasses.replace(costs(bench), note=5000)
