@@ -1,25 +1,25 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Both can be repeated at once.
+# On a new machine, run `make demo` or `make test`. Both install what they need, and can be repeated.
 
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 4
-# Those that `make release-check` tries, the first with the oldest dependencies.
+# The Pythons of `make release-check`; the first also tests the oldest dependencies.
 PYTHONS ?= $(PYTHON)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format soak bench docs dist release-check clean
 
-help: ## what can be made
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-# Each stamp says that an environment holds what its target needs.
+# Each stamp file records that the environment holds what its targets need.
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) --editable .
-	@# An editable install is not compiled, and where nothing may be cached it never would be.
+	@# An editable install is not compiled, and without a writable cache it never is.
 	$(BIN)/python -m compileall -q syncprims backends
 	@touch $@
 
@@ -50,36 +50,36 @@ $(VENV)/docs: $(VENV)/core
 demo: $(VENV)/demo ## train on real data: four ranks, file backend, no GPU, no torch
 	$(BIN)/syncprims run -n 4 examples/digits.py
 
-test: $(VENV)/test ## all tests, in parallel and in random order
+test: $(VENV)/test ## run all tests except the long loops, in parallel and in random order
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak"
 
-lint: $(VENV)/lint ## style and types
+lint: $(VENV)/lint ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-format: $(VENV)/lint ## mend what can be mended by itself
+format: $(VENV)/lint ## fix style automatically
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(VENV)/test ## the long loops
+soak: $(VENV)/test ## run the long loops of the tests
 	$(BIN)/python -m pytest -m soak
 
-bench: $(VENV)/bench ## measure beside the peers: bench/RESULTS.md and pictures; goes on if broken off
+bench: $(VENV)/bench ## measure against peers: bench/RESULTS.md and pictures; continues after an interruption
 	$(BIN)/python -m compileall -q syncprims backends
 	$(BIN)/python bench/measure.py --resume
 
-dist: $(VENV)/dist ## build sdist and wheel, and check them
+dist: $(VENV)/dist ## build and check sdist and wheel
 	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m build --quiet
 	$(BIN)/twine check --strict dist/*
 
-release-check: dist ## test the wheel elsewhere: with the oldest and the newest dependencies (an hour)
+release-check: dist ## test the wheel outside the checkout, with oldest and newest dependencies (an hour)
 	PYTHONS="$(PYTHONS)" .ci/release-check
 
-docs: $(VENV)/docs ## build the documentation into site/, strictly
+docs: $(VENV)/docs ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
-clean: ## remove what was made
+clean: ## remove all generated files
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/.cache

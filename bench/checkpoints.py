@@ -283,7 +283,7 @@ def lines(data: Mapping[str, Any]) -> list[str]:
         "## Checkpoints",
         "",
         f"{size:.3g} GiB of float32, medians of {data['rounds']} processes each. A plain write and",
-        f"a sync took {plain:.2f} s. One before and one after each save, in the same",
+        f"sync of this size took {plain:.2f} s. One before and one after each save, in the same",
         "process, are its reference. If a library does not sync, a sync is part of its time. A",
         "state is 1/3 model, 2/3 AdamW. Extra memory is in addition to the model.",
         *_table(seen, "saving", "save", SAVED, "extra memory"),

@@ -1,7 +1,7 @@
-"""Lets pages link to files of the repository: the site gets a page for each that is linked to.
+"""Hooks for links from pages to repository files: the site gets a page for each linked file.
 
-So a link such as ``../examples/digits.py`` is right in the repository, and on the site as well,
-which needs no address of anybody's.
+A link such as ``../examples/digits.py`` works in the repository and on the site, without an address
+of a code host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PICTURES = (".svg", ".png")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for every file outside of docs/ that a page links to, and they to each other."""
+    """Add a page for every file outside docs/ that a page links to, directly or through another."""
     waiting = [ROOT / target for page in files.documentation_pages()
                for target in _outside(page.content_string, DOCS / page.src_uri)]  # fmt: skip
     made: set[Path] = set()
@@ -47,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave docs/ at the pages made for them."""
+    """Change links to files outside docs/ into links to their generated pages."""
     source = page.file.src_uri
     here = (
         ROOT / source.removeprefix("source/").removesuffix(".md")
@@ -67,13 +67,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mend what Markdown here reads otherwise than it was written.
+    """Correct two things that this Markdown renders differently.
 
-    Roles of docstrings, such as ``:func:``, and bars that tables of other readers need escaped.
+    Roles of docstrings such as ``:func:`` are removed, and escaped bars in tables are unescaped.
     """
     html = _ROLE.sub(r"\1", html)
     html = re.sub(r"<td>.*?</td>", lambda cell: cell[0].replace(r"\|", "|"), html)
-    # Messages are longer than a line, and have to be read whole.
+    # Messages are longer than a line, so they have to wrap.
     return f'<div class="errors">{html}</div>' if page.file.src_uri == "errors.md" else html
 
 
@@ -83,7 +83,7 @@ def _outside(text: str, page: Path) -> list[Path]:
 
 
 def _target(link: str, page: Path) -> Path | None:
-    """Return the file of this repository that `page` links to, if it is one."""
+    """Return the file of this repository that `page` links to; None for other links."""
     if re.match(r"[a-z]+:", link):
         return None
     path = Path(os.path.normpath(page.parent / link))
@@ -91,7 +91,7 @@ def _target(link: str, page: Path) -> Path | None:
 
 
 def _place(path: Path) -> str:
-    """Return where the site has this file of the repository."""
+    """Return the path of a repository file on the site."""
     name = path.relative_to(ROOT).as_posix()
     return f"source/{name}" if path.suffix in _PICTURES else f"source/{name}.md"
 

@@ -1,7 +1,7 @@
-"""Learn handwritten digits on several ranks, with numpy alone.
+"""Learn handwritten digits on several ranks, with numpy only.
 
-Data-parallel training as everybody writes it: each rank computes the gradient of its share of every
-batch, and the mean over the ranks updates the same weights everywhere.
+This is plain data-parallel training: each rank computes the gradient of its share of every batch,
+and all ranks update the same weights with the mean over the ranks.
 
     syncprims run -n 4 examples/digits.py
     python examples/digits.py
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def train(cache: Path, epochs: int) -> Arrays:
-    with main_first(name="prepare digits"):  # rank 0 writes the cache, the others find it ready
+    with main_first(name="prepare digits"):  # rank 0 writes the cache, then the others read it
         data = prepare(cache)
     learn, held_out = cut(data, 0, 1440), cut(data, 1440, None)
     weights, momentum = fresh_weights(), None
@@ -47,7 +47,7 @@ def train(cache: Path, epochs: int) -> Arrays:
             slopes = all_reduce(gradients(weights, split(batch)), "mean")
             momentum = descend(weights, slopes, momentum)
 
-        if is_main():  # one rank looks, all stop: at the same step
+        if is_main():  # one rank decides, all ranks stop at the same step
             loss, hits = evaluate(weights, held_out)
             if epoch % 5 == 0:
                 print_main(f"epoch {epoch:2d}: held-out loss {loss:.3f}, {hits:.1%} right")
@@ -57,7 +57,7 @@ def train(cache: Path, epochs: int) -> Arrays:
             print_main(f"stopped after epoch {epoch}: {stop.reason}")
             break
 
-    assert_same(weights, "weights")  # or it would say which ranks differ
+    assert_same(weights, "weights")  # raises if ranks differ, and names them
     print_main(f"{get_world_size()} ranks hold the same weights, bit for bit")
     return weights
 
@@ -66,7 +66,7 @@ def train(cache: Path, epochs: int) -> Arrays:
 
 
 def prepare(cache: Path) -> Arrays:
-    """Return scikit-learn's 1,797 digits of 8 x 8 pixels, from the cache if it is there."""
+    """Return the 1,797 digits of scikit-learn, 8 x 8 pixels each, from the cache if it exists."""
     if not cache.exists():
         from sklearn.datasets import load_digits
 
@@ -84,7 +84,7 @@ def cut(data: Arrays, begin: int, end: int | None) -> Arrays:
 
 
 def shuffled_batches(data: Arrays, epoch: int, size: int) -> Iterator[Arrays]:
-    """Yield the epoch's batches, in the same order on every rank: the seed is the epoch."""
+    """Yield the batches of an epoch, in the same order on every rank: the seed is the epoch."""
     order = np.random.default_rng(epoch).permutation(len(data["x"]))
     for begin in range(0, len(order), size):
         chosen = order[begin : begin + size]
@@ -112,7 +112,7 @@ def forward(w: Arrays, x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
 
 
 def gradients(w: Arrays, batch: Arrays) -> Arrays:
-    """Return the mean cross-entropy's slope in every weight."""
+    """Return the gradient of the mean cross-entropy for every weight."""
     hidden, guess = forward(w, batch["x"])
     error = (guess - batch["y"]) / len(guess)
     back = (error @ w["output"].T) * (hidden > 0)
@@ -125,7 +125,7 @@ def gradients(w: Arrays, batch: Arrays) -> Arrays:
 
 
 def descend(w: Arrays, slopes: Arrays, momentum: Arrays | None) -> Arrays:
-    """Move the weights down the slopes, in place; return the momentum for the next step."""
+    """Update the weights in place by the gradients; return the momentum for the next step."""
     before = momentum or {name: np.zeros_like(array) for name, array in w.items()}
     speed = {name: 0.9 * before[name] - 0.1 * slopes[name] for name in w}
     for name in w:
@@ -141,7 +141,7 @@ def evaluate(w: Arrays, data: Arrays) -> tuple[float, float]:
 
 
 class Best:
-    """The best loss so far, and how long ago it was."""
+    """The best loss so far, and the number of epochs since then."""
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
@@ -149,7 +149,7 @@ class Best:
         self._since = 0
 
     def improved_by(self, loss: float) -> bool:
-        """Take note of `loss`; return False once the best is older than the patience."""
+        """Record `loss`; return False when the best loss is older than the patience."""
         self._since += 1
         if loss < self._loss - 1e-3:
             self._loss, self._since = loss, 0

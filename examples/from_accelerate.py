@@ -1,8 +1,8 @@
-"""A script written for Hugging Face Accelerate, moved by one line: its import.
+"""A script for Hugging Face Accelerate, ported by changing one line: its import.
 
-Everything below the imports stands as it was written: prepare, accumulate, clip, autocast, metrics
-that are gathered, a state that is saved and loaded. Where both libraries do the same arithmetic, as
-here, the numbers are the same too. docs/training.md lists what differs, and why.
+Everything below the imports is unchanged: prepare, accumulate, clip, autocast, gathered metrics,
+and saving and loading the state. Here both libraries do the same arithmetic, so the numbers are the
+same. docs/training.md lists the differences and their reasons.
 
     python examples/from_accelerate.py
     syncprims run -n 2 examples/from_accelerate.py          # no torchrun, no port, no Gloo
@@ -26,7 +26,7 @@ EPOCHS, BATCH = 4, 10
 
 
 class Progress:
-    """What the loop has to know when it goes on."""
+    """The state that the loop needs to continue."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -40,7 +40,7 @@ class Progress:
 
 
 def spirals() -> tuple[TensorDataset, TensorDataset]:
-    """Return points on two spirals, and which of both they are on: 480 to learn, 90 held out."""
+    """Return points on two spirals, with the number of their spiral: 480 to train, 90 held out."""
     generator = torch.Generator().manual_seed(0)
     turn = 3 * torch.rand(570, generator=generator) + 0.5
     label = torch.arange(570) % 2
@@ -69,7 +69,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace) -> None:
     accelerator.register_for_checkpointing(progress)
     if options.resume:
         accelerator.load_state(options.project)
-        accelerator.print(f"goes on after epoch {progress.epoch}")
+        accelerator.print(f"continues after epoch {progress.epoch}")
 
     while progress.epoch < EPOCHS:
         model.train()
@@ -104,7 +104,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace) -> None:
 def evaluate(
     accelerator: Accelerator, model: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]
 ) -> torch.Tensor:
-    """Return what was right and what wrong; of a last batch that is not full nothing twice."""
+    """Return correct predictions as booleans. No item of an incomplete last batch counts twice."""
     model.eval()
     return torch.cat(
         [
@@ -118,14 +118,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--project", type=Path, default=Path(__file__).parent / ".cache" / "moved")
     parser.add_argument("--stop-after", type=int, help="save the state after this epoch and leave")
-    parser.add_argument("--resume", action="store_true", help="go on where it was left")
+    parser.add_argument("--resume", action="store_true", help="continue from the saved state")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     accelerator = Accelerator(
         gradient_accumulation_steps=4,
         mixed_precision="bf16",
         cpu=options.cpu,
-        step_scheduler_with_optimizer=False,  # it is stepped above, once per update
+        step_scheduler_with_optimizer=False,  # the loop steps it, once per update
     )
     train(accelerator, options)
 

@@ -1,7 +1,7 @@
-"""Train, save now and then, and leave together with a last checkpoint when told to stop.
+"""Train and save regularly; after a signal, all ranks save a last checkpoint and leave.
 
-Send SIGTERM to any one rank, as a scheduler does before it takes the machine away: all ranks save
-the same step and leave. Started again, the training goes on as if nothing had been.
+Send SIGTERM to any rank, as a scheduler does before it preempts the job: all ranks save the same
+step and leave. When the script is started again, it continues exactly from there.
 
     syncprims run -n 2 examples/preempt.py --directory run
 """
@@ -18,17 +18,17 @@ from syncprims.training import Checkpoints
 
 
 class Steps:
-    """How far the training has come."""
+    """The progress of the training."""
 
     def __init__(self) -> None:
         self.done = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps of it."""
+        """Return the state for a checkpoint."""
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from this state."""
         self.done = state["done"]
 
 
@@ -40,10 +40,10 @@ def train(directory: str, steps: int, save_every: int) -> float:
     everything: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": progress}
 
     checkpoints = Checkpoints(directory, keep_last=2)
-    torch.manual_seed(1 + get_rank())  # other data on each; load() sets it to where it was
+    torch.manual_seed(1 + get_rank())  # different data on each rank; load() restores its position
     if checkpoints.latest() is not None:
         checkpoints.load(everything)
-        print_main(f"go on after step {progress.done}")
+        print_main(f"continue after step {progress.done}")
     stop = Trigger("stop")
     stop.set_on_signal()  # SIGTERM
 
@@ -61,7 +61,7 @@ def train(directory: str, steps: int, save_every: int) -> float:
             print_main(f"saved step {progress.done}: {stop.reason} on ranks {stop.ranks}")
             return float("nan")
         if progress.done % save_every == 0:
-            checkpoints.save(progress.done, everything, block=False)  # behind the training
+            checkpoints.save(progress.done, everything, block=False)  # in the background
     checkpoints.save(progress.done, everything)
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 

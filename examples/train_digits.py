@@ -4,7 +4,7 @@
     syncprims run -n 2 examples/train_digits.py
     torchrun --nproc-per-node 2 examples/train_digits.py
 
-Stopped at any time, it goes on where it was last saved.
+After an interruption, it continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def train(options: argparse.Namespace) -> float:
     )
     set_seed(7)
     learn, held_out = digits(options.cache)
-    share = 64 // accelerator.num_processes  # of a micro-batch: the same in all, on any ranks
+    share = (
+        64 // accelerator.num_processes
+    )  # of a micro-batch; every item of a step weighs the same, on any number of ranks
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3, weight_decay=0.05)
     steps = options.epochs * math.ceil(len(learn) / 128)
@@ -44,7 +46,7 @@ def train(options: argparse.Namespace) -> float:
     accelerator.register_for_checkpointing(history)
     if (options.checkpoint / "done").exists():
         accelerator.load_state(options.checkpoint)
-        print_main(f"goes on after epoch {history.epoch}, {history.best:.2%} right")
+        print_main(f"continues after epoch {history.epoch}, {history.best:.2%} correct")
 
     while history.epoch < options.epochs:
         model.train()
@@ -59,18 +61,18 @@ def train(options: argparse.Namespace) -> float:
 
         right = evaluate(accelerator, model, checks)
         history.add(right)
-        print_main(f"epoch {history.epoch:2d}: loss {loss.item():.3f}, {right:.2%} right")
+        print_main(f"epoch {history.epoch:2d}: loss {loss.item():.3f}, {right:.2%} correct")
         accelerator.save_state(options.checkpoint)
         accelerator.save(True, options.checkpoint / "done")
         accelerator.wait_for_everyone()
         if history.worse_for >= options.patience:
-            accelerator.set_trigger()  # on whichever rank
-        if accelerator.check_trigger():  # all stop, after the same epoch
+            accelerator.set_trigger()  # on any rank
+        if accelerator.check_trigger():  # all ranks stop after the same epoch
             print_main(f"stopped: no better for {options.patience} epochs")
             break
         if history.epoch == options.pause_after:
             break
-    print_main(f"best {history.best:.2%} right of {len(held_out)} held out")
+    print_main(f"best {history.best:.2%} correct of {len(held_out)} held out")
     return history.best
 
 
@@ -78,7 +80,7 @@ def train(options: argparse.Namespace) -> float:
 def evaluate(
     accelerator: Accelerator, model: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]
 ) -> float:
-    """Return the share of right answers on all of the data, none counted twice."""
+    """Return the share of correct answers. No item counts twice."""
     model.eval()
     hits = [
         accelerator.gather_for_metrics(model(image).argmax(dim=1) == label)
@@ -105,7 +107,7 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds what two convolutions find."""
+    """A block that adds the output of two convolutions to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Block(nn.Module):
 
 
 class History:
-    """How well it went; saved and resumed with the rest."""
+    """The results so far; saved and loaded with the rest."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -144,7 +146,7 @@ class History:
 
 
 def digits(cache: Path) -> tuple[TensorDataset, TensorDataset]:
-    """Return scikit-learn's digits, 1,437 to learn and 360 held out; rank 0 prepares them."""
+    """Return the digits of scikit-learn, 1,437 to train and 360 held out; rank 0 prepares them."""
     with main_first(name="prepare digits"):
         if not cache.exists():
             from sklearn.datasets import load_digits
@@ -171,7 +173,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=here / "train_digits")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--patience", type=int, default=6)
-    parser.add_argument("--pause-after", type=int, help="leave after this epoch, to go on later")
+    parser.add_argument("--pause-after", type=int, help="leave after this epoch, to continue later")
     parser.add_argument("--mixed-precision", default="bf16")
     train(parser.parse_args())
 

@@ -1,7 +1,7 @@
-"""Learn to write like Python's licence and documentation with a small GPT, on any number of ranks.
+"""Train a small GPT on the licence and documentation of Python, on any number of ranks.
 
-Batches hold paragraphs of any length, so ranks and micro-batches differ in their number of tokens;
-each token counts alike all the same.
+Batches hold paragraphs of any length, so ranks and micro-batches have different numbers of tokens.
+Every token still has the same weight.
 
     python examples/train_text.py
     syncprims run -n 2 examples/train_text.py
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Batch = dict[str, torch.Tensor]
 
 CONTEXT = 128  # bytes: the longest piece of text
-IGNORED = -100  # a target that is no token
+IGNORED = -100  # a target that is not a token
 
 
 def train(options: argparse.Namespace) -> float:
@@ -75,7 +75,7 @@ def train(options: argparse.Namespace) -> float:
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-    """Return the sum of the losses of a batch's tokens, and their number."""
+    """Return the sum of the losses of the tokens in a batch, and their number."""
     scores = model(batch["bytes"])
     loss = functional.cross_entropy(
         scores.flatten(0, 1), batch["next"].flatten(), ignore_index=IGNORED, reduction="sum"
@@ -85,7 +85,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) -> float:
-    """Return the mean loss of a token over all ranks' batches."""
+    """Return the mean loss per token over the batches of all ranks."""
     model.eval()
     found = [summed_loss(model, batch) for batch in loader]
     model.train()
@@ -95,7 +95,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the learning rate's factor: a short warm-up, then down a cosine."""
+    """Return the factor of the learning rate: a short warm-up, then a cosine decay."""
     warm = min(20, steps // 10 + 1)
     if step < warm:
         return (step + 1) / warm
@@ -106,7 +106,7 @@ def rate(step: int, steps: int) -> float:
 
 
 def paragraphs() -> list[bytes]:
-    """Return the paragraphs of text that ships with Python, in an order of no meaning."""
+    """Return the paragraphs of texts that ship with Python, in a shuffled order."""
     texts = [str(text) for text in pydoc_data.topics.topics.values()]
     licence = Path(os.__file__).with_name("LICENSE.txt")
     texts += [licence.read_text()] if licence.exists() else []
@@ -128,7 +128,7 @@ class Texts(Dataset[bytes]):
 
 
 def collate(pieces: Sequence[bytes]) -> Batch:
-    """Return a batch of texts, the shorter ones filled up with what counts for nothing."""
+    """Return a batch of texts; the shorter ones are padded with ignored targets."""
     longest = max(map(len, pieces)) - 1
     batch = {
         "bytes": torch.zeros(len(pieces), longest, dtype=torch.long),
@@ -164,7 +164,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def write(self, start: str, count: int) -> str:
-        """Return `start` and the likeliest `count` bytes after it."""
+        """Return `start` and the `count` most likely bytes after it."""
         ids = torch.tensor([list(start.encode())], device=self.head.weight.device)
         for _ in range(count):
             scores = self(ids[:, -CONTEXT:])[:, -1]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 
-#: Every behaviour is tried on each of these: in real processes, the plug-in's too, and in threads.
+#: Every behaviour is tested on each of these: real processes, a third-party backend, and threads.
 KINDS = [
     Kind("single", 1),
     *(Kind(backend, ranks) for backend in ("file", "tiny", "threads") for ranks in (1, 2, 4)),
@@ -45,7 +45,7 @@ def nothing_left_behind() -> Generator[None]:
     yield
     after = state()
     if after != before:
-        gc.collect()  # what the frames of exceptions hold, of tests before as well, goes with them
+        gc.collect()  # frees what frames of exceptions hold, also those of earlier tests
         after = state()
     assert (*after[:2], after[3]) == (*before[:2], before[3])
     assert after[2] <= before[2]
@@ -53,7 +53,7 @@ def nothing_left_behind() -> Generator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the third party's distribution once per session, where nobody else sees it."""
+    """Install the third-party backend once per session, in a private directory."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
@@ -71,7 +71,7 @@ def tiny_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def meeting_place(tmp_path: Path) -> Path:
-    """A directory for ranks to meet in: private, as pytest's own are."""
+    """The directory of a world, with mode 0700."""
     path = tmp_path / "meet"
     path.mkdir(mode=0o700)
     return path
@@ -86,9 +86,9 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def world(kind: Kind, meeting_place: Path, request: pytest.FixtureRequest) -> Generator[Ranks]:
-    """A world on every backend and at every size: of real processes, but for `threads`."""
+    """A world on every backend and of every size; real processes, except for `threads`."""
     if kind.backend == "threads" and request.node.get_closest_marker("in_processes"):
-        pytest.skip("kills, signals, real time and variables of one rank are for processes")
+        pytest.skip("needs processes: kills, signals, real time or variables of one rank")
     site = request.getfixturevalue("tiny_site") if kind.backend == "tiny" else None
     ranks = Ranks(kind, meeting_place, site)
     yield ranks
@@ -97,7 +97,7 @@ def world(kind: Kind, meeting_place: Path, request: pytest.FixtureRequest) -> Ge
 
 @pytest.fixture
 def signs(tmp_path: Path) -> Signs:
-    """What ranks let each other know beside the library."""
+    """Signals between ranks that do not use the library."""
     folder = tmp_path / "signs"
     folder.mkdir()
     return Signs(folder)
@@ -105,7 +105,7 @@ def signs(tmp_path: Path) -> Signs:
 
 @pytest.fixture
 def scripts(meeting_place: Path, tmp_path: Path) -> Scripts:
-    """Three ranks of the file backend, each a Python process of its own."""
+    """Three ranks of the file backend, each a separate Python process."""
     return Scripts(Kind("file", 3), meeting_place, tmp_path)
 
 
@@ -113,6 +113,6 @@ in_processes = pytest.mark.in_processes
 
 
 def several(*ranks: int) -> pytest.MarkDecorator:
-    """Only for worlds in which there is somebody else."""
+    """Parametrize by worlds with more than one rank."""
     kinds = [kind for kind in KINDS if kind.ranks in (ranks or (2, 4))]
     return pytest.mark.parametrize("kind", kinds, ids=str, indirect=True)

@@ -1,10 +1,11 @@
-"""before.py with its barriers and rank checks replaced; DDP and Gloo do what they did.
+"""before.py with its barriers and rank checks replaced; DDP and Gloo stay.
 
     torchrun --nproc-per-node 2 after.py --directory run
-    python after.py --directory run                     # one process: nothing to change
+    python after.py --directory run                     # one process, without changes
 
-The weights are the same bit for bit. What is gained: a rank that fails or does not come is named on
-all others at once, and the loop can be tested without torchrun (see examples/tested_project).
+The weights are the same, bit for bit. The gain: if a rank fails or does not arrive, all other ranks
+raise an error that names it, and the loop can be tested without torchrun (see
+examples/tested_project).
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ def make_data(path: Path) -> None:
 
 
 def train(directory: Path, epochs: int) -> None:
-    # (b) Rank 0 prepares, the others wait, then find it ready. Should it fail, all are told why.
+    # (b) Rank 0 prepares while the others wait. If it fails, all ranks raise its error.
     with main_first(name="prepare data"):
         if not (directory / "data.pt").exists():
             directory.mkdir(parents=True, exist_ok=True)
             make_data(directory / "data.pt")
         data = torch.load(directory / "data.pt", weights_only=True)
 
-    # (c) Each rank's share; a remainder goes to the lowest ranks.
+    # (c) The share of each rank; the lowest ranks get the remainder.
     mine = split(data)
     x, y = mine["x"], mine["y"]
 
-    # (d) Rank 0's settings count everywhere.
+    # (d) All ranks use the settings of rank 0.
     settings = broadcast({"lr": float(os.environ.get("LR", "0.05"))})
 
     torch.manual_seed(1)
@@ -63,14 +64,14 @@ def train(directory: Path, epochs: int) -> None:
             loss.backward()
             optimizer.step()
 
-        # (e) The mean loss of all ranks, on one rank's screen.
+        # (e) One rank prints the mean loss of all ranks.
         print_main(f"epoch {epoch}: loss {all_reduce(loss.item(), 'mean'):.4f}")
 
-        # (f) One rank that sees a NaN stops all.
+        # (f) If one rank sees a NaN, all ranks stop.
         if any_rank(not torch.isfinite(loss)):
             break
 
-    # (g) Rank 0 saves; the others learn of it, and also if it could not.
+    # (g) Rank 0 saves, and the others wait. If it fails, all ranks raise.
     save(net, directory / "weights.pt")
 
 
@@ -84,8 +85,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
-    # (a) The group that DDP needs stays: syncprims finds it, and asks nothing of it where the
-    # shared memory of one host will do. Alone there is nothing to join.
+    # (a) The group that DDP needs stays. syncprims finds it, and uses shared memory instead where
+    # all ranks are on one host. A single process joins no group.
     if get_world_size() > 1:
         dist.init_process_group("gloo")
     with init():

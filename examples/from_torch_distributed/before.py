@@ -1,8 +1,8 @@
-"""Data-parallel training with `torch.distributed` alone, as it is written everywhere.
+"""Usual data-parallel training with `torch.distributed` only.
 
     torchrun --nproc-per-node 2 before.py --directory run
 
-after.py is the same job with syncprims. The letters mark what changes between the two.
+after.py is the same job with syncprims. The letters mark the differences.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def make_data(path: Path) -> None:
 
 
 def train(directory: Path, epochs: int) -> None:
-    # (a) The ranks join; on a machine without GPUs the backend has to be another one.
+    # (a) The ranks join. The backend depends on whether the machine has GPUs.
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    # (b) Rank 0 prepares, the others wait. Should it fail, they wait for half an hour.
+    # (b) Rank 0 prepares while the others wait. If it fails, they wait for half an hour.
     if rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / "data.pt").exists():
@@ -37,11 +37,11 @@ def train(directory: Path, epochs: int) -> None:
     dist.barrier()
     data = torch.load(directory / "data.pt", weights_only=True)
 
-    # (c) Each rank takes its share; 256 has to be divisible by the ranks.
+    # (c) Each rank takes its share; 256 must be divisible by the number of ranks.
     share = len(data["x"]) // ranks
     x, y = (data[name][rank * share : (rank + 1) * share] for name in ("x", "y"))
 
-    # (d) Rank 0's settings count everywhere.
+    # (d) All ranks use the settings of rank 0.
     settings: list[Any] = [{"lr": float(os.environ.get("LR", "0.05"))} if rank == 0 else None]
     dist.broadcast_object_list(settings)
 
@@ -55,20 +55,20 @@ def train(directory: Path, epochs: int) -> None:
             loss.backward()
             optimizer.step()
 
-        # (e) The mean loss of all ranks, on one rank's screen.
+        # (e) One rank prints the mean loss of all ranks.
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         mean /= ranks
         if rank == 0:
             print(f"epoch {epoch}: loss {mean.item():.4f}", flush=True)  # noqa: T201
 
-        # (f) One rank that sees a NaN stops all; the flag travels as a tensor.
+        # (f) If one rank sees a NaN, all ranks stop. The flag is sent as a tensor.
         flag = torch.tensor(int(not torch.isfinite(loss)))
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         if flag.item():
             break
 
-    # (g) Rank 0 saves, and nobody may leave before it has.
+    # (g) Rank 0 saves, and no rank may leave before it has finished.
     if rank == 0:
         torch.save(model.module.state_dict(), directory / "weights.pt")
     dist.barrier()

@@ -1,3 +1,3 @@
-"""Tests that share a database which is made once."""
+"""Tests that share a database, which is created once."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A database that is made once, however many workers pytest-xdist starts.
+"""A database that is created once for all workers of pytest-xdist.
 
     pytest -n 4 examples/shared_database
 
-Making it is slow (here it only pretends to be large), so that a fixture of each worker's own would
-take as many times as long. One worker makes it while the others wait; then all read the same file.
-If the maker is killed another one takes over; if it raises, all tests fail with its exception.
+Creating a real database is slow, so a fixture that every worker runs would multiply the time. Here
+one worker creates it while the others wait, then all read the same file. If this worker is killed,
+another one takes over. If it raises, all tests fail with its exception.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def remove(path: Path) -> None:
-    """Clear away what was made: the last worker calls it."""
+    """Remove the database. The last worker calls this."""
     path.unlink()
 
 
 @once_per_session.fixture("orders database", cleanup=remove)
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of a database with 1,000 orders; what a maker returns has to pickle."""
+    """Return the path of a database with 1,000 orders. The result must be picklable."""
     path = tmp_path_factory.mktemp("database") / "orders.sqlite"
     connection = sqlite3.connect(path)
     with connection:
@@ -43,7 +43,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def orders(database: Path) -> Iterator[sqlite3.Connection]:
-    """Yield a connection of the test's own, which cannot change what the others read."""
+    """Yield a read-only connection for this test."""
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
     yield connection
     connection.close()

@@ -1,4 +1,4 @@
-"""Tests that all read the one database, on whichever worker they run."""
+"""Tests that all read the same database, on any worker."""
 
 from __future__ import annotations
 

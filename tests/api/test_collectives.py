@@ -1,4 +1,4 @@
-"""What ranks do together, on every backend and world size."""
+"""Collectives: results, groups and arguments, on every backend and world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank first, one after another, one only."""
+"""`main_first`, `in_turn` and the `on_main` family."""
 
 from __future__ import annotations
 

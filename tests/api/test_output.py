@@ -1,4 +1,4 @@
-"""Say it once."""
+"""Output: `print_main`, `progress` and loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flag that any rank raises and all see at the same step."""
+"""`Trigger`: any rank sets it, and all ranks see it at the same step."""
 
 from __future__ import annotations
 

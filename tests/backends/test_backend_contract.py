@@ -1,4 +1,4 @@
-"""Every backend of ours keeps the contract, and so does a third party's."""
+"""All our backends and a third-party backend fulfil `BackendContract`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands as they are typed: files written and read, nodes, shells, pipes and interrupts."""
+"""Commands in a shell: files, nodes, shells, pipes and interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`syncprims run`: ranks without torch, and nobody left behind."""
+"""`syncprims run`: starts ranks without torch, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `syncprims run` would start: flags, files and variables, without starting anything."""
+"""The plan of `syncprims run`: flags, files and variables. Nothing is started."""
 
 from __future__ import annotations
 

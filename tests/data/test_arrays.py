@@ -1,4 +1,4 @@
-"""Arrays of every kind and size between ranks, on every backend."""
+"""Arrays of every dtype and size between ranks, on every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects to bytes and back: exact types, no code, and damage is noticed."""
+"""The encoding of objects: exact types, no code execution, and damage is detected."""
 
 from __future__ import annotations
 

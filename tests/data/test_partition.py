@@ -1,4 +1,4 @@
-"""Shares: contiguous, fair, of the same type, and without touching what they are cut from."""
+"""`split`: contiguous, balanced shares of the same type; the source is unchanged."""
 
 from __future__ import annotations
 

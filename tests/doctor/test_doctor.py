@@ -1,4 +1,4 @@
-"""`syncprims doctor`: measured in the job itself, and told in plain words."""
+"""`syncprims doctor`: measurements inside the job, and a report in plain words."""
 
 from __future__ import annotations
 

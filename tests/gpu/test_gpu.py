@@ -1,4 +1,4 @@
-"""What needs a CUDA device: see the script beside."""
+"""Tests that need a CUDA device, in the script `cover.py`."""
 
 from __future__ import annotations
 

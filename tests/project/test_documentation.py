@@ -1,4 +1,4 @@
-"""Every block of code in the README and the documentation does what its page says."""
+"""Every code block of the README and the documentation does what its page says."""
 
 from __future__ import annotations
 

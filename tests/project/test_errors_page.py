@@ -1,4 +1,4 @@
-"""docs/errors.md has every error, with the text that it really has."""
+"""docs/errors.md shows every error with its exact text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job does its job: the same weights on any number of ranks."""
+"""The examples: training gives the same weights on any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support import ROOT
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn's digits")
 def test_digits_learn_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
-    learnt = []
+    learned = []
     for ranks in (1, 2, 4):
         weights = tmp_path / f"{ranks}.npz"
         done = subprocess.run(
@@ -33,8 +33,8 @@ def test_digits_learn_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None
         right = re.findall(r"([\d.]+)% right", done.stdout)
         assert float(right[-1]) >= 93
         assert "stopped after epoch" in done.stdout
-        learnt.append(dict(np.load(weights)))
-    one, *others = learnt
+        learned.append(dict(np.load(weights)))
+    one, *others = learned
     for other in others:
         assert other.keys() == one.keys()
         for name in one:
@@ -76,7 +76,7 @@ def test_a_preempted_training_saves_on_all_ranks_and_goes_on_bit_for_bit(tmp_pat
     [step] = re.findall(r"saved step (\d+): SIGTERM on ranks \[\d\]", out)
     assert (run / f"step-{step}").exists()
     more = finish(run, int(step) + 40)
-    assert f"go on after step {step}" in more
+    assert f"continue after step {step}" in more
     whole = finish(tmp_path / "whole", int(step) + 40)
     sums = [re.findall(r"add up to (\S+)", text) for text in (more, whole)]
     assert sums[0] == sums[1]

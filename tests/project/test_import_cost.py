@@ -1,4 +1,4 @@
-"""Importing is cheap: the standard library only."""
+"""`import syncprims` imports the standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed works away from the checkout: wheel, sdist, and spawned children."""
+"""The installed package works outside the checkout: wheel, sdist, and spawned children."""
 
 from __future__ import annotations
 

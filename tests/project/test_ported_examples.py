@@ -1,4 +1,4 @@
-"""The examples that come from elsewhere do what they did, and what they are there to show."""
+"""The ported examples: same results as before, and the gains that they demonstrate."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_p
     place = ["--cpu", "--project", tmp_path / "state"]
     run(*TORCHRUN, script, *place, "--stop-after", 2)
     resumed = run(*FILE, script, *place, "--resume")
-    assert "goes on after epoch 2" in resumed
+    assert "continues after epoch 2" in resumed
 
     ours = result(resumed)
     assert theirs["losses"][-1] < theirs["losses"][0]

@@ -1,4 +1,4 @@
-"""The public names and signatures are those that were promised."""
+"""The public names and signatures equal the frozen ones."""
 
 from __future__ import annotations
 

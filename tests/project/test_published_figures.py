@@ -1,4 +1,4 @@
-"""The figures' pages: what they say is what was measured, and a missed aim is told as missed."""
+"""The pages of figures show the stored measurements, and mark missed aims."""
 
 from __future__ import annotations
 

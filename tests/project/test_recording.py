@@ -1,4 +1,4 @@
-"""The page of what is tested is made of what was recorded, and of nothing else."""
+"""docs/tested.md is generated from the recorded test runs."""
 
 from __future__ import annotations
 

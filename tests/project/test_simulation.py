@@ -1,4 +1,4 @@
-"""The simulation of many hosts: its arithmetic, and that it does what the backend does."""
+"""The simulation of many hosts: its formulas, and agreement with the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every other rank gets when something goes wrong, on every backend with somebody else."""
+"""Failures: what each other rank raises, on every backend with several ranks."""
 
 from __future__ import annotations
 

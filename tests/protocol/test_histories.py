@@ -1,4 +1,4 @@
-"""Random programs under random harm keep every promise, and the judge of that is not blind."""
+"""Random programs with random faults keep every promise, and the checker finds violations."""
 
 from __future__ import annotations
 

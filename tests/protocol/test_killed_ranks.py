@@ -1,4 +1,4 @@
-"""Wherever a rank of the file backend is killed, and whatever it leaves alive: all are told."""
+"""Killed ranks of the file backend, at any point of a call: all other ranks raise."""
 
 from __future__ import annotations
 

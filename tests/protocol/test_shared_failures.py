@@ -1,4 +1,4 @@
-"""What fails alike on all ranks leaves them in step; what does not, passes for nobody any more."""
+"""Failures on all ranks leave them in step; other failures break the group for good."""
 
 from __future__ import annotations
 

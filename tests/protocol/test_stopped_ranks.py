@@ -1,4 +1,4 @@
-"""A stopped rank is slow and not lost, and holds nobody up who has a deadline."""
+"""Stopped ranks are slow and not lost; timeouts of the other ranks still work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""Helpers for several test files."""
 
 from __future__ import annotations
 

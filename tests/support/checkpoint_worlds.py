@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: worlds to try, and an object of any state."""
+"""Helpers for tests of checkpoints: worlds, and an object with any state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ on_some = pytest.mark.parametrize(
 
 
 class Kept:
-    """An object whose state is whatever it is given."""
+    """An object whose state is the value that it was given."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state

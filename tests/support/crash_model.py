@@ -1,9 +1,9 @@
-"""A weak disk: what may be found after a power cut, given the calls that were made before it.
+"""A model of a disk: the possible states after a power cut, given the calls before it.
 
-Nothing but a sync makes anything last. Of a file that was not synced, the content may be what it
-was at its last sync, all of it, half, or zeros. Of the changes to a directory since its last sync
-(names made, changed, removed), any selection may be found, in whatever order they were made; a
-rename is one change.
+Only a sync makes data durable. The content of a file that was not synced may be that of its last
+sync, the complete new content, half of it, or zeros. Of the changes to a directory since its last
+sync (names created, changed, removed), any subset may be found, regardless of their order. A rename
+is one change.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_ALL_SELECTIONS = 7  # of so many changes; of more, each alone, each left out, and each beginning
+_ALL_SELECTIONS = 7  # up to this many changes; for more: each alone, each left out, and each prefix
 
 
 class File:
-    """A file's content, now and as of its last sync."""
+    """The content of a file, now and at its last sync."""
 
     def __init__(self, content: bytes = b"", *, lasting: bool = False) -> None:
         self.now = bytearray(content)
         self.lasting = content if lasting else b""
 
     def states(self) -> list[bytes]:
-        """Return what may be found in it."""
+        """Return the possible contents."""
         now = bytes(self.now)
         if now == self.lasting:
             return [now]
@@ -35,25 +35,25 @@ class File:
 
 
 class Change(NamedTuple):
-    """What one call did to the names in a directory."""
+    """A change of the names in a directory by one call."""
 
     removes: str | None
     adds: tuple[str, Any] | None
 
 
 class Directory:
-    """Names, as of the last sync, and the changes since."""
+    """The names of a directory at its last sync, and the changes since."""
 
     def __init__(self) -> None:
         self.lasting: dict[str, Any] = {}
         self.changes: list[Change] = []
 
     def now(self) -> dict[str, Any]:
-        """Return the names that a program sees."""
+        """Return the current names."""
         return self._with(self.changes)
 
     def sync(self) -> None:
-        """Let all changes last."""
+        """Make all changes durable."""
         self.lasting, self.changes = self.now(), []
 
     def _with(self, changes: list[Change]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Directory:
         return names
 
     def states(self) -> Iterator[dict[str, Any]]:
-        """Yield the names that may be found."""
+        """Yield the possible sets of names."""
         count = len(self.changes)
         numbers = range(count)
         selections: set[tuple[int, ...]] = set()
@@ -82,7 +82,7 @@ class Directory:
 
 
 class WeakDisk:
-    """Follows the calls of a save, and tells what could be found after each."""
+    """Follow the calls of a save, and yield the possible states after each."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -109,7 +109,7 @@ class WeakDisk:
         return self._find(str(Path(path).parent)), Path(path).name
 
     def follow(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
-        """Do what a call has done; tell whether that changed anything."""
+        """Apply a call; return whether it changed anything."""
         if name == "open":
             if args[1] & os.O_CREAT:
                 directory, base = self._parent(args[0])
@@ -141,7 +141,7 @@ class WeakDisk:
         return True
 
     def states(self) -> Iterator[dict[str, Any]]:
-        """Yield what may be found: names, and under them contents, or more names."""
+        """Yield the possible states: names with their contents, or with further names."""
         yield from self._states(self.tree)
 
     def _states(self, node: Any) -> Iterator[Any]:
@@ -155,14 +155,14 @@ class WeakDisk:
 
 
 def freeze(state: Any) -> Any:
-    """Return what is equal for equal states, and can be looked up."""
+    """Return a hashable key, equal for equal states."""
     if isinstance(state, bytes):
         return state
     return tuple((name, freeze(child)) for name, child in sorted(state.items()))
 
 
 def lay_out(state: dict[str, Any], folder: Path) -> None:
-    """Make files and directories of a state."""
+    """Write a state as files and directories."""
     folder.mkdir()
     for name, child in state.items():
         if isinstance(child, bytes):

@@ -1,4 +1,4 @@
-"""The examples of docs/errors.md: the text of each, made anew by the code that its comment holds.
+"""The examples of docs/errors.md: their code runs, and their text is compared.
 
 An example is a comment and a block::
 
@@ -9,14 +9,15 @@ An example is a comment and a block::
     ValueError: timeout=0: it takes seconds above 0, or None for the default
     ```
 
-``made by:`` runs the code in a process of its own, ``made by 3 ranks:`` on three ranks that are
-threads, and ``made by 2 processes:`` on two that are not; the text is that of the lowest rank whose
-error is of the class that the block names. ``as in tests/test_x.py:`` stands for what takes more
-than a few lines: that file makes it, and here its words are held against those in the code.
-``command("run train.py")`` in an example is a command line, and its text what that complains of.
+``made by:`` runs the code in a separate process, ``made by 3 ranks:`` on three ranks in threads,
+and ``made by 2 processes:`` on two ranks in processes. The text is that of the lowest rank whose
+error has the class that the block names. ``as in tests/test_x.py:`` is for errors that need more
+than a few lines: that file causes the error, and the text is compared with the messages in the
+code. ``command("run train.py")`` in an example is a command line, and the text is what it writes to
+stderr.
 
-Run it with ``--write`` to write down what the examples say now. An example that fails in another
-way than the page says is refused and named: a new one begins as a block with the class alone.
+Run it with ``--write`` to update the texts. An example that fails with another class than the page
+shows is refused and named. A new example starts as a block with only the class.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 
 import syncprims
 import syncprims.testing
-import syncprims.training  # before examples are forked, each of which would import it
+import syncprims.training  # imported once here, not in every forked example
 from support.rank_worlds import fork
 from syncprims._world.environment import place_variables
 from syncprims.cli import main
@@ -52,7 +53,7 @@ _EXAMPLE = re.compile(
 
 
 class Example(NamedTuple):
-    """One example of the page."""
+    """An example of the page."""
 
     how: str
     code: str
@@ -61,7 +62,7 @@ class Example(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The class that the text begins with; ``warning`` is what the log says."""
+        """The class at the start of the text; ``warning`` for a log record."""
         return self.text.partition(":")[0].rpartition(".")[2]
 
     def __str__(self) -> str:
@@ -83,7 +84,7 @@ def examples() -> list[Example]:
 
 
 def text_of(example: Example) -> str:
-    """Run the example and return what it says, with what differs from run to run left out."""
+    """Run the example and return its text, without the parts that differ between runs."""
     found = re.fullmatch(r"made by(?: (\d) (ranks|processes))?", example.how)
     assert found, example.how
     with tempfile.TemporaryDirectory() as folder:
@@ -93,12 +94,12 @@ def text_of(example: Example) -> str:
 
 
 def masked(text: str, folder: str) -> str:
-    """Return a text with `...` for what is different every time."""
+    """Return the text with `...` in place of the parts that differ between runs."""
     text = text.replace(os.path.realpath(folder), "/scratch").replace(folder, "/scratch")
-    # Of a traceback only the example's own frames: what is around them helps nobody.
+    # Of a traceback, keep only the frames of the example.
     text = re.sub(r"(?m)^  \| +[~^]+\n", "", text)
     text = re.sub(r'  \| +File "(?!train\.py).*\n(?:  \|     .*\n)*', "", text)
-    # What Python says for itself differs from version to version.
+    # Messages of Python differ between versions.
     text = re.sub(r"(pickle says|are not an encoded object:|made here:) .*", r"\1 ...", text)
     text = re.sub(r"(begins anew:) .*?\. (?=Define)", r"\1 .... ", text)
     text = re.sub(r"(is not valid toml:) .*", r"\1 ...", text)
@@ -119,7 +120,7 @@ def _names() -> dict[str, Any]:
 
 
 class _Complaint(Exception):
-    """What a command line has written to stderr."""
+    """The text that a command line wrote to stderr."""
 
 
 def _command(line: str) -> None:
@@ -127,7 +128,7 @@ def _command(line: str) -> None:
     with contextlib.redirect_stderr(words), contextlib.redirect_stdout(io.StringIO()):
         try:
             code: object = main(shlex.split(line))
-        except SystemExit as end:  # argparse's own
+        except SystemExit as end:  # raised by argparse
             code = end.code
     raise _Complaint(words.getvalue() if code == 2 else f"nothing: it ends with {code}")
 
@@ -141,7 +142,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _alone(example: Example, folder: str) -> str:
-    """Return what the code raises in a process without a place in any world."""
+    """Return the error of the code, run in a process that is not in a world."""
     clean = {k: v for k, v in os.environ.items()
              if k not in place_variables() and "SYNCPRIMS" not in k}  # fmt: skip
     reader, writer = os.pipe()
@@ -168,7 +169,7 @@ def _alone(example: Example, folder: str) -> str:
 
 
 def _world(example: Example, folder: str, found: re.Match[str]) -> str:
-    """Return what the lowest rank says that raises an error of the example's class."""
+    """Return the error of the lowest rank that raises the class of the example."""
     code = compile(example.code, "train.py", "exec", dont_inherit=True)
     heard: list[str] = []
     handler = logging.Handler()
@@ -196,7 +197,7 @@ def _world(example: Example, folder: str, found: re.Match[str]) -> str:
 
 
 def write() -> list[str]:
-    """Write down what the examples say now, and return what was refused."""
+    """Update the texts of the examples, and return the refused ones."""
     page = PAGE.read_text()
     refused: list[str] = []
     for example in examples():

@@ -1,4 +1,4 @@
-"""Faults at the file system, under checkpoints: every call can be counted, failed or deadly."""
+"""File system faults under checkpoints: calls can be counted, failed or made deadly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
 
-#: What checkpoints call of `os`. That there is nothing else is looked for with strace.
+#: The calls of `os` that checkpoints use. A test with strace checks that there are no others.
 CALLS = (
     "open", "write", "pwrite", "read", "preadv", "posix_fadvise", "fsync", "close", "fstat", "stat",
     "lstat", "listdir", "mkdir", "rename", "unlink", "rmdir",
@@ -38,10 +38,10 @@ CALLS = (
 
 
 class Watched:
-    """An `os` of which every call on the file system goes past `at` first.
+    """An `os` that calls `at` before every call on the file system.
 
-    But for looks of the leading rank at whether others, in a save behind the training, have left
-    their words: they are as many as it has to wait, and nothing has changed since the last call.
+    Polls of the leading rank for the results of others in a background save are left out: their
+    number depends on the time, and they change nothing.
     """
 
     def __init__(self, at: Callable[[int, str, tuple[Any, ...]], object]) -> None:
@@ -65,7 +65,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(at: Callable[[int, str, tuple[Any, ...]], object]) -> Generator[Watched]:
-    """Let checkpoints use a watched `os`."""
+    """Make checkpoints use a watched `os`."""
     module: Any = disk
     fake, real = Watched(at), module.os
     module.os = fake
@@ -76,11 +76,11 @@ def watched(at: Callable[[int, str, tuple[Any, ...]], object]) -> Generator[Watc
 
 
 def nothing(number: int, name: str, args: tuple[Any, ...]) -> None:
-    """Let it be."""
+    """Do nothing."""
 
 
 def kill_at(point: int) -> Callable[[int, str, tuple[Any, ...]], object]:
-    """Kill this process before a call."""
+    """Kill this process before the call."""
 
     def at(number: int, name: str, args: tuple[Any, ...]) -> None:
         if number == point:
@@ -90,7 +90,7 @@ def kill_at(point: int) -> Callable[[int, str, tuple[Any, ...]], object]:
 
 
 def fail_at(point: int, code: int) -> Callable[[int, str, tuple[Any, ...]], object]:
-    """Let a call fail with an errno."""
+    """Make the call fail with an errno."""
 
     def at(number: int, name: str, args: tuple[Any, ...]) -> None:
         if number == point:
@@ -101,7 +101,7 @@ def fail_at(point: int, code: int) -> Callable[[int, str, tuple[Any, ...]], obje
 
 
 class Net(nn.Module):
-    """A model with something of everything; all its numbers are one number, its version."""
+    """A model with all kinds of entries. All its numbers are equal: they are its version."""
 
     def __init__(self, version: int) -> None:
         super().__init__()
@@ -113,19 +113,19 @@ class Net(nn.Module):
                 tensor.fill_(version)
 
     def version(self) -> int:
-        """Return its version, having looked at all its numbers."""
+        """Return the version, after checking all numbers."""
         return one_version(self.state_dict())
 
 
 def one_version(state: dict[str, torch.Tensor]) -> int:
-    """Return the one number that all of these consist of."""
+    """Return the number that all of these consist of."""
     found = {float(value) for tensor in state.values() for value in tensor.reshape(-1)}
     assert len(found) == 1, f"a mixture of {found}"
     return int(found.pop())
 
 
 class Counter:
-    """An object of a user's, with numbers and a tensor."""
+    """A user-defined object, with numbers and a tensor."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -139,7 +139,7 @@ class Counter:
 
 
 class Setup(NamedTuple):
-    """A way to save and load, and on how many ranks."""
+    """A way to save and load, with a number of ranks."""
 
     name: str
     ranks: int
@@ -244,12 +244,12 @@ SETUPS = {
 }
 SETUPS["object-1"] = Setup("object", 1, _save_object, _load_object)
 SETUPS["safe-object-1"] = Setup("safe-object", 1, _save_safe_object, _load_safe_object)
-NONE = 0  #: the version where nothing has been saved
+NONE = 0  #: the version before the first save
 OLD, NEW = 1, 2
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy what is saved: a directory, or a file."""
+    """Copy the saved directory or file."""
     if source.is_dir():
         shutil.copytree(source, target)
     else:
@@ -257,7 +257,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 class Trial:
-    """Saves with a fault, and what can be loaded afterwards."""
+    """Saves with faults, and loads after them."""
 
     def __init__(self, setup: Setup, folder: Path, *, overwrite: bool) -> None:
         self.setup = setup
@@ -278,7 +278,7 @@ class Trial:
         copy(self.path, self._new)
 
     def reset(self) -> None:
-        """Let the directory be as before the save."""
+        """Restore the directory to its state before the save."""
         shutil.rmtree(self.path.parent, ignore_errors=True)
         self.path.parent.mkdir()
         if self.overwrite:
@@ -290,14 +290,14 @@ class Trial:
         return fake.count
 
     def save(self, victim: int, at: Callable[[int, str, tuple[Any, ...]], object]) -> list[Any]:
-        """Return what the save came to on each rank, with a fault on one."""
+        """Save with a fault on one rank; return the outcome of each rank."""
         self.reset()
         return self._ranks.outcomes(
             lambda: self._save(at if sp.get_rank() == victim else nothing), start=True
         )
 
     def versions(self) -> list[int]:
-        """Return what each rank loads; nothing where nothing was saved before."""
+        """Return what each rank loads; nothing if nothing was saved before."""
 
         def load() -> int:
             if not self.overwrite:
@@ -310,16 +310,16 @@ class Trial:
         return self._ranks.run(load)
 
     def save_again(self) -> None:
-        """Save once more, without a fault."""
+        """Save again, without a fault."""
         self._ranks.run(lambda: self.setup.save(str(self.path), NEW))
 
     def listing(self) -> list[str]:
-        """Return all names in and beside the checkpoint."""
+        """Return all names in the checkpoint and next to it."""
         return sorted(str(p.relative_to(self.path.parent)) for p in self.path.parent.rglob("*"))
 
     @property
     def stands(self) -> list[str]:
-        """The names that were there before."""
+        """The names before the save."""
         self.reset()
         return self.listing()
 

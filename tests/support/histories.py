@@ -1,8 +1,8 @@
-"""What the ranks of one world saw, and whether it is what was promised.
+"""Histories of the ranks of one world, and a check that they keep every promise.
 
-A history is pure data: the steps of one program that every rank runs, what each rank wrote down
-before and after each step, and how each ended. :func:`violations` judges it and knows nothing of
-how it came about.
+A history is pure data: the steps of one program that every rank runs, the events that each rank
+recorded before and after each step, and how each rank ended. :func:`violations` checks it without
+any knowledge of how it was produced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ What = Literal["enter", "exit", "verdict", "again", "raise", "kill", "end"]
 
 
 class Step(NamedTuple):
-    """One call of a program. A "check" is that of a trigger with ``lag=1``."""
+    """A call of a program. "check" is the check of a trigger with ``lag=1``."""
 
     kind: Kind
     name: str | None = None
@@ -32,10 +32,11 @@ class Step(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What one rank wrote down: at which step, what, when in monotonic nanoseconds, and facts.
+    """A recorded event of one rank: its step, kind, time in monotonic nanoseconds, and fact.
 
-    The fact of an "enter" is what this rank sends, of an "exit" what it got; of a "verdict", and of
-    the one it gets when it asks "again", the error's class, rank and missing ranks.
+    The fact of "enter" is what this rank sends, and of "exit" what it received. The fact of
+    "verdict", and of the "again" when it repeats a call, is the class of the error, its rank and
+    the missing ranks.
     """
 
     step: int
@@ -45,15 +46,15 @@ class Event(NamedTuple):
 
 
 class History(NamedTuple):
-    """One run of one program."""
+    """A run of one program."""
 
     seed: int
     steps: Sequence[Step]
     events: list[list[Event]]  #: by rank
     codes: Sequence[int]  #: exit codes by rank; negative: the signal
-    kills: dict[int, int]  #: when somebody killed which rank
-    hung: Sequence[int] = ()  #: ranks that did not end by themselves
-    faults: Sequence[str] = ()  #: what was done to whom, for the reader
+    kills: dict[int, int]  #: rank -> time at which it was killed
+    hung: Sequence[int] = ()  #: ranks that had to be ended
+    faults: Sequence[str] = ()  #: the injected faults, as text
 
     @property
     def ranks(self) -> range:
@@ -61,7 +62,7 @@ class History(NamedTuple):
         return range(len(self.events))
 
     def when(self, what: What) -> dict[int, Event]:
-        """Return the first such event of each rank that has one."""
+        """Return the first event of this kind of each rank that has one."""
         found: dict[int, Event] = {}
         for rank, events in enumerate(self.events):
             for event in events:
@@ -70,7 +71,7 @@ class History(NamedTuple):
         return found
 
     def at_step(self, step: int, what: What) -> dict[int, Event]:
-        """Return that event of each rank that has one at this step."""
+        """Return the event of this kind at this step, of each rank that has one."""
         return {
             rank: event
             for rank, events in enumerate(self.events)
@@ -79,9 +80,9 @@ class History(NamedTuple):
         }
 
     def dead(self) -> dict[int, int]:
-        """Return which ranks died by SIGKILL, and the earliest moment at which that can be known.
+        """Return the ranks that SIGKILL ended, each with the earliest time at which this is known.
 
-        A rank that had ended before somebody could kill it is none of them.
+        Ranks that had ended before the kill are left out.
         """
         moments = {rank: event.at for rank, event in self.when("kill").items()}
         moments = {**self.kills, **moments}
@@ -89,9 +90,9 @@ class History(NamedTuple):
 
 
 def waits_for(steps: Sequence[Step]) -> list[int]:
-    """Return, for each step, the last step that all must have entered before anyone leaves it.
+    """Return, for each step, the last step that all ranks must enter before any rank leaves it.
 
-    A check with a lag waits for the one before, and never takes back what is known already.
+    A check with a lag waits for the previous one, so the value never decreases.
     """
     last: dict[str | None, int] = {}
     known = -1
@@ -107,7 +108,7 @@ def waits_for(steps: Sequence[Step]) -> list[int]:
 
 
 def violations(history: History) -> list[str]:
-    """Return what in `history` breaks a promise; nothing if all were kept."""
+    """Return the violated promises of `history`; empty if all were kept."""
     return [
         *_ends(history),
         *_early(history),
@@ -157,7 +158,7 @@ def _values(history: History) -> Iterator[str]:
         else:
             complete = len(sent) == len(history.ranks)
         if not complete:
-            continue  # who left it all the same is reported as having left early
+            continue  # a rank that left anyway is reported as having left early
         expected = _expected(step, sent)
         for rank, left in history.at_step(number, "exit").items():
             if left.fact != expected:
@@ -188,7 +189,7 @@ def _expected(step: Step, sent: dict[int, Any]) -> Any:
 def _reduced(values: list[Any], op: str | None) -> Any:
     if isinstance(values[0], list):
         return [_reduced(list(column), op) for column in zip(*values, strict=True)]
-    if isinstance(values[0], str):  # what an array is
+    if isinstance(values[0], str):  # the form of an array
         return values[0]
     if op == "min":
         return min(values)
@@ -196,7 +197,7 @@ def _reduced(values: list[Any], op: str | None) -> Any:
 
 
 def _causes(history: History) -> Iterator[str]:
-    """Nobody is blamed who did nothing, and nobody before it was done."""
+    """Check that errors name only ranks that failed, and not before they failed."""
     dead = history.dead()
     raised = {rank: event.at for rank, event in history.when("raise").items()}
     gone = {**raised, **dead}
@@ -204,12 +205,12 @@ def _causes(history: History) -> Iterator[str]:
         kind, culprit, missing = verdict.fact
         causes = {"PeerLost": dead, "PeerFailed": raised}.get(kind)
         if causes is None or culprit not in causes:
-            yield f"rank {rank} got {kind} about rank {culprit}, and nothing of the kind happened"
+            yield f"rank {rank} got {kind} about rank {culprit}, and no such failure happened"
         elif verdict.at < causes[culprit]:
             yield f"rank {rank} got {kind} about rank {culprit} before it happened"
         for other in missing:
             if other not in gone:
-                yield f"rank {rank} was told that rank {other} is gone, and it was not"
+                yield f"rank {rank} got an error that rank {other} is gone, but it was not"
 
 
 def _agreement(history: History) -> Iterator[str]:
@@ -243,7 +244,7 @@ def _agreement(history: History) -> Iterator[str]:
 
 
 def show(history: History) -> str:
-    """Return the history as text, rank by rank, with times from its first event on."""
+    """Return the history as text, by rank, with times relative to its first event."""
     begin = min((event.at for events in history.events for event in events), default=0)
 
     def clock(at: int) -> str:
@@ -255,7 +256,7 @@ def show(history: History) -> str:
     for rank, events in enumerate(history.events):
         lines.append(f"rank {rank}, exit code {history.codes[rank]}")
         if rank in history.kills:
-            lines.append(f"  {clock(history.kills[rank])}  somebody kills it")
+            lines.append(f"  {clock(history.kills[rank])}  killed")
         for event in events:
             step = f"{event.step:3} {history.steps[event.step]}"
             lines.append(f"  {clock(event.at)}  {event.what:7} {step:24} {event.fact!r:.120}")

@@ -1,4 +1,4 @@
-"""Strangers who plant things, victims who must not notice, and what a rank left behind."""
+"""Attacks by another user on the directory of a run, and checks that nothing changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two
 
 
 def start_process(does: Callable[[], object]) -> int:
-    """Return the pid of a process that does this, and ends with 0 if it succeeds."""
+    """Return the pid of a process that calls `body`, and ends with 0 if it succeeds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
         pid = os.fork()
@@ -45,7 +45,7 @@ def start_process(does: Callable[[], object]) -> int:
 
 
 def start_stranger(does: Callable[[], object]) -> int:
-    """Return the pid of a process of another user that does this."""
+    """Return the pid of a process of another user that calls `body`."""
 
     def become_and_do() -> None:
         os.setgroups([])
@@ -58,12 +58,12 @@ def start_stranger(does: Callable[[], object]) -> int:
 
 
 def as_stranger(does: Callable[[], object]) -> None:
-    """Let another user do this."""
+    """Call `body` as another user, and wait."""
     assert os.waitpid(start_stranger(does), 0)[1] == 0
 
 
 class Victim:
-    """A directory with a file in it that nobody but its owner may change."""
+    """A directory with a file that only its owner may change."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path
@@ -82,7 +82,7 @@ class Victim:
         ]
 
     def check(self) -> None:
-        """Assert that bytes, mode and time are as they were, and nothing is new."""
+        """Assert that bytes, mode and time are unchanged, and no file is new."""
         assert self._state() == self._before
 
 
@@ -93,7 +93,7 @@ def bind(path: Path) -> None:
 
 
 def plain_file(path: Path, mode: int, owner: int | None = None) -> None:
-    """Plant a file with just this mode."""
+    """Plant a file with exactly this mode."""
     path.touch()
     path.chmod(mode)
     if owner is not None:
@@ -105,7 +105,7 @@ def null_device(path: Path) -> None:
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
 
 
-#: What may stand where a file of ours should: planted at a path, with a victim at hand.
+#: What an intruder may plant at the path of one of our files, with a victim file to point to.
 KINDS_OF_FILES: dict[str, Callable[[Path, Victim], object]] = {
     "link": lambda path, victim: path.symlink_to(victim.file),
     "dangling link": lambda path, victim: path.symlink_to(victim.folder / "new"),
@@ -121,7 +121,7 @@ KINDS_OF_FILES: dict[str, Callable[[Path, Victim], object]] = {
 
 
 def outcome_of(directory: Path, rank: int = 0, ranks: int = 1, patience: float = 1) -> str:
-    """Return ``joined``, or what a rank says that is refused in `directory`."""
+    """Return ``joined``, or the error of a rank that is refused in `directory`."""
 
     def program() -> str:
         os.environ.update(rank_variables(rank, ranks))
@@ -133,7 +133,7 @@ def outcome_of(directory: Path, rank: int = 0, ranks: int = 1, patience: float =
 
 
 def attempt() -> str:
-    """Join, use all kinds of notes, and leave; return ``joined`` or why not."""
+    """Join, use all kinds of notes, and leave; return ``joined`` or the error."""
     try:
         with sp.init():
             sp.barrier("through", timeout=1)
@@ -144,7 +144,7 @@ def attempt() -> str:
 
 
 class Remains:
-    """The files of a run in which rank 0 of 2 sits, and which of them it holds locked."""
+    """The files of a run that rank 0 of 2 has joined, and the ones that it has locked."""
 
     def __init__(self, directories: set[str], files: dict[str, bytes], locked: set[str]) -> None:
         self.directories = directories
@@ -153,7 +153,7 @@ class Remains:
 
     @classmethod
     def capture(cls, directory: Path) -> Remains:
-        """Let a rank sit down in `directory`, look, and clear away."""
+        """Join `directory` with one rank, record its files, and remove them."""
         directory.mkdir(mode=0o700)
 
         def program() -> bytes:
@@ -162,7 +162,7 @@ class Remains:
 
             def look(_: Any) -> None:
                 found.append(cls._look(directory))
-                raise KeyboardInterrupt  # seen enough
+                raise KeyboardInterrupt  # all files are recorded
 
             import syncprims._world.world
 
@@ -187,7 +187,7 @@ class Remains:
                 directories.add(name)
                 continue
             files[name] = path.read_bytes() if path.is_file() else b""
-            if not path.is_file():  # a pipe: to open it would wait for its other end
+            if not path.is_file():  # a pipe: opening it would block until its other end is open
                 continue
             with path.open("rb") as file:
                 try:
@@ -198,7 +198,7 @@ class Remains:
 
     @contextlib.contextmanager
     def laid(self, base: Path, *, alive: bool) -> Generator[None]:
-        """Lay the files out in `base`; if `alive`, as if rank 0 still sat there."""
+        """Write the files to `base`; if `alive`, as if rank 0 still ran."""
         base.mkdir(mode=0o700)
         held: list[int] = []
         try:

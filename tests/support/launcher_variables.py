@@ -1,4 +1,4 @@
-"""What real launchers set in the environment of a rank."""
+"""The variables that launchers set for a rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",  # the rank within the node, in spite of its name
+    "OMPI_COMM_WORLD_NODE_RANK": "1",  # the rank within the node, despite its name
     "PMIX_NAMESPACE": "prterun-host-77@1",
     "PMIX_RANK": "3",
 }

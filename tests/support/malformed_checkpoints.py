@@ -1,4 +1,4 @@
-"""Checkpoints that nobody should load: damaged at random, or built to mislead."""
+"""Malformed checkpoints: damaged at random, or forged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-#: What may stand in the place of anything in a JSON document.
+#: Replacements for values in a JSON document.
 STRANGE: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**40, 1.5, float("nan"), float("inf"), "", "..",
     "../secret", "/etc/passwd", "a/b", "a\0b", "a\\b", "model.safetensors", "checkpoint.json",
@@ -45,12 +45,12 @@ def places(document: Any) -> list[tuple[Any, Any]]:
 def mutate(document: Any, dice: random.Random) -> None:
     """Change something in a JSON document."""
     found = places(document)
-    if not found:  # nothing is left of it
+    if not found:  # the document is empty
         return
     container, key = dice.choice(found)
     deed = dice.randrange(4)
     if deed == 0:
-        container[key] = copy.deepcopy(dice.choice(STRANGE))  # it may be changed next
+        container[key] = copy.deepcopy(dice.choice(STRANGE))  # a later change may need it
     elif deed == 1:
         del container[key]
     elif deed == 2 and isinstance(container, dict):
@@ -65,7 +65,7 @@ def mutate(document: Any, dice: random.Random) -> None:
 
 
 def dumped(document: Any, under: str | None, dice: random.Random) -> bytes:
-    """Return a document as JSON, mostly with a seal that fits, as a forger would make it."""
+    """Return a document as JSON, mostly with a matching digest, as a forger would write it."""
     if dice.random() < 0.7:
         try:
             bare = json.loads(json.dumps(document))
@@ -90,7 +90,7 @@ def dumped(document: Any, under: str | None, dice: random.Random) -> bytes:
 
 
 def forge_tensors(path: Path, dice: random.Random) -> None:
-    """Make another safetensors file of one."""
+    """Return a changed safetensors file."""
     data = path.read_bytes()
     (length,) = struct.unpack_from("<Q", data)
     header, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
@@ -104,7 +104,7 @@ def forge_tensors(path: Path, dice: random.Random) -> None:
 
 
 def forge_json(path: Path, under: str | None, dice: random.Random) -> None:
-    """Make another index or manifest of one."""
+    """Return a changed index or manifest."""
     document = json.loads(path.read_bytes())
     for _ in range(dice.randrange(1, 4)):
         mutate(document, dice)
@@ -123,7 +123,7 @@ def damage(path: Path, dice: random.Random) -> None:
 
 
 def plant(path: Path, dice: random.Random) -> None:
-    """Put something else in the place of a file."""
+    """Replace a file by something else."""
     path.unlink()
     deed = dice.randrange(5)
     if deed == 0:
@@ -137,7 +137,7 @@ def plant(path: Path, dice: random.Random) -> None:
 
 
 def malform(folder: Path, dice: random.Random) -> None:
-    """Do something to one file of a checkpoint."""
+    """Damage one file of a checkpoint."""
     path = dice.choice(sorted(folder.iterdir()))
     ways: list[Callable[[], None]] = [lambda: damage(path, dice), lambda: plant(path, dice)]
     if path.suffix == ".json":

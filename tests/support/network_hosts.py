@@ -1,7 +1,8 @@
 """Hosts on one machine: each with its own network, shared memory, name and processes.
 
-Network namespaces joined by a bridge, as root alone may make them. All of it goes with the
-processes that hold it: no interface and no mount is left in the machine's own namespaces.
+The hosts are network namespaces that a bridge connects; only root may create them. The kernel
+removes them with their processes, so no interface and no mount is left in the namespaces of the
+machine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
 PATIENCE = 90.0  # seconds; a run starts torch on two processors several times
-PORT = "29400"  # every network is its own: no other run can have it
+PORT = "29400"  # networks are private, so runs do not collide
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
 
 _HOST = """
@@ -33,7 +34,7 @@ ip link set lo up && echo ready && read go && shift 2 && exec "$@"
 
 
 def why_not() -> str | None:
-    """Return why no hosts can be made here, None if they can."""
+    """Return why hosts cannot be created here; None if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "only root on Linux can make network namespaces"
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -46,14 +47,14 @@ def why_not() -> str | None:
 
 
 class Ended(NamedTuple):
-    """How the agent of one host ended, and what was said there."""
+    """The exit code and output of the agent of one host."""
 
     code: int
     said: str
 
 
 class Host:
-    """One host: a shell that waits for a command, and all that comes of it."""
+    """A host: a shell that waits for a command, and the processes that it starts."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number = number
@@ -64,10 +65,10 @@ class Host:
         self._log = (self.folder / "log").open("w+b")
         self.agent: subprocess.Popen[bytes] | None = None
         self.killed = False
-        self.pid = 0  # of its first process, as the machine sees it
+        self.pid = 0  # of its first process, in the namespace of the machine
 
     def start(self, command: list[str], variables: Mapping[str, str]) -> None:
-        """Make the namespaces; the command waits for :meth:`go`."""
+        """Create the namespaces; the command waits for :meth:`go`."""
         outer = place_variables() | {"MASTER_ADDR", "MASTER_PORT"}
         clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
         clean |= {"TMPDIR": str(self.private), "OMP_NUM_THREADS": "1", **variables}
@@ -91,19 +92,19 @@ class Host:
         self.pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
     def go(self) -> None:
-        """Let the command run."""
+        """Run the command."""
         assert self.agent is not None
         assert self.agent.stdin is not None
         self.agent.stdin.write(b"go\n")
         self.agent.stdin.close()
 
     def kill(self) -> None:
-        """Kill every process of the host at once: its first one takes all with it."""
+        """Kill every process of the host at once, by killing its first one."""
         self.killed = True
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, deadline: float) -> Ended:
-        """Return how the agent has ended."""
+        """Wait for the end of the agent, and return it."""
         assert self.agent is not None
         try:
             code = self.agent.wait(max(0.1, deadline - time.monotonic()))
@@ -113,7 +114,7 @@ class Host:
         return Ended(code, (self.folder / "log").read_text(errors="replace"))
 
     def end(self) -> None:
-        """End whatever still runs there."""
+        """Kill all processes that still run."""
         if self.agent is not None and self.agent.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -126,7 +127,7 @@ class Host:
 
 
 class Network:
-    """Some hosts on one bridge, and a torchrun agent on each."""
+    """Several hosts on one bridge, with a torchrun agent on each."""
 
     def __init__(self, hosts: int, ranks_per_host: int, folder: Path) -> None:
         self.hosts = [Host(number, folder) for number in range(hosts)]
@@ -135,7 +136,7 @@ class Network:
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
 
     def run(self, source: str, **variables: str) -> None:
-        """Start `source` on all ranks of all hosts. `rank`, `tell` and all names are there."""
+        """Start `source` on all ranks. It can use `rank`, `tell` and all public names."""
         script = self.folder / "script.py"
         script.write_text(_HEAD.format(folder=str(self.folder)) + textwrap.dedent(source))
         for host in self.hosts:
@@ -165,11 +166,11 @@ class Network:
         _do(["nsenter", "-t", str(self._switch.pid), "-n", "ip", *arguments])
 
     def cut(self, host: Host) -> None:
-        """Cut the link of a host: what is sent there is lost, and nobody is told."""
+        """Cut the link of a host: packets to it are lost without an error."""
         self._at_switch("link", "set", f"v{host.number}", "down")
 
     def await_told(self, *names: str) -> None:
-        """Return when ranks have told all these names."""
+        """Wait until ranks have written files with all these names."""
         deadline = time.monotonic() + PATIENCE
         while not all((self.folder / name).exists() for name in names):
             for host in self.hosts:
@@ -180,20 +181,20 @@ class Network:
             time.sleep(0.005)
 
     def told(self, rank: int) -> str:
-        """Return what a rank has told in the end."""
+        """Return the last text that a rank has written."""
         path = self.folder / f"end-{rank}"
         if not path.exists():
             logs = "\n".join((h.folder / "log").read_text(errors="replace") for h in self.hosts)
-            raise AssertionError(f"rank {rank} has told nothing:\n{logs}")
+            raise AssertionError(f"rank {rank} has written nothing:\n{logs}")
         return path.read_text()
 
     def wait(self) -> list[Ended]:
-        """Return how all agents have ended."""
+        """Wait for all agents, and return their ends."""
         deadline = time.monotonic() + PATIENCE
         return [host.wait(deadline) for host in self.hosts]
 
     def close(self) -> None:
-        """End whatever still runs."""
+        """Kill all processes that still run."""
         for host in self.hosts:
             host.end()
         self._switch.kill()
@@ -231,7 +232,7 @@ def _do(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def network(hosts: int, ranks_per_host: int, folder: Path) -> Generator[Network]:
-    """Have some hosts, and leave nothing of them."""
+    """Create hosts, and remove them at the end."""
     made = Network(hosts, ranks_per_host, folder)
     try:
         yield made

@@ -1,18 +1,18 @@
-"""The pages of the documentation, taken apart: their blocks of code, and how each is to be tried.
+"""The code blocks of the documentation, and how to run each of them.
 
-Comments of a page say what its reader need not see:
+HTML comments give instructions that readers do not see:
 
-- ``<!-- file: train.py -->`` before a block: it is this file, in a folder of the page's own, where
-  the page's commands run. A page may have the same file twice: the later one is the mended one.
-  With lines of its own in the comment it stands for a file that readers have: their own script.
-- ``<!-- ranks: 4 -->`` before a Python block: from here on blocks run on four ranks, which are
-  threads, in a fresh namespace; ``<!-- ranks: 4 processes -->``: in processes;
-  ``<!-- ranks: 0 -->``: outside of any world, as in a test.
-- ``<!-- given: ... -->``: Python that runs first, for names that a block takes as known.
-- ``<!-- raises: ValueError -->`` before a Python block: it ends with this error.
+- ``<!-- file: train.py -->`` before a block: the block is this file, in the folder where the
+  commands of the page run. A page may show a file twice; the later one replaces the earlier one.
+  If the comment itself contains lines, they are a file that readers have, such as their script.
+- ``<!-- ranks: 4 -->`` before a Python block: from here on, blocks run on four ranks in
+  threads, in a new namespace; ``<!-- ranks: 4 processes -->``: in processes;
+  ``<!-- ranks: 0 -->``: outside a world, as in a test.
+- ``<!-- given: ... -->``: Python that runs first and defines names that the block uses.
+- ``<!-- raises: ValueError -->`` before a Python block: it raises this error.
 - ``<!-- exit: 1 -->`` before a console block: its last command ends with this code.
 - ``<!-- slow: reason -->`` before a console block: `make soak` runs it, the tests do not.
-- ``<!-- not run: reason -->`` before a block: it cannot run here. Few may say so.
+- ``<!-- not run: reason -->`` before a block: it cannot run here. A test limits their number.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 _FENCE = re.compile(r"( *)(`{3,})(\w*)[^\n]*\n(.*?)\n?\1\2[ ]*(?=\n|\Z)", re.DOTALL)
 _COMMENT = re.compile(r"<!--\s*(file|ranks|given|raises|exit|slow|not run):(.*?)-->", re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block, or Python that a comment gives."""
+    """A fenced block, or Python from a comment."""
 
-    line: int  #: of its first line in the page
+    line: int  #: of its first line on the page
     language: str
     code: str
-    marks: dict[str, str]  #: what the comments just before it say
+    marks: dict[str, str]  #: from the comments just before it
 
     @property
     def file(self) -> str | None:
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One command of a console block, with the output that the page shows."""
+    """A command of a console block, with the output that the page shows."""
 
     line: int
     text: str
@@ -51,7 +51,7 @@ class Command(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return what a page has of code, in its order."""
+    """Return the code blocks of a page in order."""
     text = page.read_text()
     found: list[Block] = []
     marks: dict[str, str] = {}
@@ -59,7 +59,7 @@ def blocks(page: Path) -> list[Block]:
     for match in sorted(
         [*_FENCE.finditer(text), *_COMMENT.finditer(text)], key=lambda match: match.start()
     ):
-        if match.start() < at:  # a comment inside of a block, or a block inside of a comment
+        if match.start() < at:  # a comment inside a block, or a block inside a comment
             continue
         between = text[at : match.start()].strip()
         marks = {} if between else marks
@@ -99,9 +99,9 @@ def commands(block: Block) -> list[Command]:
 
 
 def matches(shown: str, said: str) -> bool:
-    """Tell whether a line of output is as the page shows it.
+    """Return whether a line of output matches the shown one.
 
-    `...` is anything; times, seeds and the width of spaces may differ.
+    `...` matches anything. Times, seeds and the width of spaces may differ.
     """
     shown, said = " ".join(shown.split()), " ".join(said.split())
     pattern = "".join(
@@ -114,5 +114,5 @@ def matches(shown: str, said: str) -> bool:
 
 
 def name(page: Path) -> str:
-    """Return a page's name from the top of the repository."""
+    """Return the path of a page relative to the repository."""
     return page.relative_to(ROOT).as_posix()

@@ -1,8 +1,8 @@
-"""Random programs of synchronizations, run by forked ranks that are killed, stopped and hurt.
+"""Random programs of synchronizations, run by forked ranks under random faults.
 
     python -m support.random_programs SEED [TIMES]
 
-The seed decides the program, its values and what is done to whom; only the scheduler is not in it.
+The seed decides the program, its values and its faults. Only the scheduling is not determined.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from syncprims._world.registry import backend_class
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_PATIENCE = 30.0  # seconds after which a history hangs
+_PATIENCE = 30.0  # seconds after which a run counts as hanging
 _OPS = ("sum", "min", "max")
 _KINDS: list[Kind] = [
     *("barrier", "barrier", "broadcast", "broadcast", "all_reduce", "all_gather"),
@@ -40,11 +40,11 @@ _KINDS: list[Kind] = [
 
 
 class Hurt(Exception):
-    """What a rank raises, in its own code or in the middle of a call."""
+    """An exception that a rank raises, in its own code or within a call."""
 
 
 class Plan(NamedTuple):
-    """A program and what happens to its ranks, all of it from one seed."""
+    """A program and the faults of its ranks, generated from one seed."""
 
     seed: int
     ranks: int
@@ -55,13 +55,13 @@ class Plan(NamedTuple):
 
     @property
     def faults(self) -> list[str]:
-        """What is done to whom, in words."""
+        """The faults, as text."""
         said = [f"rank {r} does {what} before step {step}" for (r, step), what in self.own.items()]
         return said + [f"{s.name} to rank {r} after {t * 1e3:.3f} ms" for t, r, s in self.signals]
 
 
 def plan(seed: int) -> Plan:
-    """Return what happens for this seed."""
+    """Return the plan for this seed."""
     dice = random.Random(seed)
     ranks = dice.choice((2, 2, 3, 3, 4, 4, 5, 6, 8))
     steps = [Step("init")] + [_step(dice, ranks) for _ in range(dice.randint(3, 14))]
@@ -98,7 +98,7 @@ def _step(dice: random.Random, ranks: int) -> Step:
 
 
 def value(seed: int, step: Step, number: int, rank: int) -> Any:
-    """Return what `rank` sends at this step; of one shape on all ranks where it must be."""
+    """Return what `rank` sends at this step, with equal shapes on all ranks if required."""
     of_all = random.Random(f"{seed} {number}")
     own = random.Random(f"{seed} {number} {rank}")
     if step.kind in ("any_rank", "all_ranks", "check"):
@@ -121,7 +121,7 @@ def value(seed: int, step: Step, number: int, rank: int) -> Any:
 
 
 def shown(thing: Any) -> Any:
-    """Return `thing` as JSON can write it, so that equal things and only they look alike."""
+    """Return `thing` in a form for JSON, equal exactly for equal things."""
     if isinstance(thing, np.ndarray):
         return [f"array {thing.dtype}", *thing.tolist()]
     if isinstance(thing, bytes):
@@ -134,14 +134,14 @@ def shown(thing: Any) -> Any:
 
 
 class _Recorder:
-    """One rank's own file: one write per event, so that a kill leaves whole lines."""
+    """The log file of one rank. Each event is one write, so that a kill leaves complete lines."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def __call__(self, step: int, what: str, fact: Any = None) -> None:
-        # Written before a call is made and after it has returned: a rank may look as if it had
-        # come earlier or left later than it did, and never the other way round.
+        # Written before the call and after its return. A rank may seem to have entered earlier or
+        # left later than it did, but never the opposite.
         text = json.dumps(fact)
         line = f'[{step}, "{what}", {time.monotonic_ns()}, {text}]\n'
         os.write(self._fd, line.encode())
@@ -149,11 +149,11 @@ class _Recorder:
 
 def _read(path: Path) -> list[Event]:
     lines = path.read_text().split("\n")
-    return [Event(*json.loads(line)) for line in lines[:-1]]  # an unfinished line is no event
+    return [Event(*json.loads(line)) for line in lines[:-1]]  # an incomplete line is not an event
 
 
 class _Rank:
-    """One rank at work."""
+    """The execution of a program on one rank."""
 
     def __init__(self, made: Plan, rank: int, log: int, joined: int) -> None:
         self._plan = made
@@ -246,9 +246,9 @@ def _facts(error: sp.SyncError) -> list[Any]:
 
 
 def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> History:
-    """Run the program of `seed` by ranks that meet in `directory`, and return what they saw.
+    """Run the program of `seed` on ranks that use `directory`, and return their history.
 
-    With the port of a `store`, they are on two or three hosts, as far as they can tell.
+    With the port of a `store`, the ranks behave as if they were on two or three hosts.
     """
     made = plan(seed)
     world, more = World("file", made.ranks), {}
@@ -256,8 +256,10 @@ def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> His
         hosts = next(h for h in (2, 3, made.ranks) if made.ranks % h == 0)
         world = World("torch", made.ranks, hosts)
         more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store), "SYNCPRIMS_HEARTBEAT": "8"}
-        more["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # served here: no rank takes it along
-    # What these import is imported once, not by every rank.
+        more["TORCHELASTIC_USE_AGENT_STORE"] = (
+            "True"  # served here, so that it does not end with a rank
+        )
+    # Imported once here, not in every rank.
     backend_class(world.backend), sp.version()
     reader, writer = os.pipe()
     pids: list[int] = []
@@ -272,7 +274,7 @@ def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> His
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # none of them has been waited for
+                os.kill(pid, signal.SIGKILL)  # none of them has been reaped
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         os.close(reader)
         os.close(writer)
@@ -283,7 +285,7 @@ def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> His
 
 
 def _hurt(pids: Sequence[int], made: Plan, joined: int) -> tuple[dict[int, int], list[int]]:
-    """Send the signals once all have joined, then wait for the ends; return kills and who hangs."""
+    """Send signals after all have joined, then wait; return the kills and the hanging ranks."""
     deadline = time.monotonic() + _PATIENCE
     eyes = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
     kills: dict[int, int] = {}
@@ -316,7 +318,7 @@ def _hurt(pids: Sequence[int], made: Plan, joined: int) -> tuple[dict[int, int],
 
 
 def check(seeds: Sequence[int], directory: Path, logs: Path, store: int | None = None) -> None:
-    """Run all these seeds and assert that every history is as promised."""
+    """Run these seeds and assert that every history keeps all promises."""
     for seed in seeds:
         history = run(seed, directory, logs, store)
         found = violations(history)
@@ -324,7 +326,7 @@ def check(seeds: Sequence[int], directory: Path, logs: Path, store: int | None =
 
 
 def main() -> None:
-    """Run one seed, several times if asked, and print the history by rank."""
+    """Run one seed, once or several times, and print the history by rank."""
     seed, times = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(times):

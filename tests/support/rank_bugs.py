@@ -1,7 +1,7 @@
-"""Classic bugs of programs with ranks, each as somebody has made it.
+"""Classic bugs of programs with ranks.
 
-``python -m support.rank_bugs`` writes down what is said of each, for test_rank_bugs.py to compare.
-Lines are counted from the bug's first, so that the others may move.
+``python -m support.rank_bugs`` writes the report for each bug, which test_rank_bugs.py compares.
+Line numbers are relative to the first line of a bug, so that bugs can move.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS = 3
 
 class Bug(NamedTuple):
     program: Callable[[], Any]
-    by_order: bool = False  #: only some schedules show it, by what threads share
+    by_order: bool = False  #: only some schedules show it, through data that threads share
 
 
 BUGS: dict[str, Bug] = {}
@@ -186,7 +186,7 @@ def group_made_by_its_members_only() -> None:
     sp.barrier("all")
 
 
-# -- calls that do not fit together ----------------------------------------------------------------
+# -- calls that differ ----------------------------------------------------------------------------
 
 
 @bug()
@@ -268,7 +268,7 @@ def source_outside_of_the_group() -> None:
         pair.broadcast("x", src=2)
 
 
-# -- values that do not fit together ---------------------------------------------------------------
+# -- values that differ ---------------------------------------------------------------------------
 
 
 @bug()
@@ -328,7 +328,7 @@ def nonzero_exit_of_one_rank() -> None:
 
 # -- what only some orders show --------------------------------------------------------------------
 
-shared: dict[str, Any] = {}  # by threads: what a file would be for processes
+shared: dict[str, Any] = {}  # shared by threads, like a file between processes
 
 
 @bug(by_order=True)
@@ -351,11 +351,11 @@ def order_of_arrival_taken_for_rank_order() -> None:
     assert shared["arrived"] == [0, 1, 2], "ranks are out of order"
 
 
-# -- what is said of them --------------------------------------------------------------------------
+# -- the reports ----------------------------------------------------------------------------------
 
 
 def said(program: Callable[[], Any], **options: Any) -> str:
-    """Return what a world says of a program, or that it has found nothing."""
+    """Return the report of a world on a program, or that it found nothing."""
     try:
         run_world(program, RANKS, **options)
     except BaseException as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-import torch  # noqa: F401 - before the ranks are forked, each of which would take seconds for it
+import torch  # noqa: F401 - imported once, before ranks fork, because it takes seconds
 
 import syncprims
 from syncprims._world.environment import place_variables, rank_variables
@@ -31,11 +31,11 @@ from syncprims.testing.worlds import run_once
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-PATIENCE = 60.0  # seconds; nothing here should take more than a few
+PATIENCE = 60.0  # seconds; every test should need only a few
 
 
 class Kind(NamedTuple):
-    """A backend and a world size; also hosts, made up by giving each a directory of its own."""
+    """A backend and a world size, and a number of hosts: each is simulated by its own directory."""
 
     backend: str
     ranks: int
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
 
 def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str) -> dict[str, str]:
-    """Return the variables of one rank, and of no other launcher."""
+    """Return the environment of one rank, without variables of other launchers."""
     outer = place_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     own = rank_variables(rank, kind.ranks, kind.hosts) if kind.backend != "single" else {}
@@ -65,7 +65,7 @@ def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str
 
 
 def free_port() -> int:
-    """Return a port that nobody uses at this moment, for a store on this machine."""
+    """Return a port that is free at the moment, for a store on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -82,7 +82,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def served_store() -> Generator[int]:
-    """Serve a store as torchrun's agent does, in a process of its own; give its port."""
+    """Serve a store in a separate process, as the agent of torchrun does; yield its port."""
     command = [sys.executable, "-c", _SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
@@ -90,9 +90,9 @@ def served_store() -> Generator[int]:
 
 
 def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
-    """Run `body` with just these variables in a forked child, and return the child's pid.
+    """Run `body` in a forked child with exactly these variables, and return its pid.
 
-    Its exit code is 0, or 1 if `body` raised. Nothing of the parent's is run at its end.
+    Its exit code is 0, or 1 if `body` raised. Exit hooks of the parent do not run in it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside xdist's thread
@@ -114,11 +114,11 @@ def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def busy_processors() -> Generator[None]:
-    """Keep every processor busy with something else."""
+    """Keep every processor busy with other work."""
 
     def burn() -> None:
         parent = os.getppid()
-        while os.getppid() == parent:  # whatever happens to it, nobody burns on
+        while os.getppid() == parent:  # a limit, so that no process keeps running
             sum(range(100_000))
 
     pids = [fork(burn, os.environ.copy()) for _ in range(os.cpu_count() or 1)]
@@ -131,7 +131,7 @@ def busy_processors() -> Generator[None]:
 
 
 def await_end(pid: int) -> None:
-    """Return when the process `pid` has ended."""
+    """Wait until the process `pid` has ended."""
     eye = os.pidfd_open(pid)
     try:
         assert select.select([eye], [], [], PATIENCE)[0], f"process {pid} does not end"
@@ -139,8 +139,8 @@ def await_end(pid: int) -> None:
         os.close(eye)
 
 
-#: A program that becomes its arguments, without the streams that the first of them lists: daemons
-#: start others that way.
+#: A program that closes the streams in its first argument and executes the rest, as daemons start
+#: other programs.
 CLOSING = (
     "import json, os, sys\n"
     "for number in json.loads(sys.argv[1]): os.close(number)\n"
@@ -148,7 +148,7 @@ CLOSING = (
 )
 
 
-#: A program that goes on with all descriptors below 1024 taken: `select` knows none above.
+#: A program that runs with all descriptors below 1024 in use. `select` supports none above.
 CROWDED = (
     "import os, resource, sys\n"
     "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
@@ -158,7 +158,7 @@ CROWDED = (
 
 
 def skip_unless_crowded() -> None:
-    """Skip a test that needs :data:`CROWDED` where so many descriptors are not to be had."""
+    """Skip a test that needs :data:`CROWDED` where the limit of descriptors is too low."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < 1200:
         pytest.skip(f"a process here has {hard} descriptors at most, and none above 1023")
@@ -169,51 +169,51 @@ class Died(Exception):
 
 
 class Signs:
-    """What ranks let each other know beside the library: each sign is a file in a folder."""
+    """Signals between ranks without the library: each sign is a file in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def give(self, sign: object) -> None:
-        """Let everybody know."""
+        """Give this sign."""
         (self._folder / f"{sign}").touch()
 
     def given(self, *signs: object) -> bool:
-        """Tell whether all of these are."""
+        """Return whether all of these signs are given."""
         return all((self._folder / f"{sign}").exists() for sign in signs)
 
     def wait(self, *signs: object) -> None:
-        """Return when all of these are given."""
+        """Wait until all of these signs are given."""
         deadline = time.monotonic() + PATIENCE
         while not self.given(*signs):
             assert time.monotonic() < deadline, f"of {signs}, not all were given"
             time.sleep(0.001)
 
     def gather(self, mine: object, *signs: object) -> None:
-        """Return when `mine`, which is now, and all of these are given."""
+        """Give the sign `mine`, then wait until all of these are given."""
         self.give(mine)
         self.wait(*signs)
 
 
 class Ranks:
-    """Runs a function on every rank of a world, each in a forked process."""
+    """Run a function on every rank of a world, each in a forked process."""
 
     def __init__(
         self, kind: Kind, directory: Path, site: Path | None = None, patience: float = PATIENCE
     ) -> None:
         self.kind = kind
-        self._patience = patience  # seconds, after which the ranks are taken to hang
+        self._patience = patience  # seconds after which the ranks count as hanging
         self.ranks = kind.ranks
         self.directory = directory
         self._site = site
         self._killed = False
 
     def run(self, program: Callable[[], Any], **variables: str) -> list[Any]:
-        """Return each rank's result; raise the lowest rank's exception if any raised."""
+        """Return the result of each rank; if any raised, raise the exception of the lowest one."""
         return self._results(self.outcomes(program, start=True, **variables))
 
     def run_alone(self, program: Callable[[], Any], **variables: str) -> list[Any]:
-        """Return each rank's result of a program that starts the world by itself."""
+        """Return the result of each rank of a program that starts the world itself."""
         return self._results(self.outcomes(program, start=False, **variables))
 
     def _results(self, outcomes: list[Any]) -> list[Any]:
@@ -225,7 +225,7 @@ class Ranks:
     def outcomes(
         self, program: Callable[[], Any], *, start: bool = True, **variables: str
     ) -> list[Any]:
-        """Return each rank's result or exception. With `start`, the world runs around it."""
+        """Return the result or exception of each rank. With `start`, a world is started first."""
         if self.kind.backend == "threads":
             return self._threads(program, variables)
         run_id = uuid.uuid4().hex
@@ -300,7 +300,7 @@ class Ranks:
         deadline = time.monotonic() + self._patience
         data: dict[int, bytes] = dict.fromkeys(pipes, b"")
         open_pipes = set(pipes)
-        # A child that a rank leaves alive holds its pipe open: so its own end counts as well.
+        # A child that outlives its rank holds the pipe open, so the end of the rank also counts.
         ends = (
             {os.pidfd_open(pid): pipe for pid, pipe in zip(pids, pipes, strict=True)}
             if (hasattr(os, "pidfd_open"))
@@ -318,7 +318,7 @@ class Ranks:
                     data[pipe] += chunk
                     if not chunk:
                         open_pipes.discard(pipe)
-                if not open_pipes.intersection(ready):  # what they had to say has been read
+                if not open_pipes.intersection(ready):  # their output has been read
                     open_pipes.difference_update(ends[eye] for eye in ready if eye in ends)
         finally:
             for pid in pids if open_pipes else []:
@@ -334,7 +334,7 @@ class Ranks:
         ]
 
     def check_nothing_left(self) -> None:
-        """Assert that the worlds cleared away what they made; a killed one could not."""
+        """Assert that the worlds removed their files, except those of killed worlds."""
         hosts = list(self.directory.glob("host-*"))
         folders = hosts or [self.directory]
         found = [p.name for folder in folders for p in folder.iterdir()]
@@ -343,7 +343,7 @@ class Ranks:
 
 
 class Ended(NamedTuple):
-    """How a started rank ended."""
+    """The end of a started rank."""
 
     code: int
     out: str
@@ -352,7 +352,7 @@ class Ended(NamedTuple):
 
 
 class Scripts:
-    """Starts a script on every rank, as separate Python processes that no launcher watches."""
+    """Start a script on every rank, in separate Python processes without a launcher."""
 
     def __init__(self, kind: Kind, directory: Path, folder: Path) -> None:
         self.kind = kind
@@ -361,7 +361,7 @@ class Scripts:
         self._folder = folder
 
     def start(self, source: str, **variables: str) -> list[subprocess.Popen[str]]:
-        """Start `source` on all ranks. `rank` and all public names are there already."""
+        """Start `source` on all ranks. It can use `rank` and all public names."""
         head = "from syncprims import *\nimport os, signal, sys, time\nrank = get_rank()\n"
         self.script.write_text(head + textwrap.dedent(source))
         run_id = variables.pop("run_id", uuid.uuid4().hex)
@@ -379,11 +379,11 @@ class Scripts:
         ]
 
     def run(self, source: str, **variables: str) -> list[Ended]:
-        """Start `source` on all ranks and wait for their ends."""
+        """Start `source` on all ranks and wait until they end."""
         return self.wait(self.start(source, **variables))
 
     def wait(self, processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
-        """Wait for the ends of all, and end whoever is late."""
+        """Wait until all ranks end, and kill late ones."""
         begin = time.monotonic()
         ended: list[Ended] = []
         try:

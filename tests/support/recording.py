@@ -1,8 +1,8 @@
-"""What the tests tried, and how often: counted as they run, and shown on a page.
+"""A record of what the tests tried, and how often; shown in docs/tested.md.
 
-A test says what it has done with :func:`tally`. ``pytest --record`` writes down the tests of each
-file that ran whole and passed, with these counts; ``python -m support.recording --page`` makes
-docs/tested.md of it. Nothing is recorded unless asked for.
+A test counts its trials with :func:`tally`. ``pytest --record`` stores these counts for each test
+file that ran completely and passed. ``python -m support.recording --page`` makes docs/tested.md
+from them. Without the option, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -29,30 +29,29 @@ PAGE = ROOT / "docs/tested.md"
 _HEAD = """\
 # What we test
 
-Each row is a file of tests: what it holds the library to, how many tests it has, and what they
-tried when they were last recorded. A count is of single trials: kills, schedules, flipped bits.
+Each row is a file of tests: its subject, its number of tests, and what they tried when they were
+last recorded. A count is a number of single trials: kills, schedules, flipped bits.
 
-- **How often.** `make test` runs all of the first kind before anything lands. `make soak` runs the
-  long loops of the same things, by hand; where it has not been recorded, nothing is claimed.
-- **Where from.** `python -m pytest --record -m "not soak"` (or `-m soak`) writes
-  `docs/tested.json`, and `python -m support.recording --page` makes this page of it. A test holds
-  both together.
-- **What is not here.** GPUs and NCCL, and networks of several machines: not yet run. Several hosts
-  are network namespaces of one machine.
+- **How often.** `make test` runs the tests of the second column before every merge. `make soak`
+  runs long loops of the same kind by hand. An empty cell means that no such run was recorded.
+- **Source.** `python -m pytest --record -m "not soak"` (or `-m soak`) writes `docs/tested.json`,
+  and `python -m support.recording --page` makes this page from it. A test compares both.
+- **Not tested yet.** GPUs and NCCL, and networks of several machines. Several hosts are network
+  namespaces of one machine.
 """
 
 _running: list[pytest.Item] = []
 
 
 def tally(what: str, count: int) -> None:
-    """Count so many trials for the test that runs."""
+    """Add this number of trials to the running test."""
     if _running:
         _running[-1].user_properties.append(("tally", [what, count]))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Know which test runs."""
+    """Record which test runs."""
     _running.append(item)
     try:
         return (yield)
@@ -66,15 +65,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record in the process that hears of all tests."""
+    """Record in the process that gets the reports of all tests."""
     if config.getoption("--record") and not hasattr(config, "workerinput"):
         if config.getoption("keyword"):
-            raise pytest.UsageError("--record is of whole files: leave -k out")
+            raise pytest.UsageError("--record needs whole files: leave out -k")
         config.pluginmanager.register(Recorder())
 
 
 class Recorder:
-    """Keeps what a session's tests have tried, by file."""
+    """The trials of the tests of a session, by file."""
 
     def __init__(self) -> None:
         self.passed: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -82,7 +81,7 @@ class Recorder:
         self.counts: dict[tuple[str, str], collections.Counter[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take note of how a test ended, and of its counts."""
+        """Store the outcome of a test and its counts."""
         place = report.nodeid.partition("::")[0], "soak" if "soak" in report.keywords else "tests"
         if report.failed:
             self.failed.add(place)
@@ -96,9 +95,9 @@ class Recorder:
                 counts[what] += count
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write down the files that passed; others keep what they had.
+        """Store the files that passed. The others keep their old record.
 
-        A session that was broken off has run nothing whole, so nothing is written.
+        An interrupted session has no complete files, so nothing is stored.
         """
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return
@@ -119,9 +118,9 @@ def _where() -> str:
 
 
 def page() -> str:
-    """Return the page of what is recorded."""
+    """Return the page made from the record."""
     record: dict[str, Any] = json.loads(RECORD.read_text())
-    lines = [_HEAD, "| what holds | tests | tried by them | in the soak | recorded |"]
+    lines = [_HEAD, "| subject | tests | trials | trials in the soak | recorded |"]
     lines.append("|---|---|---|---|---|")
     for file, kinds in sorted(record.items()):
         path = ROOT / file

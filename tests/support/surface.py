@@ -1,6 +1,6 @@
-"""The public names and their signatures as text, one line each: what users may rely on.
+"""The public names and signatures as text, one per line. Users may rely on them.
 
-Run it with ``--write`` to freeze the present surface in ``tests/support/surface.txt``.
+Run it with ``--write`` to freeze the current surface in ``tests/support/surface.txt``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _of_class(public: str, cls: type) -> Generator[str]:
 
 
 def _signature(thing: Any) -> str:
-    """Return the signature with its annotations as they were written, on every Python."""
+    """Return the signature with its annotations as written in the source, on every Python."""
     try:
         text = str(inspect.signature(thing))
     except ValueError:
@@ -72,7 +72,7 @@ def _ours(thing: object) -> bool:
 
 
 def _is_own(cls: type, name: str) -> bool:
-    """Tell whether `cls` has this name from itself, or from a base that nobody imports."""
+    """Return whether `cls` has this name itself or from a base that is not public."""
     for base in cls.__mro__:
         if name in vars(base):
             return _ours(base) and (base is cls or base.__module__ not in MODULES)

@@ -1,4 +1,4 @@
-"""Traces for the tests: read as the command reads them, and planted with times of our own."""
+"""Traces for the tests: read from a run, or written with given times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECOND = 10**9
 
 
 class Entry(NamedTuple):
-    """One round of one rank, in words."""
+    """One round of one rank, as text."""
 
     call: str
     number: int
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 def only_run(directory: Path) -> Run:
-    """Return the one run that is in `directory`, which nothing is wrong with."""
+    """Return the only run in `directory`, and assert that it is complete."""
     (folder,) = find_runs(directory)
     run = read_run(folder)
     assert run.complaints == []
@@ -36,7 +36,7 @@ def only_run(directory: Path) -> Run:
 
 
 def entries(run: Run, rank: int) -> list[Entry]:
-    """Return the rounds of a rank in the order in which they were over."""
+    """Return the rounds of a rank in the order of their ends."""
     (trace,) = [trace for trace in run.ranks if trace.rank == rank]
     rounds = sorted(trace.rounds.tolist(), key=lambda one: (one[2] or 1 << 62, one[3]))
     found = [dict(zip(trace.rounds.dtype.names or (), one, strict=True)) for one in rounds]
@@ -47,7 +47,7 @@ def entries(run: Run, rank: int) -> list[Entry]:
 
 
 class Warnings(logging.Handler):
-    """Keeps what the library warns of."""
+    """Collect the warnings of the library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Warnings(logging.Handler):
 
 
 class Planted:
-    """A run whose ranks came when the test says so."""
+    """A run whose ranks arrive at times that the test gives."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch, ranks: int) -> None:
         self.directory = directory
@@ -70,7 +70,7 @@ class Planted:
         self._ahead: dict[int, int] = {}
 
     def rank(self, rank: int, *, clock: str = "same", ahead: int = 0) -> None:
-        """Let there be a rank, whose clock is `ahead` of the test's by so many ns."""
+        """Add a rank whose clock is `ahead` nanoseconds ahead of the clock of the test."""
         self._patch.setattr(trace_file, "_clock", lambda host: clock)
         place = Topology(rank, self.ranks, rank, self.ranks, run_id="planted")
         recorder = self._recorders[rank] = Recorder(str(self.directory), 1 << 20, place)
@@ -88,7 +88,7 @@ class Planted:
         costs: int = 1000,
         drift: float = 0.0,
     ) -> None:
-        """Let the ranks come at these ns, and go when the last is there; None never comes."""
+        """Add a round: ranks arrive at these ns and leave with the last one; None never arrives."""
         label = self._labels.setdefault((kind, name, site), Label(kind, name, site=site))
         last = max(a for a in arrivals if a is not None)
         for rank, arrival in enumerate(arrivals):
@@ -102,7 +102,7 @@ class Planted:
             self._recorders[rank].record(label, group, came, came, gone, number, outcome=outcome)
 
     def leave(self, now: int, *, ranks: Sequence[int] | None = None) -> None:
-        """Let ranks leave the world, all unless said otherwise; the others were killed."""
+        """End ranks (all by default) regularly; the others count as killed."""
         for rank, recorder in self._recorders.items():
             if ranks is None or rank in ranks:
                 recorder.leave(None, now + self._ahead[rank])

@@ -1,4 +1,4 @@
-"""What the tests of `syncprims.training` share."""
+"""Helpers for tests of `syncprims.training`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch._dynamo  # optimizers import it at their first step: here once, not in every rank
+import torch._dynamo  # optimizers import it at their first step; imported once here
 from conftest import KINDS
 from torch import nn
 from torch.utils.data import DataLoader
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)  # ranks share the processors
 
-#: On these every behaviour of training is tried; the contract of backends has tests of its own.
+#: Every behaviour of training is tested on these. The contract of backends has separate tests.
 TRAINED = [k for k in KINDS if str(k) in ("single-1", "file-2", "file-4", "gloo-2", "torch-2")]
 everywhere = pytest.mark.parametrize("kind", TRAINED, ids=str, indirect=True)
 with_others = pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def unit_model() -> nn.Linear:
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
-    """Return a model in float64, the same for a seed."""
+    """Return a model in float64; the same seed gives the same model."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
@@ -65,16 +65,16 @@ def close(seen: Iterable[float], wanted: Iterable[float], within: float = 1e-12)
 
 
 def feed(data: Any, **options: Any) -> Any:
-    """Return a loader over anything with items, or with an iterator."""
+    """Return a loader over a sequence or an iterable."""
     return DataLoader(data, **options)
 
 
 def rows(count: int) -> torch.utils.data.TensorDataset:
-    """Return rows of three features and their target, in float64."""
+    """Return rows of three features and a target, in float64."""
     x = torch.arange(count * 3, dtype=torch.float64).reshape(count, 3).sin()
     return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
 
 def items(batches: Sequence[Any]) -> list[list[int]]:
-    """Return the batches of a loader over numbers as lists."""
+    """Return the batches of a loader of numbers as lists."""
     return [batch.tolist() for batch in batches]

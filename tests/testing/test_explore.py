@@ -1,4 +1,4 @@
-"""Schedules by seed, faults everywhere, and what is promised of both."""
+"""`explore`: seeded schedules, injected faults, and their guarantees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults strike what they name, or say so; and nothing passes because it never ran."""
+"""Injected faults strike at the given place, and a fault that does not strike is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pytest plugin, in sessions of its own."""
+"""The pytest plugin, in separate pytest sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every classic bug is found, under every schedule, with the right ranks and lines."""
+"""Every classic bug is found under every schedule, with the right ranks and lines."""
 
 from __future__ import annotations
 

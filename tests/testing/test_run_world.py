@@ -1,4 +1,4 @@
-"""What `run_world` promises, in both kinds of world."""
+"""`run_world`, in both kinds of world."""
 
 from __future__ import annotations
 

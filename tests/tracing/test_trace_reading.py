@@ -1,4 +1,4 @@
-"""``syncprims trace``: what it makes of a run, and of files that are not as they were written."""
+"""`syncprims trace`: analysis of a run, and of damaged trace files."""
 
 from __future__ import annotations
 

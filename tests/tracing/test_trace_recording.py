@@ -1,4 +1,4 @@
-"""``SYNCPRIMS_TRACE``: every round of every rank is written down, whatever becomes of the rank."""
+"""`SYNCPRIMS_TRACE`: every round of every rank is recorded, even if the rank is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts written for Accelerate: its configuration objects, trackers, and a reader for all."""
+"""Accelerate scripts: configuration objects, trackers, and data that one rank reads."""
 
 from __future__ import annotations
 

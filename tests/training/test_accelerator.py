@@ -1,4 +1,4 @@
-"""The familiar object, with the familiar names."""
+"""`Accelerator`: the names and results that users of Accelerate know."""
 
 from __future__ import annotations
 

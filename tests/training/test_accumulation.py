@@ -1,4 +1,4 @@
-"""One step out of many micro-batches, exactly as one large batch would make it."""
+"""Gradient accumulation: one step from many micro-batches equals one large batch."""
 
 from __future__ import annotations
 

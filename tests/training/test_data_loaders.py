@@ -1,4 +1,4 @@
-"""Which rank gets which batch, in which order, and how the order goes on after a stop."""
+"""Data loaders: which rank gets which batch, in which order, and how they resume."""
 
 from __future__ import annotations
 

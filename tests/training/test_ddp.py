@@ -1,4 +1,4 @@
-"""Training where the program runs a `torch.distributed` group of its own: models come in DDP."""
+"""Training in a program with its own `torch.distributed` group: models in DDP."""
 
 from __future__ import annotations
 

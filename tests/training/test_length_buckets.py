@@ -1,6 +1,6 @@
-"""Batch samplers of mixed sizes, as of length buckets: no item is lost, and none comes twice.
+"""Batch samplers of mixed sizes (length buckets): no item is lost or repeated.
 
-But for what fills a round up, which `gather_for_metrics` cuts off again.
+The only exception is padding at the end of a round, which `gather_for_metrics` removes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Half precision: autocast, the loss scaler, clipping, and steps that overflow."""
+"""Half precision: autocast, loss scaling, clipping, and steps that overflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""To a type checker, `prepare` returns what it was given; `make lint` reads this file, too."""
+"""For type checkers, `prepare` returns the types of its arguments; mypy checks this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks share has to be alike in all but its values: else all are told, and go on in step."""
+"""Models and tensors whose shapes differ between ranks: all ranks raise and stay in step."""
 
 from __future__ import annotations
 

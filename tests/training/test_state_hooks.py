@@ -1,4 +1,4 @@
-"""Hooks before a job's state is saved or loaded, in the way that Accelerate's scripts know."""
+"""Hooks before a state is saved or loaded, as in Accelerate."""
 
 from __future__ import annotations
 

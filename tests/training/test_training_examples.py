@@ -1,4 +1,4 @@
-"""Two real jobs, in small form, on every backend: they learn, alike on any number of ranks."""
+"""Two small training jobs on every backend: the same result on any number of ranks."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_digits_are_learnt_saved_and_resumed(kind: object, tmp_path: Path) -> No
     first = run(kind, "train_digits.py", *places, "--epochs", 8, "--pause-after", 4)
     assert first.count("prepared 1797 digits") == 1
     again = run(kind, "train_digits.py", *places, "--epochs", 8)
-    assert "goes on after epoch 4" in again
+    assert "continues after epoch 4" in again
     assert "epoch  4" not in again
-    found = re.search(r"best ([\d.]+)% right of 360", again)
+    found = re.search(r"best ([\d.]+)% correct of 360", again)
     assert found is not None
     assert float(found[1]) >= 97
 

@@ -1,4 +1,4 @@
-"""Which backend, and what is said when the answer makes no sense."""
+"""The choice of the backend, and the errors for impossible choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank can end, and what the others hear: separate Python processes, no `try` anywhere."""
+"""How a rank ends, and what the others raise: separate Python processes without `try`."""
 
 from __future__ import annotations
 

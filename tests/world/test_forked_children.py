@@ -1,4 +1,4 @@
-"""Children forked while their parent waits: no ranks, and no harm to the parent's world."""
+"""Forked children are not ranks, and do not disturb the world of their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to stay small where ranks are counted in thousands."""
+"""Costs that must stay small with thousands of ranks."""
 
 from __future__ import annotations
 

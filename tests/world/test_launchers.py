@@ -1,4 +1,4 @@
-"""Who am I? From tables of what real launchers set."""
+"""Detection of launchers, from tables of the variables that they set."""
 
 from __future__ import annotations
 

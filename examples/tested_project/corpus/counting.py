@@ -1,4 +1,4 @@
-"""One rank prepares the text, each counts its share of the lines, all get the sum."""
+"""One rank prepares the text, each rank counts its share of the lines, all get the sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def prepared(path: Path, download: Callable[[], str]) -> list[str]:
-    """Return the lines of the text, which one rank has downloaded, once for all."""
+    """Return the lines of the text. One rank downloads it for all."""
     with main_first(name="download"):
         if not path.exists():
             path.write_text(download())
@@ -21,7 +21,7 @@ def prepared(path: Path, download: Callable[[], str]) -> list[str]:
 
 
 def count_words(lines: list[str]) -> Counter[str]:
-    """Return how often each word occurs in all lines, on every rank."""
+    """Return how often each word occurs in all lines. All ranks get the same result."""
     own = Counter(word for line in split(lines) for word in line.lower().split())
     total: Counter[str] = Counter()
     for counted in all_gather(own):

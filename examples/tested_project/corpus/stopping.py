@@ -1,4 +1,4 @@
-"""Read on until one rank has seen enough; then all stop, after the same line."""
+"""Read until one rank has seen enough; then all ranks stop after the same line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def until_common(lines: Sequence[str], times: int) -> int:
-    """Return after how many lines of each rank one rank has met a word that many times.
+    """Return how many lines each rank reads until one rank has seen a word that many times.
 
-    Shares are padded: a rank with a line less would leave the loop while others still ask it.
+    Shares are padded. A rank with one line less would leave the loop while others wait for it.
     """
     seen: Counter[str] = Counter()
     read = 0

@@ -1,4 +1,4 @@
-"""The same answer on any number of ranks, whether they are threads or processes."""
+"""The result is the same on any number of ranks, as threads and as processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TEXT = "the cat sat\non the mat\nThe end\nof the cat\nand of the mat"
 WORDS = Counter(TEXT.lower().split())
 
-# The body of a marked test runs once on every rank; fixtures are made once, outside.
+# The body of a marked test runs on every rank. Fixtures run once, outside the ranks.
 everywhere = pytest.mark.world(ranks=[1, 2, 3, 4], kind=["threads", "processes"])
 
 
@@ -45,6 +45,6 @@ def test_if_the_download_fails_every_rank_is_told(tmp_path: Path) -> None:
     def download() -> str:
         raise ConnectionError("no route")
 
-    # Rank 0 keeps its own exception; the others get one that names it.
+    # Rank 0 raises its own exception; the others raise one that names rank 0.
     with pytest.raises(ConnectionError if get_rank() == 0 else PeerFailed, match="no route"):
         prepared(tmp_path / "text", download)

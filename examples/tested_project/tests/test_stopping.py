@@ -1,4 +1,4 @@
-"""Bugs that would hang a cluster, caught in milliseconds."""
+"""Tests that find bugs in milliseconds that would make a cluster hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINES = ["a b", "b c", "c b", "b d", "d a"]
 
 
 def careless(lines: list[str]) -> None:
-    """Ask as `until_common` does, but of shares that are not padded."""
+    """Do the same as `until_common`, but with shares that are not padded."""
     for line in split(lines):
         if any_rank("z" in line):
             break
@@ -26,7 +26,7 @@ def test_all_stop_after_the_same_line() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_careless_loop_is_caught(ranks: int) -> None:
-    with pytest.raises(SyncError, match="rank"):  # at once: no timeout has to pass
+    with pytest.raises(SyncError, match="rank"):  # at once, without a timeout
         run_world(lambda: careless(LINES), ranks)
 
 
@@ -41,7 +41,7 @@ def test_a_rank_that_dies_is_named() -> None:
 
 
 def test_half_an_hour_passes_at_once() -> None:
-    """Time is virtual in threads: nobody waits."""
+    """Time is virtual in threads, so the test does not wait."""
 
     def late() -> None:
         barrier("start", timeout=1800)

@@ -1,4 +1,4 @@
-"""What worlds leave behind, one after another and side by side: for the next run, nothing."""
+"""Cleanup: successive and concurrent worlds leave nothing behind for the next run."""
 
 from __future__ import annotations
 

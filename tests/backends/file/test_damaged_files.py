@@ -1,6 +1,6 @@
-"""Damaged and foreign files: a clear error or a clean new start; no crash, no hang, nothing else.
+"""Damaged and foreign files: a clear error or a clean start, no crash and no hang.
 
-The files are found by looking, not by knowing what is in them, so a new layout is tried as well.
+The tests do not know the layout of the files, so they also cover a new layout.
 """
 
 from __future__ import annotations

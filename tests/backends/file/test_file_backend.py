@@ -1,4 +1,4 @@
-"""What only the file backend promises: its directory, its leftovers, its limits."""
+"""Guarantees of the file backend only: its directory, cleanup and limits."""
 
 from __future__ import annotations
 

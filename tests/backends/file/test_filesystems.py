@@ -1,4 +1,4 @@
-"""File systems that will not do: locks that do not hold, and no room left."""
+"""Unsuitable file systems: locks that do not work, and full disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another user who plants things where ranks meet: refused in clear words, or harmless."""
+"""Files planted by another user in the directory of a run: refused, or without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default group of torch.distributed, as a world opens and ends it."""
+"""The default group of torch.distributed: a world opens and closes it."""
 
 from __future__ import annotations
 

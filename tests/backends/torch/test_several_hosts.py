@@ -1,4 +1,4 @@
-"""Several hosts: each a network, a memory and a torchrun agent of its own."""
+"""Several hosts, each with its own network, memory and torchrun agent."""
 
 from __future__ import annotations
 

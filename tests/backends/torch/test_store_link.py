@@ -1,4 +1,4 @@
-"""The thread that waits for the store, once there is no store any more."""
+"""The thread that waits for the store, after the store is gone."""
 
 from __future__ import annotations
 

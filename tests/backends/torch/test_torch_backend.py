@@ -1,4 +1,4 @@
-"""The torch backend beside the program's own torch.distributed, and what it asks of a store."""
+"""The torch backend beside the program's own torch.distributed, and its use of the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves and loads in company: late ranks, groups, other saves, ranks that mean another one."""
+"""Concurrent saves and loads: late ranks, groups, and ranks with different paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is not as it was written is refused, by one kind of error that says which file."""
+"""Corrupted checkpoints are refused with one class of error that names the file."""
 
 from __future__ import annotations
 

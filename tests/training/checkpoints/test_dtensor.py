@@ -1,4 +1,4 @@
-"""Models spread over ranks (DTensor, FSDP2) or replicated (DDP), on Gloo: saved and cut anew."""
+"""Distributed (DTensor, FSDP2) and replicated (DDP) models on Gloo: save and reshard."""
 
 from __future__ import annotations
 

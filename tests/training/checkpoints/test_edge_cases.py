@@ -1,4 +1,4 @@
-"""Corners in which a save or a load could go wrong without anybody noticing."""
+"""Edge cases of saves and loads that could fail silently."""
 
 from __future__ import annotations
 

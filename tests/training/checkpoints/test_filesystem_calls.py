@@ -1,4 +1,4 @@
-"""No call on the file system escapes the seam where faults are injected: strace is witness."""
+"""Every call on the file system goes through the module with fault injection (strace)."""
 
 from __future__ import annotations
 

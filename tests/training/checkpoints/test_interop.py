@@ -1,4 +1,4 @@
-"""What we write others read, and what they write we read: with a real transformer, MiniLM."""
+"""Interoperability: other libraries read our files, and we read theirs, with MiniLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights into a model's own memory: proved first, whatever the disk or the model do."""
+"""Weights are verified, then loaded into the model's own memory."""
 
 from __future__ import annotations
 

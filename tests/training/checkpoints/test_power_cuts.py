@@ -1,4 +1,4 @@
-"""A power cut at any moment of a save, on a disk that promises as little as a disk may."""
+"""Power cuts at any moment of a save, on a simulated disk with minimal guarantees."""
 
 from __future__ import annotations
 

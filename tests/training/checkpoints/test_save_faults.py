@@ -1,4 +1,4 @@
-"""A save that is killed, or fails, at any call on the file system: exactly the old or the new."""
+"""Saves that fail or are killed at any file system call: exactly the old or new one loads."""
 
 from __future__ import annotations
 

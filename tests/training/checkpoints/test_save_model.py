@@ -1,4 +1,4 @@
-"""Models through save_model and load_checkpoint_in_model: exact, whole, and always the newest."""
+"""`save_model` and `load_checkpoint_in_model`: exact, complete, and always the newest."""
 
 from __future__ import annotations
 

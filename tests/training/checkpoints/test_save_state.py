@@ -1,4 +1,4 @@
-"""Whole states: exact, by name, resumed bit for bit in a new process, and without pickle."""
+"""`save_state`: exact, by name, resumed bit for bit in a new process, without pickle."""
 
 from __future__ import annotations
 

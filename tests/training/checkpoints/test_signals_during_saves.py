@@ -1,4 +1,4 @@
-"""A program that is told to end in the middle of a save: it finishes, or leaves nothing behind."""
+"""Signals during a save: it completes, or leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves behind the training, directories of steps, and leaving together when told to stop."""
+"""Background saves, directories of steps, and saves after a stop signal."""
 
 from __future__ import annotations
 
