@@ -28,9 +28,7 @@ def train(options: argparse.Namespace) -> float:
     )
     set_seed(7)
     learn, held_out = digits(options.cache)
-    share = (
-        64 // accelerator.num_processes
-    )  # of a micro-batch; every item of a step weighs the same, on any number of ranks
+    share = 64 // accelerator.num_processes  # a micro-batch has 64 items on any number of ranks
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3, weight_decay=0.05)
     steps = options.epochs * math.ceil(len(learn) / 128)

@@ -171,9 +171,9 @@ def _alone(example: Example, folder: str) -> str:
 def _world(example: Example, folder: str, found: re.Match[str]) -> str:
     """Return the error of the lowest rank that raises the class of the example."""
     code = compile(example.code, "train.py", "exec", dont_inherit=True)
-    heard: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("syncprims")
     logger.addHandler(handler)
     before = Path.cwd()
@@ -188,7 +188,7 @@ def _world(example: Example, folder: str, found: re.Match[str]) -> str:
         os.chdir(before)
         logger.removeHandler(handler)
     if example.kind == "warning":
-        return f"warning: {heard[0]}" if heard else "nothing: no warning"
+        return f"warning: {logged[0]}" if logged else "nothing: no warning"
     errors = [o.error for o in run.outcomes if o.error is not None]
     for error in errors:
         if type(error).__name__ == example.kind:

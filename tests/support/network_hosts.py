@@ -136,7 +136,7 @@ class Network:
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
 
     def run(self, source: str, **variables: str) -> None:
-        """Start `source` on all ranks. It can use `rank`, `tell` and all public names."""
+        """Start `source` on all ranks. It can use `rank`, `report` and all public names."""
         script = self.folder / "script.py"
         script.write_text(_HEAD.format(folder=str(self.folder)) + textwrap.dedent(source))
         for host in self.hosts:
@@ -169,7 +169,7 @@ class Network:
         """Cut the link of a host: packets to it are lost without an error."""
         self._at_switch("link", "set", f"v{host.number}", "down")
 
-    def await_told(self, *names: str) -> None:
+    def await_reported(self, *names: str) -> None:
         """Wait until ranks have written files with all these names."""
         deadline = time.monotonic() + PATIENCE
         while not all((self.folder / name).exists() for name in names):
@@ -180,7 +180,7 @@ class Network:
                 assert time.monotonic() < deadline, log
             time.sleep(0.005)
 
-    def told(self, rank: int) -> str:
+    def reported(self, rank: int) -> str:
         """Return the last text that a rank has written."""
         path = self.folder / f"end-{rank}"
         if not path.exists():
@@ -208,7 +208,7 @@ from syncprims import *
 rank = get_rank()
 folder = Path({folder!r})
 
-def tell(name, text=""):
+def report(name, text=""):
     new = folder / f".{{name}}-{{rank}}"
     new.write_text(str(text))
     new.rename(folder / f"{{name}}-{{rank}}")
@@ -220,7 +220,7 @@ def outcome(call):
         said = "passed"
     except SyncError as error:
         said = f"{{type(error).__name__}} {{getattr(error, 'rank', None)}}\\n{{error}}"
-    tell("end", f"{{time.monotonic() - begin:.3f}} {{said}}")
+    report("end", f"{{time.monotonic() - begin:.3f}} {{said}}")
 
 """
 

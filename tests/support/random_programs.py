@@ -256,9 +256,7 @@ def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> His
         hosts = next(h for h in (2, 3, made.ranks) if made.ranks % h == 0)
         world = World("torch", made.ranks, hosts)
         more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store), "SYNCPRIMS_HEARTBEAT": "8"}
-        more["TORCHELASTIC_USE_AGENT_STORE"] = (
-            "True"  # served here, so that it does not end with a rank
-        )
+        more["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # served by this process, not by a rank
     # Imported once here, not in every rank.
     backend_class(world.backend), sp.version()
     reader, writer = os.pipe()
