@@ -82,7 +82,7 @@ def hogs(count: int) -> Generator[None]:
 
 def _burn() -> None:
     parent = os.getppid()
-    while os.getppid() == parent:  # a limit, so that no process keeps running
+    while os.getppid() == parent:  # ends with its parent, however that ends
         sum(range(100_000))
 
 
@@ -97,7 +97,7 @@ def _kill_many(
 
 def _kill_batch(count: int, wait: float, prepare: Callable[[int], None] | None) -> Iterator[float]:
     dice = random.Random(count)
-    leash, end = os.pipe()  # a rank that reads one of the ends holds the other one open
+    leash, end = os.pipe()  # a reader of `leash` ends when `end` is closed
     worlds: list[Started] = []
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -39,13 +39,9 @@ class Library:
     barrier: Callable[[], object]
     gather: Callable[[float], Sequence[float]]  #: gathers a number of every rank on every rank
     calls: Mapping[str, Callable[[], object]]  #: by operation; see catalogue.CONTROL
-    stepped: Mapping[str, Callable[[], object]] = field(
-        default_factory=dict
-    )  #: also measured within a real step
+    stepped: Mapping[str, Callable[[], object]] = field(default_factory=dict)  #: within a real step
     broadcast: Callable[[Array], object] | None = None  #: copies the array of rank 0 to all ranks
-    all_reduce: Callable[[Array, Array], object] | None = (
-        None  #: sums the first array into the second
-    )
+    all_reduce: Callable[[Array, Array], object] | None = None  #: sums 1st array into 2nd
     in_place: bool = False  #: all_reduce works in place only
 
     def slowest(self, figure: float) -> float:
@@ -103,9 +99,7 @@ def _in_a_step(library: Library, call: Callable[[], object], seconds: float) -> 
         until = start + step * period
         time.sleep(max(0.0, until - busy - time.monotonic()))
         work @ work
-        while (
-            time.monotonic() < until
-        ):  # busy, like a training step: an idle processor is slow at first
+        while time.monotonic() < until:  # busy as in training: idle processors start slowly
             work @ work
         begin = time.perf_counter()
         call()
@@ -129,9 +123,7 @@ def data(library: Library, sizes: Sequence[float], seconds: float) -> Figures:
 
 def memory(library: Library, size: int, operation: str) -> Figures:
     """Return the MB that three calls add to each rank: the peak, and what remains, by rank."""
-    _Moves(library, 1).timed(
-        operation
-    )  # the very first call has costs that do not come from arrays
+    _Moves(library, 1).timed(operation)  # the very first call has other costs than its array
     moves = _Moves(library, size)
     moves.fill(0)
     with contextlib.suppress(OSError):  # reset the peak

@@ -118,7 +118,7 @@ def busy_processors() -> Generator[None]:
 
     def burn() -> None:
         parent = os.getppid()
-        while os.getppid() == parent:  # a limit, so that no process keeps running
+        while os.getppid() == parent:  # ends with its parent, however that ends
             sum(range(100_000))
 
     pids = [fork(burn, os.environ.copy()) for _ in range(os.cpu_count() or 1)]
