@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     Sections = Mapping[str, Mapping[str, Any]]
 
 TITLES = {
-    "latency": "Latency against ranks, beside the peers",
-    "bandwidth": "Bandwidth against size, beside the peers",
+    "latency": "Latency by number of ranks, compared with peers",
+    "bandwidth": "Bandwidth by array size, compared with peers",
 }
 WIDTH, HEIGHT = 876, 380
 PANEL, TOP, BOTTOM = 270, 62, 330  #: width of a panel's scale, its upper and lower edge
