@@ -108,7 +108,7 @@ def test_testing_stands_on_the_core_and_knows_no_backend(path: Path) -> None:
         assert "backends" not in name, f"{path.stem} imports {name}: ask the registry"
     heavy = {"torch", "numpy", "filelock"}
     assert not at_import_time(path) & heavy
-    assert "pytest" not in at_import_time(path) or path.stem in ("plugin", "marked")
+    assert "pytest" not in at_import_time(path) or path.stem == "plugin"
 
 
 @pytest.mark.parametrize("path", TRACING, ids=lambda path: path.stem)
@@ -203,7 +203,7 @@ def test_the_package_list_is_the_tree() -> None:
 
 
 def test_no_module_has_grown_into_two() -> None:
-    every = CORE + BACKENDS + TESTING + TRACING + COMMANDS
+    every = CORE + BACKENDS + TRACING + COMMANDS
     sizes = {path.name: len(path.read_text().splitlines()) for path in every}
     assert not {name: size for name, size in sizes.items() if size > 400}
 

@@ -1,6 +1,6 @@
-"""Worlds for unit tests: cheap enough to be thrown away, and exact about what went wrong.
+"""Worlds for unit tests: they start in milliseconds, and report exactly what went wrong.
 
-Nothing of the library imports this package.
+No other part of the library imports this package.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ from .faults import Kill as Kill
 from .faults import Raise as Raise
 from .faults import Stop as Stop
 from .faults import sleep as sleep
-from .once import once_per_session as once_per_session
+from .once_per_session import once_per_session as once_per_session
 from .worlds import run_world as run_world

@@ -1,32 +1,26 @@
-"""Many schedules of one program, and many places for one fault."""
+"""Many schedules of one program, and one fault at each of its rounds."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
 
 from syncprims.arguments import require
 
-from .ambient import ambient
 from .errors import StallError, UncontrolledError
-from .faults import Delay, Fault, Kill, Raise, Stop, kind_of
-from .runs import is_consequence
-from .schedules import Seed
-from .verdict import conclude, refuse_missed
+from .faults import Delay, Fault, Kill, Raise, Stop, exception_type
+from .outcomes import WorldRun, is_consequence
+from .verdict import check_faults_struck, results_of
+from .world_spec import Kind, WorldSpec, choose_seed, test_context
 from .worlds import run_once
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from datetime import timedelta
-
-    from .runs import Run
-    from .worlds import Kind
-
-_FURTHER = 100  # schedules to try after a failure, in search of a shorter one
+_FURTHER = 100  # schedules to try after a failure, to find a shorter one
 
 
 class Explored(NamedTuple):
-    """What :func:`explore` has seen."""
+    """What :func:`explore` has tried."""
 
     schedules: int  #: tried
     distinct: int  #: different orders in which ranks posted
@@ -46,16 +40,17 @@ def explore(
     nodes: int = 1,
     check: Callable[[list[Any]], object] | None = None,
 ) -> Explored:
-    """Return only if ``fn()`` is right under that many schedules, in worlds of threads.
+    """Run ``fn()`` under that many schedules, in worlds of threads; return if none fails.
 
-    If one fails, the failing one with the fewest steps is raised, as by :func:`run_world`, with the
-    seed that replays it. The first schedule is run twice: what is not decided by the seed (a clock,
-    a random number, the order of a set) would make a replay worthless.
+    Otherwise raise the failure with the fewest steps, as :func:`run_world` does, with the seed that
+    replays it. The first schedule is run twice: if something else than the seed decides the calls
+    (a clock, a random number, the order of a set), a replay would be worthless.
 
     :param strategy: "random", or "pct": probabilistic concurrency testing, which finds a bug of
         `depth` orderings with a probability of at least 1 / (ranks * steps ** (depth - 1)) in each
         schedule (Burckhardt et al., ASPLOS 2010).
-    :param check: called with each world's results; what it raises is a failure of that schedule.
+    :param check: called with the results of each world; what it raises is a failure of that
+        schedule.
     :raises UncontrolledError: if the same schedule gives two different runs.
     :raises FaultMissed: if a fault never struck under any of them.
     """
@@ -64,82 +59,63 @@ def explore(
         raise ValueError(f"strategy={strategy!r}: it takes 'random' or 'pct'")
     if schedules < 1 or depth < 1:
         raise ValueError(f"schedules={schedules}, depth={depth}: at least 1 of each")
-    search = _Search(fn, ranks, nodes, [*faults], timeout, check)
-    around = ambient.get()
-    first = Seed.read(seed) if seed is not None else around.seed or Seed.fresh()
-    first = search.prepare(first, strategy, depth)
-    until = schedules
-    for number in range(schedules):
-        if number == until:
-            break
-        search.try_one(first.plus(number), twice=number == 0)
-        if search.failures and until == schedules:
-            until = number + 1 + _FURTHER
-    search.raise_shortest()
-    search.refuse_missed()
-    return Explored(search.tried, len(search.paths), search.steps)
+    spec = WorldSpec(
+        fn, ranks, seed=choose_seed(seed), faults=[*faults], timeout=timeout, nodes=nodes,
+        traced=False,  # a trace of a thousand runs is of no use
+    )  # fmt: skip
+    if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
+        pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
+        spec = dataclasses.replace(spec, seed=pct)
+    search = _ScheduleSearch(spec, check)
+    limit = schedules
+    while search.tried < limit:
+        search.try_next()
+        if search.failures and limit == schedules:
+            limit = min(schedules, search.tried + _FURTHER)
+    return search.conclude()
 
 
-class _Search:
-    """The schedules tried so far."""
+class _ScheduleSearch:
+    """The schedules tried so far, and the shortest failure among them."""
 
-    def __init__(
-        self,
-        fn: Callable[[], Any],
-        ranks: int,
-        nodes: int,
-        faults: list[Fault],
-        timeout: float | timedelta | None,
-        check: Callable[[list[Any]], object] | None,
-    ) -> None:
-        self._fn = fn
-        self._ranks = ranks
-        self._nodes = nodes
-        self._faults = faults
-        self._timeout = timeout
+    def __init__(self, spec: WorldSpec, check: Callable[[list[Any]], object] | None) -> None:
+        self._spec = spec
         self._check = check
-        self._shortest: tuple[int, BaseException] | None = None
+        self._paths: set[int] = set()
+        self._steps = 0  # of the longest
+        self._missed = spec.faults  # under every schedule
+        self._shortest: tuple[int, Exception] | None = None  # steps, failure
         self.tried = 0
         self.failures = 0
-        self.steps = 0
-        self.paths: set[int] = set()
-        self._missed = faults  # in every schedule so far
-        self._last: Run | None = None
 
-    def prepare(self, seed: Seed, strategy: str, depth: int) -> Seed:
-        """Return the first seed; PCT wants to know how many steps there are."""
-        if strategy == "random" or seed.depth:
-            return seed
-        return seed._replace(depth=depth, steps=self._run(seed).steps)
-
-    def try_one(self, seed: Seed, *, twice: bool) -> None:
-        """Run one schedule, and see what it comes to."""
-        run = self._run(seed)
-        if twice:
-            _compare(run, self._run(seed))
+    def try_next(self) -> None:
+        """Run the next schedule; keep its failure if it is the shortest."""
+        spec = dataclasses.replace(self._spec, seed=self._spec.seed.plus(self.tried))
+        run = self._last = run_once(spec)
+        if not self.tried:
+            _compare(run, run_once(spec))
         self.tried += 1
-        self.steps = max(self.steps, run.steps)
-        self.paths.add(hash(tuple(run.path())))
-        self._last, self._missed = run, [fault for fault in self._missed if fault in run.missed]
+        self._steps = max(self._steps, run.steps)
+        self._paths.add(hash(tuple(run.path())))
+        self._missed = [fault for fault in self._missed if fault in run.missed]
         try:
-            results = conclude(run, ambient.get().replay(seed))
-            if self._check is not None:
-                self._checked(results, seed)
+            self._check_results(run, test_context.get().replay(run.seed))
         except Exception as error:
             self.failures += 1
             if self._shortest is None or run.steps < self._shortest[0]:
                 self._shortest = run.steps, error
 
-    def _checked(self, results: list[Any], seed: Seed) -> None:
-        assert self._check is not None
+    def _check_results(self, run: WorldRun, replay: str) -> None:
+        results = results_of(run, replay)
         try:
-            self._check(results)
+            if self._check is not None:
+                self._check(results)
         except Exception as error:
-            error.add_note(ambient.get().replay(seed))
+            error.add_note(replay)
             raise
 
-    def raise_shortest(self) -> None:
-        """Raise the failure with the fewest steps, if there is one."""
+    def conclude(self) -> Explored:
+        """Return what was tried; raise the shortest failure, or that a fault never struck."""
         __tracebackhide__ = True
         if self._shortest is not None:
             steps, error = self._shortest
@@ -148,29 +124,12 @@ class _Search:
                 f"steps"
             )
             raise error
-
-    def refuse_missed(self) -> None:
-        """Raise if a fault has struck under no schedule."""
-        __tracebackhide__ = True
-        assert self._last is not None
-        refuse_missed(self._last, self._missed)
-
-    def _run(self, seed: Seed) -> Run:
-        return run_once(
-            self._fn,
-            self._ranks,
-            nodes=self._nodes,
-            kind="threads",
-            backend=None,
-            seed=seed,
-            faults=self._faults,
-            timeout=self._timeout,
-            traced=False,  # a thousand runs are nothing to look at
-        )
+        check_faults_struck(self._last, self._missed)
+        return Explored(self.tried, len(self._paths), self._steps)
 
 
-def _compare(one: Run, other: Run) -> None:
-    """Raise if two runs of one seed have differed."""
+def _compare(one: WorldRun, other: WorldRun) -> None:
+    """Raise `UncontrolledError` if two runs of one seed differ."""
     __tracebackhide__ = True
     a, b = one.path(), other.path()
     if a == b:
@@ -179,11 +138,11 @@ def _compare(one: Run, other: Run) -> None:
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
-    def shown(run: Run) -> str:
+    def shown(run: WorldRun) -> str:
         if number >= len(run.trace):
             return "had ended"
-        rank, seen = run.trace[number]
-        return f"rank {rank} came to {seen.label}"
+        rank, call = run.trace[number]
+        return f"rank {rank} came to {call.label}"
 
     raise UncontrolledError(
         f"two runs with seed {one.seed} differ from post {number + 1} on: in one, {shown(one)}; in "
@@ -194,7 +153,7 @@ def _compare(one: Run, other: Run) -> None:
 
 
 class Point(NamedTuple):
-    """What came of a fault at one place."""
+    """What a fault did at one round."""
 
     fault: Fault
     results: list[Any] | None  #: by rank, if the world ended well; None from a killed rank
@@ -213,37 +172,35 @@ def every_point(
     timeout: float | timedelta | None = 60,
     most: int = 10_000,
 ) -> list[Point]:
-    """Return what came of `fault` at each round of its rank in turn, from the first to the last.
+    """Run ``fn()`` with `fault` at each round of its rank in turn; return what it did at each.
 
-    It ends with the world that the fault does not meet any more. That the other ranks are told
-    (`PeerLost`, `PeerFailed`, `SyncTimeout`), or that they wait for a stopped rank, is what a fault
-    does, and is in the point; everything else is raised: a deadlock, a failure of somebody else.
+    The last world is the one that ends before the fault strikes. What a fault normally does to the
+    other ranks is in its point: they raise (`PeerLost`, `PeerFailed`, `SyncTimeout`), or wait for a
+    stopped rank. Everything else is raised: a deadlock, or an exception of another rank.
 
-    :param fault: its `at` does not count: ``every_point(fn, Kill(rank=1))``.
-    :param check: called with every point, to see what the fault has left behind.
+    :param fault: its `at` is ignored: ``every_point(fn, Kill(rank=1))``.
+    :param check: called with every point, to check the state that the fault has left.
     """
     __tracebackhide__ = True
     require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
-    chosen = Seed.read(seed) if seed is not None else ambient.get().seed or Seed.fresh()
+    chosen = choose_seed(seed)
     points: list[Point] = []
     for at in range(1, most + 1):
         here = dataclasses.replace(fault, at=at)
-        run = run_once(
-            fn, ranks, kind=kind, backend=backend, seed=chosen, faults=[here], timeout=timeout
-        )
+        run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout))
         point = _point(here, run)
-        if check is not None and run.struck:
-            check(point)
         if not run.struck:
             return points
+        if check is not None:
+            check(point)
         points.append(point)
     raise ValueError(f"{fault} still met a round after {most} worlds; allow more: most=")
 
 
-def _point(fault: Fault, run: Run) -> Point:
+def _point(fault: Fault, run: WorldRun) -> Point:
     __tracebackhide__ = True
     try:
-        return Point(fault, conclude(run, ambient.get().replay(run.seed)), None)
+        return Point(fault, results_of(run, test_context.get().replay(run.seed)), None)
     except BaseException as error:
         if run.struck and _is_expected(fault, error):
             return Point(fault, None, error)
@@ -252,9 +209,9 @@ def _point(fault: Fault, run: Run) -> Point:
 
 
 def _is_expected(fault: Fault, error: BaseException) -> bool:
-    """Tell whether an error is what such a fault does."""
+    """Return whether such a fault normally makes a world end with this error."""
     if isinstance(fault, Raise):
-        return isinstance(error, kind_of(fault.error))
+        return isinstance(error, exception_type(fault.error))
     if isinstance(fault, Stop) and isinstance(error, StallError):
         return True
     return isinstance(fault, Kill | Stop | Delay) and is_consequence(error)
