@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -47,10 +48,11 @@ class RankOutcome:
         """The last call it came to."""
         return self.calls[-1] if self.calls else None
 
-    def run_program(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn()`` as the program of this rank, and record how it ended."""
+    def run_program(self, fn: Callable[[], Any], world: AbstractContextManager[object]) -> None:
+        """Run ``fn()`` as the program of this rank in `world`, and record how it ended."""
         try:
-            self.result = fn()
+            with world:
+                self.result = fn()
             self.end = "returned"
         except WorldAborted:
             pass

@@ -128,14 +128,10 @@ class ThreadWorld:
         current_target.set(self._targets[rank])
         set_writer(self._output, rank)
         environ = {**self._environ, **rank_variables(rank, spec.ranks, spec.nodes)}
-
-        def program() -> Any:
-            self.scheduler.enter(rank)
-            with seated(environ, self._make_backend):
-                return spec.fn()
-
         try:
-            self.outcomes[rank].run_program(program)
+            with contextlib.suppress(WorldAborted):
+                self.scheduler.enter(rank)
+                self.outcomes[rank].run_program(spec.fn, seated(environ, self._make_backend))
         finally:
             self.scheduler.leave(rank)
 

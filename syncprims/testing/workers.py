@@ -96,13 +96,9 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
         def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
             return ProbedBackend(cls(place, settings), probe)
 
-        def program() -> Any:
-            with host():
-                return fn()
-
         become_rank(make_backend)
         outcome = RankOutcome(rank)
-        outcome.run_program(program)
+        outcome.run_program(fn, host())
         outcome.torn = probe.torn
         if probe.waits is not None and probe.calls:
             outcome.waits = probe.calls[-1]
