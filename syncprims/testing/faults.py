@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from syncprims.arguments import require
 from syncprims.interface import Label
 
 
-class FaultTarget(Protocol):
-    """A rank as faults see it; each kind of world has its own."""
+class FaultTarget:
+    """The rank that faults strike: here a process, which is this one."""
 
     def kill(self) -> None:
-        """End the rank at once, as SIGKILL does."""
-        ...
+        """End the rank at once."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Suspend the rank for ever, as SIGSTOP does."""
-        ...
+        """Suspend the rank for ever."""
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def sleep(self, seconds: float) -> None:
-        """Suspend the rank for so many seconds."""
-        ...
+        """Suspend the rank for so many seconds of its time."""
+        time.sleep(seconds)
 
 
-#: The rank that runs in this context, if it is one of a test world.
-current_target: ContextVar[FaultTarget | None] = ContextVar("syncprims_target", default=None)
+#: The rank that runs in this context.
+current_target: ContextVar[FaultTarget] = ContextVar(
+    "syncprims_target", default=FaultTarget()  # noqa: B039 - it has no state
+)  # fmt: skip
 
 
 def sleep(seconds: float) -> None:
     """Return after so many seconds of this rank's time: virtual in threads, else real."""
-    target = current_target.get()
-    if target is None:
-        time.sleep(seconds)
-    else:
-        target.sleep(seconds)
+    current_target.get().sleep(seconds)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ A value is a file that appears complete, by a rename, while its maker holds a lo
 maker that is killed leaves neither, and the next worker makes the value. A maker that raises leaves
 its exception: no worker tries again, and all fail alike.
 
-Every worker also holds a lock of its own from the start to the end of the session. A worker that
-ends and finds none of these held is the last one, and cleans up.
+All workers share one more lock from the start to the end of the session. A worker that ends and can
+have it alone is the last one, and cleans up.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -18,7 +19,7 @@ import shutil
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from syncprims.errors import ConfigurationError
 
@@ -26,7 +27,6 @@ from .exception_transport import pack_exception
 
 T = TypeVar("T")
 
-_POLL = 0.01  # seconds between two tries to get a lock
 _VALUE = ".value"  # how the names of value files end
 
 
@@ -37,7 +37,7 @@ class SessionValues:
         self._find_folder = find_folder
         self._worker = worker
         self._values: dict[str, Any] = {}  # that this worker has made or read
-        self._worker_lock: Any = None
+        self._presence: IO[bytes] | None = None  # a file, locked while this worker runs
 
     @functools.cached_property
     def _folder(self) -> Path:
@@ -46,17 +46,17 @@ class SessionValues:
         return folder
 
     def join(self) -> None:
-        """Hold this worker's lock from now on."""
-        self._worker_lock = self._lock(f"worker-{self._worker}")
+        """Be one of the workers, from now on."""
+        self._presence = self._locked("workers", fcntl.LOCK_SH)
 
     def get(self, name: str, make: Callable[[], T], cleanup: Callable[[T], object] | None) -> T:
         """Return the value of this name; make it if no worker has."""
         if name not in self._values:
-            if self._worker_lock is None:
+            if self._presence is None:
                 self.join()
             digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
             path = self._folder / f"{digest}{_VALUE}"
-            with self._lock(f"making-{digest}"):
+            with self._locked(f"making-{digest}", fcntl.LOCK_EX):
                 self._values[name] = (
                     self._read(path, name) if path.exists() else self._make(path, make, cleanup)
                 )
@@ -92,28 +92,16 @@ class SessionValues:
         raise error
 
     def leave(self) -> None:
-        """Release this worker's lock; the last worker cleans up all values."""
-        if self._worker_lock is None:
+        """End as one of the workers; the last one cleans up all values."""
+        if self._presence is None:
             return
-        with self._lock("leaving"):
-            self._worker_lock.lock.release()
-            self._worker_lock = None
-            if not self._has_other_workers():
-                self._clean_up()
-        if not self._folder.exists() or not any(self._folder.glob(f"*{_VALUE}")):
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _has_other_workers(self) -> bool:
-        """Return whether any other worker holds its lock."""
-        import filelock
-
-        for path in self._folder.glob("worker-*"):
+        with self._presence as file:
+            self._presence = None
             try:
-                with filelock.FileLock(path, timeout=0):
-                    continue
-            except filelock.Timeout:
-                return True
-        return False
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # other workers are there
+            self._clean_up()
 
     def _clean_up(self) -> None:
         for path in self._folder.glob(f"*{_VALUE}"):
@@ -123,13 +111,13 @@ class SessionValues:
                 value, cleanup = pickle.loads(entry)
                 if cleanup is not None:
                     cleanup(value)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _lock(self, name: str) -> Any:
-        """Return this lock, held; as a context manager, it releases the lock at its end."""
-        import filelock  # slow to import, and few sessions need it
-
-        lock = filelock.FileLock(self._folder / name, thread_local=False)
-        return lock.acquire(poll_interval=_POLL)
+    def _locked(self, name: str, how: int) -> IO[bytes]:
+        """Return a file that is locked until it is closed."""
+        file = (self._folder / name).open("wb")
+        fcntl.flock(file, how)
+        return file
 
 
 current_session: ContextVar[SessionValues | None] = ContextVar("syncprims_session", default=None)

@@ -16,12 +16,11 @@ from typing import Any, cast
 
 import pytest
 
-from .explore import explore
 from .once_per_session import SessionValues, current_session
-from .rank_output import CollectedOutput, PrefixedOutput, RankOutput, text_by_rank
+from .rank_output import PrefixedOutput, RankOutput
 from .scheduler import Seed
 from .world_spec import TestContext, test_context
-from .worlds import run_world
+from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
 _OPTIONS = ("ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start", "nodes")
@@ -146,15 +145,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     reads_output = {"capsys", "capfd", "capsysbinary", "capfdbinary"} & {
         *getattr(item, "fixturenames", ())
     }
-    collected: list[CollectedOutput] = []
+    collected = RankOutput()
 
     def make_output() -> RankOutput | None:
         if reads_output:
             return None  # the test itself reads what is printed
-        if item.config.getoption("capture") == "no":
-            return PrefixedOutput()
-        collected.append(CollectedOutput())
-        return collected[-1]
+        return PrefixedOutput() if item.config.getoption("capture") == "no" else collected
 
     seed = item.config.stash.get(_SEED, None)
     token = test_context.set(TestContext(seed, item.nodeid, make_output))
@@ -162,7 +158,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
     finally:
         test_context.reset(token)
-        for rank, stream, text in text_by_rank(collected):
+        for (rank, stream), text in sorted(collected.texts.items()):
             item.add_report_section("call", f"{stream} rank {rank}", text)
 
 

@@ -4,67 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextvars import ContextVar
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, cast
 
 _STREAMS = ("stdout", "stderr")
 
 
-class RankOutput(Protocol):
-    """Receives what ranks print."""
-
-    def write(self, rank: int, stream: str, text: str) -> None:
-        """Take text that `rank` has written to its ``stdout`` or ``stderr``."""
-        ...
-
-    def close(self) -> None:
-        """Complete what is incomplete: no more text comes."""
-        ...
-
-
-class PrefixedOutput:
-    """Prints each line with its rank in front."""
-
-    def __init__(self) -> None:
-        self._targets: dict[str, TextIO] = {name: getattr(sys, name) for name in _STREAMS}
-        self._incomplete: dict[tuple[int, str], str] = {}
-
-    def write(self, rank: int, stream: str, text: str) -> None:
-        """Print the lines that are complete."""
-        *lines, rest = (self._incomplete.pop((rank, stream), "") + text).split("\n")
-        for line in lines:
-            self._targets[stream].write(f"[rank {rank}] {line}\n")
-        if rest:
-            self._incomplete[rank, stream] = rest
-
-    def close(self) -> None:
-        """Print the lines that are incomplete."""
-        for rank, stream in [*self._incomplete]:
-            self.write(rank, stream, "\n")
-
-
-class CollectedOutput:
+class RankOutput:
     """Keeps what ranks print, by rank and stream."""
 
     def __init__(self) -> None:
-        self.texts: dict[tuple[int, str], list[str]] = {}
+        self.texts: dict[tuple[int, str], str] = {}
 
     def write(self, rank: int, stream: str, text: str) -> None:
-        """Keep this text."""
-        self.texts.setdefault((rank, stream), []).append(text)
+        """Take text that `rank` has written to its ``stdout`` or ``stderr``."""
+        self.texts[rank, stream] = self.texts.get((rank, stream), "") + text
 
     def close(self) -> None:
-        """Do nothing."""
+        """End the output of a world: what is incomplete stays so."""
 
 
-def text_by_rank(worlds: Sequence[CollectedOutput]) -> list[tuple[int, str, str]]:
-    """Return rank, stream and all text of it, over all these worlds."""
-    texts: dict[tuple[int, str], str] = {}
-    for world in worlds:
-        for key, parts in world.texts.items():
-            texts[key] = texts.get(key, "") + "".join(parts)
-    return [(rank, stream, text) for (rank, stream), text in sorted(texts.items())]
+class PrefixedOutput(RankOutput):
+    """Prints each line with its rank in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._targets: dict[str, TextIO] = {name: getattr(sys, name) for name in _STREAMS}
+
+    def write(self, rank: int, stream: str, text: str) -> None:
+        """Print the lines that are complete."""
+        *lines, rest = (self.texts.pop((rank, stream), "") + text).split("\n")
+        for line in lines:
+            self._targets[stream].write(f"[rank {rank}] {line}\n")
+        if rest:
+            self.texts[rank, stream] = rest
+
+    def close(self) -> None:
+        """Print the lines that are incomplete."""
+        for rank, stream in [*self.texts]:
+            self.write(rank, stream, "\n")
 
 
 #: The rank that runs in this context, and the output of its world.

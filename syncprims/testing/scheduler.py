@@ -24,32 +24,24 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .errors import WorldAborted
 
 
-class Schedule(Protocol):
-    """Decides which rank continues; asked at every *step*, where a rank gives up its turn."""
-
-    def pick(self, able: Sequence[int], current: int | None) -> int:
-        """Return one of `able` (ascending); `current` had the turn, or is None if it cannot run."""
-        ...
-
-
 class RandomSchedule:
-    """Any rank that can continue, each with equal probability."""
+    """Picks any rank that can continue, each with equal probability."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
 
     def pick(self, able: Sequence[int], current: int | None) -> int:
-        """Return one of `able`."""
+        """Return one of `able`; called at every step, where a rank gives up its turn."""
         return able[int(self._random() * len(able))]
 
 
 class PCTSchedule:
-    """The rank of the highest priority; priorities change at a few random steps."""
+    """Picks the rank of the highest priority; priorities change at a few random steps."""
 
     def __init__(self, seed: int, ranks: int, steps: int, depth: int) -> None:
         source = random.Random(seed)
@@ -61,7 +53,10 @@ class PCTSchedule:
         self._step = 0
 
     def pick(self, able: Sequence[int], current: int | None) -> int:
-        """Return the one of `able` with the highest priority."""
+        """Return the one of `able` with the highest priority.
+
+        :param current: the rank that had the turn, or None if it cannot continue.
+        """
         self._step += 1
         lower = self._changes.get(self._step)
         if lower is not None:
@@ -101,7 +96,7 @@ class Seed(NamedTuple):
         """Return the seed of the `count`-th next schedule of the same kind."""
         return self._replace(number=self.number + count)
 
-    def schedule(self, ranks: int) -> Schedule:
+    def schedule(self, ranks: int) -> RandomSchedule | PCTSchedule:
         """Return the schedule of this seed."""
         if self.depth:
             return PCTSchedule(self.number, ranks, max(1, self.steps), self.depth)
@@ -138,7 +133,10 @@ class Scheduler:
     """
 
     def __init__(
-        self, ranks: int, schedule: Schedule, break_standstill: Callable[[], bool]
+        self,
+        ranks: int,
+        schedule: RandomSchedule | PCTSchedule,
+        break_standstill: Callable[[], bool],
     ) -> None:
         self.steps = 0  #: decisions made
         self.turn = 0  #: the rank that runs

@@ -21,7 +21,7 @@ from syncprims.registry import backend_class
 from syncprims.world import clean_environ, seated
 
 from .errors import Killed, WorldAborted
-from .faults import current_target
+from .faults import FaultTarget, current_target
 from .outcomes import RankOutcome, WorldRun, trim_stack
 from .probe import JOIN, Observer, Probe, ProbedBackend, RecordedCall
 from .rank_output import RankOutput, capture_ranks, set_writer
@@ -33,8 +33,8 @@ _GRACE = 2.0  # seconds for threads to end once their world has been given up
 _DEBUGGERS = ("bdb", "pdb", "pydevd")
 
 
-class _ThreadTarget:
-    """What faults do to a rank that is a thread."""
+class _ThreadTarget(FaultTarget):
+    """A rank that is a thread."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world
@@ -54,19 +54,8 @@ class _ThreadTarget:
         self._world.scheduler.sleep(self._rank, seconds)
 
 
-class _PostTracer(Observer):
-    """Records the order of all posts."""
-
-    def __init__(self, run: WorldRun) -> None:
-        self._trace = run.trace
-
-    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
-        if call.label.kind != JOIN:
-            self._trace.append((rank, call))
-
-
-class ThreadWorld:
-    """One run of a world of threads."""
+class ThreadWorld(Observer):
+    """One run of a world of threads; it observes its ranks."""
 
     def __init__(self, spec: WorldSpec, output: RankOutput | None) -> None:
         self._spec = spec
@@ -82,10 +71,9 @@ class ThreadWorld:
         self._worlds_begun = [0] * spec.ranks
         self.outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
         self._run = WorldRun(self.outcomes, spec.faults, spec.seed)
-        tracer = _PostTracer(self._run)
         self._targets = [_ThreadTarget(self, rank) for rank in range(spec.ranks)]
         self.probes = [
-            Probe(rank, spec.faults, target, tracer) for rank, target in enumerate(self._targets)
+            Probe(rank, spec.faults, target, self) for rank, target in enumerate(self._targets)
         ]
         self._threads = [
             threading.Thread(
@@ -121,6 +109,11 @@ class ThreadWorld:
         return run
 
     # -- a rank -----------------------------------------------------------------------------------
+
+    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
+        """Record the order of all posts."""
+        if call.label.kind != JOIN:
+            self._run.trace.append((rank, call))
 
     def _run_rank(self, rank: int) -> None:
         spec = self._spec

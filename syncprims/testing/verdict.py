@@ -48,7 +48,7 @@ def results_of(run: WorldRun, replay: str) -> list[Any]:
         _raise_causes(run, causes, replay)
     if run.gave_up:
         text = f"{run.gave_up}\n{_all_lines(run)}\n{run.stacks}".rstrip()
-        raise _noted(StallError(text), replay)
+        raise add_note(StallError(text), replay)
     if failed:
         _raise_consequence(run, failed, replay)
     died = [outcome.rank for outcome in run.outcomes if outcome.end == "died"]
@@ -58,7 +58,7 @@ def results_of(run: WorldRun, replay: str) -> list[Any]:
             f"To let a rank die in a test, use a fault: Kill(rank=..., at=...).",
             rank=died[0],
         )
-        raise _noted(error, replay)
+        raise add_note(error, replay)
     if not run.struck and not any(outcome.torn for outcome in run.outcomes):
         _check_equal_rounds(run, replay)
     return [outcome.result for outcome in run.outcomes]
@@ -87,12 +87,12 @@ def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> 
     # By name: a class that is made in a function is another one each time.
     kinds = {(type(o.error).__module__, type(o.error).__qualname__) for o in real}
     if len(kinds) == 1:
-        _raise_noted(min(real, key=lambda outcome: outcome.rank), run, replay)
+        _raiseadd_note(min(real, key=lambda outcome: outcome.rank), run, replay)
     real = sorted(real, key=lambda outcome: (len(outcome.calls), outcome.rank))
     ranks = [outcome.rank for outcome in real]
     errors = [_with_report(outcome, run, ranks, "") for outcome in real]
     text = f"{_named(ranks)} of {len(run.outcomes)} failed independently"
-    raise _noted(BaseExceptionGroup(text, errors), replay)
+    raise add_note(BaseExceptionGroup(text, errors), replay)
 
 
 def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str) -> NoReturn:
@@ -102,8 +102,8 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
         error = outcome.error
         if error is not None and (run.has_cycle or _waited_for_finished(error, run)):
             error.__cause__ = None  # the lines of the deadlock say where it was, and more
-            raise _noted(_deadlock(run), replay) from error
-    _raise_noted(min(failed, key=lambda o: (not o.handled, o.rank)), run, replay)
+            raise add_note(_deadlock(run), replay) from error
+    _raiseadd_note(min(failed, key=lambda o: (not o.handled, o.rank)), run, replay)
 
 
 def _waited_for_finished(error: BaseException, run: WorldRun) -> bool:
@@ -134,7 +134,7 @@ def _check_equal_rounds(run: WorldRun, replay: str) -> None:
             of[outcome.rank] += 1
     if any(len(set(of.values())) > 1 for of in counts.values()):
         what = "all ranks finished, but not with the same calls"
-        raise _noted(UnequalRounds(_described(what, run)), replay)
+        raise add_note(UnequalRounds(_described(what, run)), replay)
 
 
 def _is_skip(error: BaseException | None) -> bool:
@@ -145,7 +145,7 @@ def _is_skip(error: BaseException | None) -> bool:
     )
 
 
-def _raise_noted(outcome: RankOutcome, run: WorldRun, replay: str) -> NoReturn:
+def _raiseadd_note(outcome: RankOutcome, run: WorldRun, replay: str) -> NoReturn:
     __tracebackhide__ = True
     raise _with_report(outcome, run, [outcome.rank], replay)
 
@@ -162,11 +162,12 @@ def _with_report(
     if len(run.outcomes) > 1 or replay:
         lines = [f"rank {outcome.rank} of {len(run.outcomes)}: {_position(outcome, run)}"]
         lines += [f"  rank {o.rank}: {_end(o, run)}" for o in run.outcomes if o.rank not in shown]
-        _noted(_noted(error, "\n".join(lines)), replay)
+        add_note(add_note(error, "\n".join(lines)), replay)
     return error
 
 
-def _noted(error: E, note: str) -> E:
+def add_note(error: E, note: str) -> E:
+    """Return `error` with this note, unless it is empty or there already."""
     if note and note not in getattr(error, "__notes__", ()):
         with contextlib.suppress(Exception):  # an exception may forbid it
             error.add_note(note)

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from syncprims.version import version
 from syncprims.world import become_rank, host
 
 from .exception_transport import PackedException, pack_exception
-from .faults import Fault, current_target
+from .faults import Fault, FaultTarget, current_target
 from .journal import JournalWriter
 from .outcomes import RankOutcome
 from .probe import Probe, ProbedBackend
@@ -72,26 +71,13 @@ class WorkerSpec:
 # -- in a worker -----------------------------------------------------------------------------------
 
 
-class _ProcessTarget:
-    """What faults do to this process."""
-
-    def kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-
 def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
     """Run `fn` as this rank, write the report, and end this process."""
     code = 1
     try:
         _set_up(spec, rank)
         observer = JournalWriter(spec.path("journal", rank), spec.verdict, spec.faults)
-        probe = Probe(rank, spec.faults, _ProcessTarget(), observer)
+        probe = Probe(rank, spec.faults, FaultTarget(), observer)
 
         def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
             return ProbedBackend(cls(place, settings), probe)
@@ -134,7 +120,7 @@ def _set_up(spec: WorkerSpec, rank: int) -> None:
     os.environ.update(spec.environ)
     os.environ.update(rank_variables(rank, spec.ranks))
     entered.set(None)
-    current_target.set(_ProcessTarget())
+    current_target.set(FaultTarget())  # not that of a forked thread
     set_writer(None, rank)
     torch = sys.modules.get("torch")
     if torch is not None:

@@ -6,16 +6,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
 
 from syncprims.arguments import require, seconds
 
 from .faults import Fault
 from .rank_output import PrefixedOutput, RankOutput
 from .scheduler import Seed
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 Kind = Literal["threads", "processes"]
 Start = Literal["fork", "forkserver", "spawn"]

@@ -1,16 +1,22 @@
-"""``run_world``: a function on every rank of a world that exists as long as the call."""
+"""The three ways to run worlds: once, under many schedules, and with a fault at each round."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from .faults import Fault
-from .outcomes import WorldRun
+from syncprims.arguments import require
+
+from .errors import StallError, UncontrolledError
+from .faults import Delay, Fault, Kill, Raise, Stop, exception_type
+from .outcomes import WorldRun, is_consequence
 from .thread_world import ThreadWorld
-from .verdict import check_faults_struck, results_of
+from .verdict import add_note, check_faults_struck, results_of
 from .world_spec import Kind, Start, WorldSpec, choose_seed, test_context
+
+_FURTHER = 100  # schedules to try after a failure, to find a shorter one
 
 
 def run_world(
@@ -67,3 +73,202 @@ def run_once(spec: WorldSpec) -> WorldRun:
     from .process_world import ProcessWorld  # imports much that worlds of threads do not need
 
     return ProcessWorld(spec, output).run()
+
+
+# -- many schedules --------------------------------------------------------------------------------
+
+
+class Explored(NamedTuple):
+    """What :func:`explore` has tried."""
+
+    schedules: int  #: tried
+    distinct: int  #: different orders in which ranks posted
+    steps: int  #: of the longest
+
+
+def explore(
+    fn: Callable[[], Any],
+    ranks: int = 4,
+    *,
+    schedules: int = 1000,
+    strategy: Literal["random", "pct"] = "random",
+    depth: int = 2,
+    seed: int | str | None = None,
+    faults: Iterable[Fault] = (),
+    timeout: float | timedelta | None = 60,
+    nodes: int = 1,
+    check: Callable[[list[Any]], object] | None = None,
+) -> Explored:
+    """Run ``fn()`` under that many schedules, in worlds of threads; return if none fails.
+
+    Otherwise raise the failure with the fewest steps, as :func:`run_world` does, with the seed that
+    replays it. The first schedule is run twice: if something else than the seed decides the calls
+    (a clock, a random number, the order of a set), a replay would be worthless.
+
+    :param strategy: "random", or "pct": probabilistic concurrency testing, which finds a bug of
+        `depth` orderings with a probability of at least 1 / (ranks * steps ** (depth - 1)) in each
+        schedule (Burckhardt et al., ASPLOS 2010).
+    :param check: called with the results of each world; what it raises is a failure of that
+        schedule.
+    :raises UncontrolledError: if the same schedule gives two different runs.
+    :raises FaultMissed: if a fault never struck under any of them.
+    """
+    __tracebackhide__ = True
+    if strategy not in ("random", "pct"):
+        raise ValueError(f"strategy={strategy!r}: it takes 'random' or 'pct'")
+    if schedules < 1 or depth < 1:
+        raise ValueError(f"schedules={schedules}, depth={depth}: at least 1 of each")
+    spec = WorldSpec(
+        fn, ranks, seed=choose_seed(seed), faults=[*faults], timeout=timeout, nodes=nodes,
+        traced=False,  # a trace of a thousand runs is of no use
+    )  # fmt: skip
+    if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
+        pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
+        spec = dataclasses.replace(spec, seed=pct)
+    search = _ScheduleSearch(spec, check)
+    limit = schedules
+    while search.tried < limit:
+        search.try_next()
+        if search.failures and limit == schedules:
+            limit = min(schedules, search.tried + _FURTHER)
+    return search.conclude()
+
+
+class _ScheduleSearch:
+    """The schedules tried so far, and the shortest failure among them."""
+
+    def __init__(self, spec: WorldSpec, check: Callable[[list[Any]], object] | None) -> None:
+        self._spec = spec
+        self._check = check
+        self._paths: set[int] = set()
+        self._steps = 0  # of the longest
+        self._missed = spec.faults  # under every schedule
+        self._shortest: tuple[int, Exception] | None = None  # steps, failure
+        self.tried = 0
+        self.failures = 0
+
+    def try_next(self) -> None:
+        """Run the next schedule; keep its failure if it is the shortest."""
+        spec = dataclasses.replace(self._spec, seed=self._spec.seed.plus(self.tried))
+        run = self._last = run_once(spec)
+        if not self.tried:
+            _compare(run, run_once(spec))
+        self.tried += 1
+        self._steps = max(self._steps, run.steps)
+        self._paths.add(hash(tuple(run.path())))
+        self._missed = [fault for fault in self._missed if fault in run.missed]
+        replay = test_context.get().replay(run.seed)
+        try:
+            results = results_of(run, replay)
+            if self._check is not None:
+                self._check(results)
+        except Exception as error:
+            add_note(error, replay)
+            self.failures += 1
+            if self._shortest is None or run.steps < self._shortest[0]:
+                self._shortest = run.steps, error
+
+    def conclude(self) -> Explored:
+        """Return what was tried; raise the shortest failure, or that a fault never struck."""
+        __tracebackhide__ = True
+        if self._shortest is not None:
+            steps, error = self._shortest
+            error.add_note(
+                f"{self.failures} of {self.tried} schedules fail; this is the shortest, of {steps} "
+                f"steps"
+            )
+            raise error
+        check_faults_struck(self._last, self._missed)
+        return Explored(self.tried, len(self._paths), self._steps)
+
+
+def _compare(one: WorldRun, other: WorldRun) -> None:
+    """Raise `UncontrolledError` if two runs of one seed differ."""
+    __tracebackhide__ = True
+    a, b = one.path(), other.path()
+    if a == b:
+        return
+    number = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+    def shown(run: WorldRun) -> str:
+        if number >= len(run.trace):
+            return "had ended"
+        rank, call = run.trace[number]
+        return f"rank {rank} came to {call.label}"
+
+    raise UncontrolledError(
+        f"two runs with seed {one.seed} differ from post {number + 1} on: in one, {shown(one)}; in "
+        f"the other, {shown(other)}. Something that the seed does not decide steers the calls: a "
+        f"clock, a random number without a seed of its own, the order of a set, or what an earlier "
+        f"run has left in a global"
+    )
+
+
+# -- a fault at each round -------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """What a fault did at one round."""
+
+    fault: Fault
+    results: list[Any] | None  #: by rank, if the world ended well; None from a killed rank
+    error: BaseException | None  #: else what it ended with
+
+
+def every_point(
+    fn: Callable[[], Any],
+    fault: Fault,
+    ranks: int = 4,
+    *,
+    check: Callable[[Point], object] | None = None,
+    kind: Kind = "threads",
+    backend: str | None = None,
+    seed: int | str | None = None,
+    timeout: float | timedelta | None = 60,
+    most: int = 10_000,
+) -> list[Point]:
+    """Run ``fn()`` with `fault` at each round of its rank in turn; return what it did at each.
+
+    The last world is the one that ends before the fault strikes. What a fault normally does to the
+    other ranks is in its point: they raise (`PeerLost`, `PeerFailed`, `SyncTimeout`), or wait for a
+    stopped rank. Everything else is raised: a deadlock, or an exception of another rank.
+
+    :param fault: its `at` is ignored: ``every_point(fn, Kill(rank=1))``.
+    :param check: called with every point, to check the state that the fault has left.
+    """
+    __tracebackhide__ = True
+    require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
+    chosen = choose_seed(seed)
+    points: list[Point] = []
+    for at in range(1, most + 1):
+        here = dataclasses.replace(fault, at=at)
+        run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout))
+        point = _point(here, run)
+        if not run.struck:
+            return points
+        if check is not None:
+            check(point)
+        points.append(point)
+    raise ValueError(f"{fault} still met a round after {most} worlds; allow more: most=")
+
+
+def _point(fault: Fault, run: WorldRun) -> Point:
+    __tracebackhide__ = True
+    try:
+        return Point(fault, results_of(run, test_context.get().replay(run.seed)), None)
+    except BaseException as error:
+        if run.struck and _is_expected(fault, error):
+            return Point(fault, None, error)
+        error.add_note(f"with {fault}" if run.struck else "without a fault")
+        raise
+
+
+def _is_expected(fault: Fault, error: BaseException) -> bool:
+    """Return whether such a fault normally makes a world end with this error."""
+    if isinstance(fault, Raise):
+        return isinstance(error, exception_type(fault.error))
+    if isinstance(fault, Stop) and isinstance(error, StallError):
+        return True
+    return isinstance(fault, Kill | Stop | Delay) and is_consequence(error)
