@@ -7,6 +7,7 @@ observed in the same way. What it does not change it delegates, whatever the con
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import get_annotations
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
@@ -86,7 +87,8 @@ def _delegating(contract: type, *instance_attributes: str) -> Callable[[type[T]]
     """Return a class decorator: what the class does not define of `contract` comes from `inner`."""
 
     def decorate(cls: type[T]) -> type[T]:
-        for name in {*vars(contract), *instance_attributes} - vars(cls).keys():
+        names = {*vars(contract), *get_annotations(contract), *instance_attributes}
+        for name in names - vars(cls).keys():
             if not name.startswith("_"):
                 setattr(cls, name, property(attrgetter(f"inner.{name}")))
         return cls
