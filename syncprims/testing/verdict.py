@@ -71,7 +71,7 @@ def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
         fault = missed[0]
         raise FaultMissed(
             f"{fault} never struck, and tests nothing: rank {fault.rank} "
-            f"{_calls(run.outcomes[fault.rank], run)}. Let at= be the number of a round, or the "
+            f"{_calls(run.outcomes[fault.rank], run)}. Set at= to the number of a round, or to the "
             f"name or kind of a call",
             rank=fault.rank,
         )

@@ -89,7 +89,7 @@ class WorldSpec:
             if fault.rank >= ranks:
                 raise ValueError(f"{fault}: there are ranks 0 to {ranks - 1}")
         if nodes < 1 or ranks % nodes:
-            raise ValueError(f"nodes={nodes}: {ranks} ranks cannot be as many on each")
+            raise ValueError(f"nodes={nodes}: {ranks} ranks cannot be divided equally among them")
         if nodes > 1 and self.kind != "threads":
             raise ValueError(f"nodes={nodes}: processes are on this machine; say kind='threads'")
         seconds(self.timeout)
