@@ -164,27 +164,24 @@ class BackendContract:
                     b"%d %d" % (base + number, member) for member in board.members
                 ]
 
+    @_on_every_rank
     def test_incomplete_round_stays_uncollected(self) -> None:
         """`collect` returns None after its timeout, and can be called again."""
         self.needs_others()
-
-        def program() -> None:
-            board = _board()
-            if sp.get_rank() == 0:
-                board.post(_note())
-                assert board.collect(0.0) is None
-                assert board.collect(0.02) is None
-                assert (board.posted, board.collected) == (2, 1)
-                board.post(_note())  # the others wait for this one
-            else:
-                _wait_until(lambda: board.status(0).rounds == 3)
-                board.post(_note())
-                board.post(_note())
-            for number in (2, 3):
-                assert len(_collect(board)) == len(board.members)
-                assert board.collected == number
-
-        self.run(program)
+        board = _board()
+        if sp.get_rank() == 0:
+            board.post(_note())
+            assert board.collect(0.0) is None
+            assert board.collect(0.02) is None
+            assert (board.posted, board.collected) == (2, 1)
+            board.post(_note())  # the others wait for this one
+        else:
+            _wait_until(lambda: board.status(0).rounds == 3)
+            board.post(_note())
+            board.post(_note())
+        for number in (2, 3):
+            assert len(_collect(board)) == len(board.members)
+            assert board.collected == number
 
     @_on_every_rank
     def test_status_shows_the_progress_of_a_member(self) -> None:
@@ -405,19 +402,15 @@ class BackendContract:
             assert set(sp.all_gather(number)) == {number}
             sp.barrier()
 
+    @_on_every_rank
     def test_groups_do_not_disturb_each_other(self) -> None:
         """Rounds of some ranks, between those of all."""
         self.needs_others()
-        ranks = self.ranks
-
-        def program() -> None:
-            few = sp.group([0, 1])
-            for number in range(20):
-                if sp.get_rank() < 2:
-                    assert few.all_gather((number, sp.get_rank())) == [(number, 0), (number, 1)]
-                assert sp.all_reduce(1) == ranks
-
-        self.run(program)
+        few = sp.group([0, 1])
+        for number in range(20):
+            if sp.get_rank() < 2:
+                assert few.all_gather((number, sp.get_rank())) == [(number, 0), (number, 1)]
+            assert sp.all_reduce(1) == self.ranks
 
     @_on_every_rank
     def test_lagging_trigger_fires_on_all_ranks_at_once(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -185,12 +186,10 @@ class _ScheduleSearch:
 def _compare(one: WorldRun, other: WorldRun) -> None:
     """Raise `UncontrolledError` if two runs of one seed differ."""
     __tracebackhide__ = True
-    a, b = one.path(), other.path()
-    if a == b:
+    posts = enumerate(itertools.zip_longest(one.path(), other.path()))
+    number = next((number for number, (a, b) in posts if a != b), None)
+    if number is None:
         return
-    number = next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
     def shown(run: WorldRun) -> str:
         if number >= len(run.trace):
