@@ -87,7 +87,8 @@ def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> 
     # By name: a class that is made in a function is another one each time.
     kinds = {(type(o.error).__module__, type(o.error).__qualname__) for o in real}
     if len(kinds) == 1:
-        _raiseadd_note(min(real, key=lambda outcome: outcome.rank), run, replay)
+        first = min(real, key=lambda outcome: outcome.rank)
+        raise _with_report(first, run, [first.rank], replay)
     real = sorted(real, key=lambda outcome: (len(outcome.calls), outcome.rank))
     ranks = [outcome.rank for outcome in real]
     errors = [_with_report(outcome, run, ranks, "") for outcome in real]
@@ -103,7 +104,8 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
         if error is not None and (run.has_cycle or _waited_for_finished(error, run)):
             error.__cause__ = None  # the lines of the deadlock say where it was, and more
             raise add_note(_deadlock(run), replay) from error
-    _raiseadd_note(min(failed, key=lambda o: (not o.handled, o.rank)), run, replay)
+    first = min(failed, key=lambda outcome: (not outcome.handled, outcome.rank))
+    raise _with_report(first, run, [first.rank], replay)
 
 
 def _waited_for_finished(error: BaseException, run: WorldRun) -> bool:
@@ -143,11 +145,6 @@ def _is_skip(error: BaseException | None) -> bool:
     return any(kind.__module__ == "_pytest.outcomes" for kind in kinds) and any(
         kind.__name__ in ("Skipped", "XFailed") for kind in kinds
     )
-
-
-def _raiseadd_note(outcome: RankOutcome, run: WorldRun, replay: str) -> NoReturn:
-    __tracebackhide__ = True
-    raise _with_report(outcome, run, [outcome.rank], replay)
 
 
 def _with_report(

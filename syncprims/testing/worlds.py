@@ -126,61 +126,45 @@ def explore(
     if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
         pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
         spec = dataclasses.replace(spec, seed=pct)
-    search = _ScheduleSearch(spec, check)
-    limit = schedules
-    while search.tried < limit:
-        search.try_next()
-        if search.failures and limit == schedules:
-            limit = min(schedules, search.tried + _FURTHER)
-    return search.conclude()
+    return _try_schedules(spec, schedules, check)
 
 
-class _ScheduleSearch:
-    """The schedules tried so far, and the shortest failure among them."""
-
-    def __init__(self, spec: WorldSpec, check: Callable[[list[Any]], object] | None) -> None:
-        self._spec = spec
-        self._check = check
-        self._paths: set[int] = set()
-        self._steps = 0  # of the longest
-        self._missed = spec.faults  # under every schedule
-        self._shortest: tuple[int, Exception] | None = None  # steps, failure
-        self.tried = 0
-        self.failures = 0
-
-    def try_next(self) -> None:
-        """Run the next schedule; keep its failure if it is the shortest."""
-        spec = dataclasses.replace(self._spec, seed=self._spec.seed.plus(self.tried))
-        run = self._last = run_once(spec)
-        if not self.tried:
-            _compare(run, run_once(spec))
-        self.tried += 1
-        self._steps = max(self._steps, run.steps)
-        self._paths.add(hash(tuple(run.path())))
-        self._missed = [fault for fault in self._missed if fault in run.missed]
+def _try_schedules(
+    spec: WorldSpec, schedules: int, check: Callable[[list[Any]], object] | None
+) -> Explored:
+    """Run that many schedules; raise the failure with the fewest steps, if there is one."""
+    __tracebackhide__ = True
+    paths: set[int] = set()
+    missed = spec.faults  # under every schedule
+    shortest: tuple[int, Exception] | None = None  # steps, failure
+    tried = failures = steps = 0
+    run = run_once(spec)  # the first schedule is run twice
+    while tried < schedules:
+        earlier, run = run, run_once(dataclasses.replace(spec, seed=spec.seed.plus(tried)))
+        if not tried:
+            _compare(earlier, run)
+        tried += 1
+        steps = max(steps, run.steps)
+        paths.add(hash(tuple(run.path())))
+        missed = [fault for fault in missed if fault in run.missed]
         replay = test_context.get().replay(run.seed)
         try:
             results = results_of(run, replay)
-            if self._check is not None:
-                self._check(results)
+            if check is not None:
+                check(results)
         except Exception as error:
-            add_note(error, replay)
-            self.failures += 1
-            if self._shortest is None or run.steps < self._shortest[0]:
-                self._shortest = run.steps, error
-
-    def conclude(self) -> Explored:
-        """Return what was tried; raise the shortest failure, or that a fault never struck."""
-        __tracebackhide__ = True
-        if self._shortest is not None:
-            steps, error = self._shortest
-            error.add_note(
-                f"{self.failures} of {self.tried} schedules fail; this is the shortest, of {steps} "
-                f"steps"
-            )
-            raise error
-        check_faults_struck(self._last, self._missed)
-        return Explored(self.tried, len(self._paths), self._steps)
+            failures += 1
+            if failures == 1:
+                schedules = min(schedules, tried + _FURTHER)
+            if shortest is None or run.steps < shortest[0]:
+                shortest = run.steps, add_note(error, replay)
+    if shortest is not None:
+        raise add_note(
+            shortest[1],
+            f"{failures} of {tried} schedules fail; this is the shortest, of {shortest[0]} steps",
+        )
+    check_faults_struck(run, missed)
+    return Explored(tried, len(paths), steps)
 
 
 def _compare(one: WorldRun, other: WorldRun) -> None:
