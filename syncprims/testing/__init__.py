@@ -1,6 +1,6 @@
-"""Worlds for unit tests: cheap enough to be thrown away, and exact about what went wrong.
+"""Worlds for unit tests: they start in milliseconds, and report exactly what went wrong.
 
-Nothing of the library imports this package.
+No other part of the library imports this package.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from .errors import RankDied as RankDied
 from .errors import StallError as StallError
 from .errors import UncontrolledError as UncontrolledError
 from .errors import UnequalRounds as UnequalRounds
-from .explore import Explored as Explored
-from .explore import Point as Point
-from .explore import every_point as every_point
-from .explore import explore as explore
 from .faults import Delay as Delay
 from .faults import Fault as Fault
 from .faults import Kill as Kill
 from .faults import Raise as Raise
 from .faults import Stop as Stop
 from .faults import sleep as sleep
-from .once import once_per_session as once_per_session
+from .once_per_session import once_per_session as once_per_session
+from .worlds import Explored as Explored
+from .worlds import Point as Point
+from .worlds import every_point as every_point
+from .worlds import explore as explore
 from .worlds import run_world as run_world

@@ -1,105 +1,428 @@
-"""The conformance suite for backends: what :mod:`syncprims.interface` asks for, tried out.
+"""The conformance suite for backends: what :mod:`syncprims.interface` requires, as tests.
 
     class TestMine(BackendContract):
         backend = "mine"
 
-Pytest runs every method as a test: first boards alone, then what the library makes of them.
+Pytest runs every method as a test: first boards alone, then the library on top of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import syncprims as sp
+from syncprims import errors
+from syncprims._world.registry import backend_class
+from syncprims._world.runtime import current
+from syncprims.interface import Backend, Board, Label, Note, Status
 
-from .board_contract import BoardContract, board, until
+from .faults import Fault, Kill, sleep
+from .probe import ProbedBoard
+from .worlds import run_world
+
+_TIME_LIMIT = 30.0  # seconds; nothing here should take more than one
 
 
-class BackendContract(BoardContract):
-    """What every backend keeps. Derive, and name the backend."""
+def _board() -> Board:
+    """Return the board of all ranks, as the backend made it; round 1 was the start's."""
+    found = current().group._rounds._board  # pyright: ignore[reportPrivateUsage]
+    return found.inner if isinstance(found, ProbedBoard) else found
 
-    def test_every_primitive_works(self) -> None:
-        """All collectives, with the values they promise."""
-        ranks = self.ranks
 
-        def program() -> None:
-            rank = sp.get_rank()
-            assert sp.get_world_size() == ranks
-            for src in range(ranks):
-                assert sp.broadcast({"from": rank}, src=src) == {"from": src}
-            assert sp.all_gather((rank, "x" * rank)) == [(r, "x" * r) for r in range(ranks)]
-            assert sp.all_reduce(rank + 1) == ranks * (ranks + 1) // 2
-            assert sp.all_reduce({"a": [rank]}, "max") == {"a": [ranks - 1]}
-            assert sp.any_rank(rank == 0)
-            assert sp.all_ranks(rank == 0) is (ranks == 1)
-            sp.assert_same("alike", "word")
-            with sp.main_first():
-                pass
-            with sp.in_turn():
-                pass
-            assert sp.on_main(share=True)(lambda: "main's")() == "main's"
+def _note(name: str = "contract", payload: bytes = b"") -> Note:
+    return Note(Label("test", name, site="contract.py:1"), False, payload)
 
-        self.run(program)
 
-    def test_arrays_are_the_same_bits_everywhere(self) -> None:
-        """Broadcast and all-reduce of arrays of all sizes."""
-        ranks = self.ranks
+def _collect(board: Board) -> Sequence[Note]:
+    """Return the notes of the next round, which completes."""
+    deadline = board.now() + _TIME_LIMIT
+    while (notes := board.collect(0.2)) is None:
+        assert board.verdict() is None, board.verdict()
+        assert board.now() < deadline, "the round does not complete"
+    return notes
 
-        def program() -> None:
-            import numpy
 
-            rank = sp.get_rank()
-            for size in (0, 1, 1_000, 400_000):
-                mine = numpy.arange(size, dtype=numpy.float64) + rank
-                got = sp.broadcast(mine, src=ranks - 1)
-                assert (got == numpy.arange(size) + ranks - 1).all()
-                total = sp.all_reduce(mine)
-                sp.assert_same(total, "total")
-                assert (total == ranks * numpy.arange(size) + sum(range(ranks))).all()
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """Return when the condition is true; other ranks run meanwhile."""
+    board = _board()
+    deadline = board.now() + _TIME_LIMIT
+    while not condition():
+        assert board.now() < deadline, "the condition does not become true"
+        sleep(0.001)
 
-        self.run(program)
 
-    def test_nobody_leaves_a_barrier_before_all_have_entered(self) -> None:
-        """Seen over many rounds, by what each has said before."""
+def _wait_in_vain(board: Board, rank: int, state: str) -> Status:
+    """Return the status of `rank` once it has ended as `state` says, which ends waits."""
+    deadline = board.now() + _TIME_LIMIT
+    while board.status(rank).state != state:
+        assert board.now() < deadline
+        assert board.collect(0.2) is None
+    assert board.collect(_TIME_LIMIT) is None
+    return board.status(rank)
 
-        def program() -> None:
-            for number in range(100):
-                assert set(sp.all_gather(number)) == {number}
-                sp.barrier()
 
-        self.run(program)
+def _on_every_rank(body: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a test that runs this body on every rank of a world of the backend."""
 
-    def test_groups_do_not_disturb_each_other(self) -> None:
-        """Rounds of a part of the ranks, between those of all."""
+    @functools.wraps(body)
+    def test(self: BackendContract) -> None:
+        __tracebackhide__ = True
+        self.run(functools.partial(body, self))
+
+    return test
+
+
+class BackendContract:
+    """The tests that every backend has to pass. Derive a class from it, and name the backend."""
+
+    backend: str  #: its name, as in SYNCPRIMS_BACKEND
+    kind: Literal["threads", "processes"] = "processes"
+    ranks = 3  #: of most worlds; 1 for a backend that has no others
+
+    def run(self, program: Callable[[], Any], faults: Sequence[Fault] = ()) -> list[Any]:
+        """Return what `program` returns on each rank of a world of this backend."""
+        name = None if self.kind == "threads" else self.backend
+        return run_world(program, self.ranks, kind=self.kind, backend=name, faults=faults)
+
+    def needs_others(self) -> None:
+        """Skip the test if there is never more than one rank."""
+        if self.ranks < 2:
+            import pytest
+
+            pytest.skip("a world of one")
+
+    # -- boards ---------------------------------------------------------------------------------
+
+    def test_registry_finds_the_backend_by_its_name(self) -> None:
+        """The class has that name, and says what it can do."""
+        cls = backend_class(self.backend)
+        assert issubclass(cls, Backend)
+        assert cls.name == self.backend
+        assert isinstance(cls.spans_hosts, bool)
+        assert isinstance(cls.detects_death, bool)
+
+    @_on_every_rank
+    def test_round_has_the_notes_of_all_in_member_order(self) -> None:
+        """Labels, flags, payloads and failures arrive as they were posted."""
+        board, rank = _board(), sp.get_rank()
+        mine = Note(
+            Label("kind", f"näme {rank}", rank, "op", f"file.py:{rank}"),
+            rank % 2 == 0,
+            b"\0" * rank,
+            b"failed" if rank == 1 else b"",
+        )
+        board.post(mine)
+        notes = _collect(board)
+        assert len(notes) == self.ranks
+        for member, found in enumerate(notes):
+            assert found.label == Label("kind", f"näme {member}", member, "op")
+            assert found.label.site == f"file.py:{member}"
+            assert found.flag == (member % 2 == 0)
+            assert found.payload == b"\0" * member
+            assert found.failure == (b"failed" if member == 1 else b"")
+
+    @_on_every_rank
+    def test_no_name_and_an_empty_name_differ(self) -> None:
+        """None stays None, and "" stays ""."""
+        board = _board()
+        for name in (None, ""):
+            board.post(Note(Label("kind", name)))
+            assert {found.label.name for found in _collect(board)} == {name}
+
+    @_on_every_rank
+    def test_payloads_of_any_size_arrive(self) -> None:
+        """From nothing to megabytes, different on each rank."""
+        board, rank = _board(), sp.get_rank()
+        for size in (0, 1, 100, 5_000, 300_000, 3_000_000):
+            board.post(_note(payload=bytes([rank + 1]) * size))
+            assert [found.payload for found in _collect(board)] == [
+                bytes([member + 1]) * size for member in board.members
+            ]
+
+    @_on_every_rank
+    def test_rounds_are_counted(self) -> None:
+        """`posted` and `collected` are exact after every call."""
+        board = _board()
+        for number in range(2, 40):
+            assert board.posted == board.collected == number - 1
+            board.post(_note(str(number)))
+            assert (board.posted, board.collected) == (number, number - 1)
+            assert {found.label.name for found in _collect(board)} == {str(number)}
+
+    @_on_every_rank
+    def test_several_rounds_may_be_outstanding(self) -> None:
+        """A note stays readable until all have collected its round."""
+        board, rank = _board(), sp.get_rank()
+        for base in (0, 100):
+            for number in range(board.depth):
+                board.post(_note(payload=b"%d %d" % (base + number, rank)))
+            for number in range(board.depth):
+                assert [found.payload for found in _collect(board)] == [
+                    b"%d %d" % (base + number, member) for member in board.members
+                ]
+
+    @_on_every_rank
+    def test_incomplete_round_stays_uncollected(self) -> None:
+        """`collect` returns None after its timeout, and can be called again."""
         self.needs_others()
-        ranks = self.ranks
+        board = _board()
+        if sp.get_rank() == 0:
+            board.post(_note())
+            assert board.collect(0.0) is None
+            assert board.collect(0.02) is None
+            assert (board.posted, board.collected) == (2, 1)
+            board.post(_note())  # the others wait for this one
+        else:
+            _wait_until(lambda: board.status(0).rounds == 3)
+            board.post(_note())
+            board.post(_note())
+        for number in (2, 3):
+            assert len(_collect(board)) == len(board.members)
+            assert board.collected == number
+
+    @_on_every_rank
+    def test_status_shows_the_progress_of_a_member(self) -> None:
+        """Rounds, the last label and the state."""
+        board = _board()
+        board.post(_note("second"))
+        _collect(board)
+        for member in board.members:
+            status = board.status(member)
+            assert status.rounds >= 2
+            assert status.state == "alive"
+            assert status.label is not None
+            assert status.label.kind == "test"
+        board.post(_note("third"))
+        _collect(board)
+
+    @_on_every_rank
+    def test_time_never_goes_back(self) -> None:
+        """Each value of `now` is at least the one before."""
+        board = _board()
+        times: list[float] = []
+        for _ in range(5):
+            times.append(board.now())
+            board.post(_note())
+            _collect(board)
+        assert times == sorted(times)
+
+    def test_published_words_can_be_read(self) -> None:
+        """All ranks read what a rank publishes, unless the backend does not support it."""
+
+        def program() -> set[bytes]:
+            backend = current()._backend  # pyright: ignore[reportPrivateUsage]
+            backend.publish(b"word of %d" % sp.get_rank() + b"." * 2000)
+            sp.barrier()
+            words = [backend.published(member) for member in range(sp.get_world_size())]
+            sp.barrier()
+            for member, word in enumerate(words):
+                assert word in (b"", b"word of %d" % member + b"." * 2000)
+            return {word[:4] for word in words}
+
+        assert {frozenset(found) for found in self.run(program)} in (
+            {frozenset([b""])},
+            {frozenset([b"word"])},
+        )
+
+    @_on_every_rank
+    def test_windows_are_shared(self) -> None:
+        """If there is a window, all read what one writes, and objects travel in notes."""
+        window = _board().window()
+        sizes = sp.all_gather(0 if window is None else len(window.memory))
+        assert len(set(sizes)) == 1
+        if window is None:
+            return
+        rank = sp.get_rank()
+        assert _board().note_limit is None, "a window is for arrays, and no object passes"
+        window.memory[rank] = rank + 1
+        window.fence()
+        sp.barrier()
+        window.fence()
+        assert list(window.memory[: len(sizes)]) == [r + 1 for r in range(len(sizes))]
+        sp.barrier()
+
+    # -- aborts -----------------------------------------------------------------------------------
+
+    def test_abort_breaks_the_board_for_all(self) -> None:
+        """No rank passes the round, and all get the same verdict."""
+        self.needs_others()
+
+        def program() -> bytes | None:
+            board = _board()
+            if sp.get_rank() == 0:
+                board.abort(b"verdict of 0")
+            _wait_until(lambda: board.verdict() is not None)
+            board.abort(b"too late")
+            board.post(_note())
+            assert board.collect(0.2) is None
+            assert board.collected == 1
+            return board.verdict()
+
+        assert self.run(program) == [b"verdict of 0"] * self.ranks
+
+    def test_simultaneous_aborts_leave_one_verdict(self) -> None:
+        """The verdict of one rank stands, on all ranks."""
+        self.needs_others()
+
+        def program() -> bytes | None:
+            board = _board()
+            board.abort(b"verdict of %d" % sp.get_rank())
+            _wait_until(lambda: board.verdict() is not None)
+            return board.verdict()
+
+        found = self.run(program)
+        assert len(set(found)) == 1
+        assert found[0] in [b"verdict of %d" % rank for rank in range(self.ranks)]
+
+    def test_rounds_before_an_abort_stay_collectable(self) -> None:
+        """A verdict on the next round does not affect this one."""
+        self.needs_others()
+
+        def program() -> Any:
+            board = _board()
+            board.post(_note("whole"))
+            if sp.get_rank() == 0:
+                _collect(board)
+                board.abort(b"verdict")
+            else:
+                _wait_until(lambda: board.status(0).rounds >= 2)
+                _collect(board)
+            _wait_until(lambda: board.verdict() is not None)
+            return board.collected, board.verdict()
+
+        assert self.run(program) == [(2, b"verdict")] * self.ranks
+
+    @_on_every_rank
+    def test_abort_of_a_complete_round_does_nothing(self) -> None:
+        """All notes are posted: every rank passes."""
+        board = _board()
+        board.post(_note())
+        _wait_until(lambda: all(board.status(member).rounds >= 2 for member in board.members))
+        board.abort(b"too late")
+        assert board.verdict() is None
+        _collect(board)
+        assert board.collected == 2
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def test_finished_member_is_seen_and_ends_waits(self) -> None:
+        """A wait for a member that has finished is in vain, and ends."""
+        self.needs_others()
+
+        def program() -> str:
+            board = _board()
+            if sp.get_rank() == 1:
+                return "left"
+            board.post(_note())
+            assert _wait_in_vain(board, 1, "finished").rounds == 1
+            return "saw it"
+
+        expected = ["saw it"] * self.ranks
+        expected[1] = "left"
+        assert self.run(program) == expected
+
+    def test_failed_member_leaves_its_failure(self) -> None:
+        """The state is failed, and the status contains what the rank raised."""
+        self.needs_others()
 
         def program() -> None:
-            few = sp.group([0, 1])
-            for number in range(20):
-                if sp.get_rank() < 2:
-                    assert few.all_gather((number, sp.get_rank())) == [(number, 0), (number, 1)]
-                assert sp.all_reduce(1) == ranks
+            board = _board()
+            if sp.get_rank() == 1:
+                raise LookupError("no such shard")
+            board.post(_note())
+            failed = errors.load(_wait_in_vain(board, 1, "failed").failure)
+            assert failed.failures[1].message == "no such shard"
 
-        self.run(program)
+        with contextlib.suppress(LookupError):
+            self.run(program)
+            raise AssertionError("the failing rank's exception is lost")
 
-    def test_a_lagging_trigger_fires_everywhere_at_once(self) -> None:
-        """Deferred rounds are answered alike."""
+    def test_killed_member_is_lost(self) -> None:
+        """If the backend detects death, the state is lost, and waits end."""
+        self.needs_others()
+        if not backend_class(self.backend).detects_death:
+            import pytest
 
-        def program() -> list[bool]:
-            trigger = sp.Trigger(lag=1)
-            found: list[bool] = []
-            for step in range(30):
-                if step == 20 and sp.get_rank() == sp.get_world_size() - 1:
-                    trigger.set("now")
-                found.append(trigger.check())
-            return found
+            pytest.skip("it cannot tell a dead rank from a slow one, and says so")
 
-        assert self.run(program) == [[step == 21 for step in range(30)]] * self.ranks
+        def program() -> str:
+            board = _board()
+            if sp.get_rank() == 1:
+                sp.barrier("its last")
+            board.post(_note())
+            _wait_in_vain(board, 1, "lost")
+            return "saw it"
+
+        expected: list[Any] = ["saw it"] * self.ranks
+        expected[1] = None
+        assert self.run(program, faults=[Kill(1, at="its last")]) == expected
+
+    # -- the library on top of the boards -------------------------------------------------------
+
+    @_on_every_rank
+    def test_every_primitive_works(self) -> None:
+        """All collectives return the values they promise."""
+        ranks, rank = self.ranks, sp.get_rank()
+        assert sp.get_world_size() == ranks
+        for src in range(ranks):
+            assert sp.broadcast({"from": rank}, src=src) == {"from": src}
+        assert sp.all_gather((rank, "x" * rank)) == [(r, "x" * r) for r in range(ranks)]
+        assert sp.all_reduce(rank + 1) == ranks * (ranks + 1) // 2
+        assert sp.all_reduce({"a": [rank]}, "max") == {"a": [ranks - 1]}
+        assert sp.any_rank(rank == 0)
+        assert sp.all_ranks(rank == 0) is (ranks == 1)
+        sp.assert_same("alike", "word")
+        with sp.main_first():
+            pass
+        with sp.in_turn():
+            pass
+        assert sp.on_main(share=True)(lambda: "main's")() == "main's"
+
+    @_on_every_rank
+    def test_arrays_have_the_same_bits_on_all_ranks(self) -> None:
+        """Broadcast and all-reduce of arrays of all sizes."""
+        import numpy
+
+        ranks, rank = self.ranks, sp.get_rank()
+        for size in (0, 1, 1_000, 400_000):
+            mine = numpy.arange(size, dtype=numpy.float64) + rank
+            got = sp.broadcast(mine, src=ranks - 1)
+            assert (got == numpy.arange(size) + ranks - 1).all()
+            total = sp.all_reduce(mine)
+            sp.assert_same(total, "total")
+            assert (total == ranks * numpy.arange(size) + sum(range(ranks))).all()
+
+    @_on_every_rank
+    def test_no_rank_leaves_a_barrier_before_all_have_entered(self) -> None:
+        """Checked over many rounds, by what each rank has gathered before."""
+        for number in range(100):
+            assert set(sp.all_gather(number)) == {number}
+            sp.barrier()
+
+    @_on_every_rank
+    def test_groups_do_not_disturb_each_other(self) -> None:
+        """Rounds of some ranks, between those of all."""
+        self.needs_others()
+        few = sp.group([0, 1])
+        for number in range(20):
+            if sp.get_rank() < 2:
+                assert few.all_gather((number, sp.get_rank())) == [(number, 0), (number, 1)]
+            assert sp.all_reduce(1) == self.ranks
+
+    @_on_every_rank
+    def test_lagging_trigger_fires_on_all_ranks_at_once(self) -> None:
+        """Deferred rounds have the same answer on all ranks."""
+        trigger = sp.Trigger(lag=1)
+        for step in range(30):
+            if step == 20 and sp.get_rank() == sp.get_world_size() - 1:
+                trigger.set("now")
+            assert trigger.check() == (step == 21)
 
     def test_different_calls_are_a_mismatch_on_all_ranks(self) -> None:
-        """With a line for each rank, the same everywhere."""
+        """The message has a line for each rank, and is the same on all."""
         self.needs_others()
 
         def program() -> str:
@@ -113,13 +436,13 @@ class BackendContract(BoardContract):
         assert "rank 0: barrier 'b'" in said
         assert "rank 1: barrier 'a'" in said
 
-    def test_a_timeout_names_who_is_missing(self) -> None:
-        """And the board stays broken, also for who comes late."""
+    def test_timeout_names_the_missing_rank(self) -> None:
+        """The board stays broken, also for the rank that comes late."""
         self.needs_others()
 
         def program() -> Any:
             if sp.get_rank() == 1:
-                until(lambda: board().verdict() is not None)
+                _wait_until(lambda: _board().verdict() is not None)
             try:
                 sp.barrier("late", timeout=0.3)
             except sp.SyncTimeout as error:
@@ -128,18 +451,15 @@ class BackendContract(BoardContract):
 
         assert self.run(program) == [[1]] * self.ranks
 
-    def test_a_shared_failure_leaves_all_in_step(self) -> None:
-        """What fails in `main_first` fails on all, and they go on."""
+    @_on_every_rank
+    def test_shared_failure_leaves_all_in_step(self) -> None:
+        """What fails in `main_first` fails on all ranks, and they can continue."""
+        with contextlib.suppress(OSError, sp.PeerFailed), sp.main_first():
+            raise OSError("no room")
+        assert sp.all_reduce(1) == self.ranks
 
-        def program() -> int:
-            with contextlib.suppress(OSError, sp.PeerFailed), sp.main_first():
-                raise OSError("no room")
-            return sp.all_reduce(1)
-
-        assert self.run(program) == [self.ranks] * self.ranks
-
-    def test_worlds_come_one_after_another(self) -> None:
-        """Nothing of one is seen by the next."""
+    def test_worlds_follow_each_other(self) -> None:
+        """Nothing of one world is visible in the next."""
 
         def program() -> list[int]:
             return sp.all_gather(sp.get_rank())

@@ -1,4 +1,4 @@
-"""What a world in a test can end with, beside what its ranks raise."""
+"""How a test world can fail, in addition to the exceptions of its ranks."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from syncprims.errors import CollectiveMismatch, SyncError
 
 
 class DeadlockError(SyncError, RuntimeError):
-    """Nobody can go on and somebody waits; a line for each rank says where."""
+    """No rank can continue and at least one waits; a line for each rank shows where it is."""
 
 
 class StallError(SyncError, TimeoutError):
-    """The world does not end, but not because ranks wait for each other: one is busy, or stopped.
+    """The world does not end, but there is no deadlock: a rank is busy, or stopped by a fault.
 
-    The stacks of all ranks are in the message.
+    The message contains the stacks of all ranks.
     """
 
 
 class UnequalRounds(CollectiveMismatch):
-    """The ranks ended well, but some had made more calls than others."""
+    """All ranks ended without an error, but some made more calls than others."""
 
 
 class RankDied(SyncError, RuntimeError):
-    """The process of a rank ended without a result, and nobody else noticed."""
+    """The process of a rank ended without a result, and no other rank noticed it."""
 
 
 class FaultMissed(SyncError, RuntimeError):
-    """A fault never struck, and nothing had ended the world before: its `at` is no such call.
+    """A fault never struck, although nothing ended the world early: no call matches its `at`.
 
     A test with such a fault could not fail.
     """
 
 
 class UncontrolledError(SyncError, RuntimeError):
-    """The same seed gave two different runs: something in the test is not decided by it."""
+    """The same seed gave two different runs: the test depends on something else than the seed."""
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank that a fault kills. What it still calls raises this again."""
+    """Ends the thread of a rank that a fault kills. Later calls of that rank raise it again."""
 
 
 class WorldAborted(BaseException):
-    """Ends the threads of ranks when their world is given up."""
+    """Ends the threads of all ranks when their world is given up."""
 
 
-for _kind in (DeadlockError, StallError, UnequalRounds, RankDied, FaultMissed, UncontrolledError):
-    _kind.__module__ = "syncprims.testing"  # tracebacks show the name that users import
+for _public in (DeadlockError, StallError, UnequalRounds, RankDied, FaultMissed, UncontrolledError):
+    _public.__module__ = "syncprims.testing"  # tracebacks show the name that users import

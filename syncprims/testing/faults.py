@@ -1,44 +1,43 @@
-"""What can be made to go wrong on a rank, at its k-th round or at a call of a name."""
+"""Faults: what can go wrong on a rank, at its k-th round or at a call of some name."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from syncprims._protocol.validation import require
-
-if TYPE_CHECKING:
-    from syncprims.interface import Label
+from syncprims.interface import Label
 
 
-class Victim(Protocol):
-    """What can be done to a rank, in whatever kind of world."""
+class FaultTarget:
+    """The rank that faults strike: here a process, which is this one."""
 
     def kill(self) -> None:
-        """End it without a word, as SIGKILL does."""
-        ...
+        """End the rank at once."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Let it never go on, as SIGSTOP does."""
-        ...
+        """Suspend the rank for ever."""
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def sleep(self, seconds: float) -> None:
-        """Let it come later."""
-        ...
+        """Suspend the rank for so many seconds of its time."""
+        time.sleep(seconds)
 
 
-here: ContextVar[Victim | None] = ContextVar("syncprims_victim", default=None)
+#: The rank that runs in this context.
+current_target: ContextVar[FaultTarget] = ContextVar(
+    "syncprims_target", default=FaultTarget()  # noqa: B039 - it has no state
+)  # fmt: skip
 
 
 def sleep(seconds: float) -> None:
-    """Return when so much time has passed for this rank: virtual in threads, else real."""
-    rank = here.get()
-    if rank is None:
-        time.sleep(seconds)
-    else:
-        rank.sleep(seconds)
+    """Return after so many seconds of this rank's time: virtual in threads, else real."""
+    current_target.get().sleep(seconds)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Fault:
     kind of a call: ``at="epoch end"``, ``at="barrier"``. It happens once.
 
     :raises ValueError: if there is no such round.
-    :raises TypeError: if it is neither a number nor a name.
+    :raises TypeError: if `at` is neither a number nor a name.
     """
 
     rank: int
@@ -63,35 +62,15 @@ class Fault:
         if self.rank < 0 or (isinstance(self.at, int) and self.at < 1):
             raise ValueError(f"{self}: ranks count from 0, and rounds from 1")
 
-    def strikes(self, rank: int, number: int, label: Label) -> bool:
-        """Tell whether it happens to this rank at this round."""
-        if rank != self.rank:
-            return False
-        return (
-            number == self.at if isinstance(self.at, int) else self.at in (label.name, label.kind)
-        )
-
-    def do(self, victim: Victim) -> None:
-        """Let it happen."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """The rank dies. In a world of threads its stack is unwound, but it is dead for the others."""
-
-    def do(self, victim: Victim) -> None:
-        """Let it happen."""
-        victim.kill()
+    """The rank dies. In a world of threads its stack is unwound; the other ranks see it dead."""
 
 
 @dataclass(frozen=True)
 class Stop(Fault):
-    """The rank is stopped and never goes on, but is not dead."""
-
-    def do(self, victim: Victim) -> None:
-        """Let it happen."""
-        victim.stop()
+    """The rank is suspended and never continues, but it is not dead."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +80,11 @@ class Delay(Fault):
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no time."""
+        """Check `seconds`."""
         super().__post_init__()
         require(self.seconds, (int, float), "seconds is a number")
         if not self.seconds >= 0:
             raise ValueError(f"{self}: seconds are 0 or more")
-
-    def do(self, victim: Victim) -> None:
-        """Let it happen."""
-        victim.sleep(self.seconds)
-
-
-def kind_of(error: BaseException | type[BaseException]) -> type[Any]:
-    """Return the class of what is raised."""
-    return error if isinstance(error, type) else type(error)
 
 
 @dataclass(frozen=True)
@@ -124,11 +94,32 @@ class Raise(Fault):
     error: BaseException | type[BaseException] = RuntimeError
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be raised."""
+        """Check `error`."""
         super().__post_init__()
-        if not issubclass(kind_of(self.error), BaseException):
+        if not issubclass(exception_type(self.error), BaseException):
             raise TypeError(f"{self}: error is an exception, or a class of them")
 
-    def do(self, victim: Victim) -> None:
-        """Let it happen."""
-        raise self.error
+
+def exception_type(error: BaseException | type[BaseException]) -> type[Any]:
+    """Return the class of `error`, which may be one itself."""
+    return error if isinstance(error, type) else type(error)
+
+
+def is_due(fault: Fault, rank: int, number: int, label: Label) -> bool:
+    """Return whether `fault` strikes `rank` at its round of this number and label."""
+    return rank == fault.rank and fault.at in (number, label.name, label.kind)
+
+
+def apply_fault(fault: Fault, target: FaultTarget) -> None:
+    """Make `fault` happen to the rank that runs here."""
+    match fault:
+        case Kill():
+            target.kill()
+        case Stop():
+            target.stop()
+        case Delay():
+            target.sleep(fault.seconds)
+        case Raise():
+            raise fault.error
+        case _:
+            raise NotImplementedError(f"{fault} is no Kill, Raise, Delay or Stop")

@@ -1,155 +1,143 @@
-"""What a rank that is a process does, written down so that it outlives the rank.
+"""The journal of a rank that is a process: what it does, written so that it survives the rank.
 
-A journal is a file that one rank appends to, a line at a time, and that its parent reads. So the
-parent knows what a killed rank did last, and that all ranks wait and nobody can go on: then nobody
-writes any more, and what is written says so. That is no guess and takes no timeout: a rank that
-waits posts nothing, and each waits for a note that somebody else who waits has not posted.
+A journal is a file to which one rank appends lines, and which its parent reads. So the parent knows
+what a killed rank did last. It also finds deadlocks, without a timeout: a rank that waits writes
+nothing, so what the journals contain at two looks in a row is true at one time.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from syncprims import errors
-from syncprims.errors import CollectiveMismatch
 from syncprims.interface import Label
 
-from .probe import Seen, Witness
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .faults import Fault
+from .deadlock import Wait, deadlock_error, find_any_cycle
+from .faults import Fault
+from .probe import Observer, RecordedCall
 
 
-class Scribe(Witness):
-    """Writes a journal, in the rank; reads there what the parent has found out."""
+class JournalWriter(Observer):
+    """Writes the journal of one rank, and reads the verdict that the parent may leave for it."""
 
-    def __init__(self, journal: Path, verdict: Path, faults: list[Fault]) -> None:
+    def __init__(self, journal: Path, verdict: Path, faults: Sequence[Fault]) -> None:
         self._fd = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._verdict = verdict
         self._faults = faults
         self._waits: tuple[Any, ...] | None = None
 
-    def came(self, rank: int, seen: Seen) -> None:
-        """Write that the rank has come to a call."""
-        self._write("came", *_pack(seen))
+    def on_call(self, rank: int, call: RecordedCall) -> None:
+        """Write the call."""
+        self._write("call", *_encode(call))
 
-    def posted(self, rank: int, seen: Seen, number: int) -> None:
-        """Write that it has posted."""
-        self._write("posted", seen.members, number)
+    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
+        """Write the number of the round."""
+        self._write("post", _join(call.members), number)
 
-    def struck(self, rank: int, fault: Fault) -> None:
-        """Write that a fault is about to strike."""
-        self._write("struck", self._faults.index(fault))
+    def on_fault(self, rank: int, fault: Fault) -> None:
+        """Write which fault it is."""
+        self._write("fault", self._faults.index(fault))
 
-    def waits(self, rank: int, seen: Seen, number: int, until: float) -> bytes | None:
-        """Write that it waits, once for each wait."""
-        wait = (*_pack(seen), number, until < math.inf)
-        if wait != self._waits:
-            self._waits = wait
-            self._write("waits", *wait)
+    def on_wait(self, rank: int, call: RecordedCall, number: int, until: float) -> bytes | None:
+        """Write where it waits, once for each wait; return the parent's verdict."""
+        waits = (*_encode(call), number, until < math.inf)
+        if waits != self._waits:
+            self._waits = waits
+            self._write("wait", *waits)
         return self._verdict.read_bytes() if self._verdict.exists() else None
 
-    def goes_on(self, rank: int) -> None:
-        """Write that it does not wait any more."""
+    def on_wait_end(self, rank: int) -> None:
+        """Write that the wait is over."""
         if self._waits is not None:
             self._waits = None
-            self._write("goes on")
+            self._write("wait end")
 
-    def _write(self, *what: Any) -> None:
-        os.write(self._fd, json.dumps(what).encode() + b"\n")
-
-
-def _pack(seen: Seen) -> tuple[Any, str]:
-    return seen.members, seen.label.encode().decode("utf-8", "surrogatepass")
+    def _write(self, event: str, *facts: Any) -> None:
+        os.write(self._fd, json.dumps((event, *facts)).encode() + b"\n")
 
 
-def _unpack(members: list[int], label: str) -> Seen:
-    return Seen(tuple(members), Label.decode(label.encode("utf-8", "surrogatepass")))
+def _join(members: Sequence[int]) -> str:
+    return ",".join(map(str, members))
+
+
+def _encode(call: RecordedCall) -> tuple[str, str]:
+    return _join(call.members), call.label.encode().decode("utf-8", "surrogatepass")
+
+
+@functools.lru_cache(maxsize=4096)  # a loop makes the same calls many times
+def _decode(members: str, label: str) -> RecordedCall:
+    decoded = Label.decode(label.encode("utf-8", "surrogatepass"))
+    return RecordedCall(tuple(map(int, members.split(","))), decoded)
 
 
 class Journal:
-    """Reads one, in the parent."""
+    """The journal of one rank, as far as the parent has read it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read = 0
-        self._known: dict[tuple[Any, ...], Seen] = {}
-        self.calls: list[Seen] = []
+        self._offset = 0
+        self.posted: dict[str, int] = {}  #: number of rounds, by members of the board
+        self.calls: list[RecordedCall] = []
         self.struck: list[int] = []  #: numbers of faults
-        self.posted: dict[tuple[int, ...], int] = {}  #: by board
-        self.waits: Seen | None = None
+        self.waits: RecordedCall | None = None
         self.number = 0  #: of the round that it waits for
-        self.bounded = False  #: it waits with a deadline
+        self.has_deadline = False  #: does the wait end by itself?
 
     def read(self) -> bool:
-        """Read what is new; tell whether anything is."""
+        """Read what is new, and return whether there is anything."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._read)
+                file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return False
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
             self._take(*json.loads(line))
-        return bool(whole)
+        return bool(complete)
 
-    def _take(self, what: str, *facts: Any) -> None:
-        if what == "came":
-            self.calls.append(self._seen(*facts))
-        elif what == "posted":
-            self.posted[tuple(facts[0])] = facts[1]
-        elif what == "struck":
-            self.struck.append(facts[0])
+    def _take(self, event: str, *facts: Any) -> None:
         self.waits = None
-        if what == "waits":
-            members, label, self.number, self.bounded = facts
-            self.waits = self._seen(members, label)
-
-    def _seen(self, members: list[int], label: str) -> Seen:
-        key = (*members, label)
-        if key not in self._known:
-            self._known[key] = _unpack(members, label)
-        return self._known[key]
-
-
-def deadlock(waiting: dict[int, Journal]) -> bytes | None:
-    """Return the verdict for ranks that all wait, if they wait for each other; else None."""
-    stuck: dict[int, Journal] = {}
-    found = waiting
-    while found != stuck:  # until only those are left whose way leads into a circle
-        stuck, found = found, {r: j for r, j in found.items() if missing(j, waiting) & found.keys()}
-    if not stuck:
-        return None
-    lines = "\n".join(
-        f"  rank {rank}: {journal.waits.label} in group {list(journal.waits.members)}"
-        for rank, journal in sorted(stuck.items())
-        if journal.waits is not None
-    )
-    rank = min(stuck)
-    waits = stuck[rank].waits
-    assert waits is not None
-    error = CollectiveMismatch(
-        f"ranks wait for each other in different groups, and none can go on:\n{lines}\n"
-        f"Every rank must make the calls of different groups in the same order.",
-        rank=rank,
-        call=str(waits.label),
-    )
-    return errors.dump(error)
+        match event, facts:
+            case "call", (members, label):
+                self.calls.append(_decode(members, label))
+            case "post", (members, number):
+                self.posted[members] = number
+            case "fault", (number,):
+                self.struck.append(number)
+            case "wait", (members, label, number, has_deadline):
+                self.waits = _decode(members, label)
+                self.number, self.has_deadline = number, has_deadline
+            case _:
+                pass
 
 
-def missing(journal: Journal, all_of: dict[int, Journal]) -> set[int]:
-    """Return those ranks whose notes the round lacks that this one waits for."""
+def missing_ranks(journal: Journal, journals: Mapping[int, Journal]) -> set[int]:
+    """Return the ranks that have not posted to the round that the rank of `journal` waits for."""
     assert journal.waits is not None
-    members = journal.waits.members
+    board = _join(journal.waits.members)
     return {
         rank
-        for rank in members
-        if rank in all_of and all_of[rank].posted.get(members, 0) < journal.number
+        for rank in journal.waits.members
+        if rank in journals and journals[rank].posted.get(board, 0) < journal.number
     }
+
+
+def deadlock_verdict(waiting: Mapping[int, Journal]) -> bytes | None:
+    """Return the verdict for ranks that all wait, if some wait for each other; else None."""
+    waits = {
+        rank: Wait(str(call.label), str([*call.members]), missing_ranks(journal, waiting))
+        for rank, journal in waiting.items()
+        if (call := journal.waits) is not None
+    }
+    cycle = find_any_cycle(waits)
+    if not cycle:
+        return None
+    return errors.dump(deadlock_error({rank: waits[rank] for rank in cycle}, cycle[0]))

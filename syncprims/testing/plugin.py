@@ -1,38 +1,31 @@
-"""The pytest plugin: ``@pytest.mark.world`` runs a test's body once per rank.
+"""The pytest plugin: ``@pytest.mark.world`` runs the body of a test once per rank.
 
-Loaded by pytest at every start, wherever this package is installed: so it imports next to nothing
-until a test asks for a world, and neither torch nor numpy even then.
+Pytest loads it at every start, wherever this package is installed: it must import neither torch nor
+numpy.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import sys
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+from .once_per_session import SessionValues, current_session
+from .rank_output import PrefixedOutput, RankOutput
+from .scheduler import Seed
+from .world_spec import TestContext, test_context
+from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
 _OPTIONS = ("ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start", "nodes")
-_SEED = pytest.StashKey[object]()
+_SEED: pytest.StashKey[Seed] = pytest.StashKey()
 _SESSION: pytest.StashKey[Any] = pytest.StashKey()
-
-
-class Wanted(NamedTuple):
-    """One world that a test is to run in."""
-
-    ranks: int
-    kind: str
-    backend: str | None  #: of processes
-    schedules: int  #: of threads
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, and read the seed."""
+    """Register the marker, and read the seed."""
     config.addinivalue_line(
         "markers",
         "world(ranks=4, kind='threads', backend=None, schedules=1, seed=None, faults=(), "
@@ -54,82 +47,74 @@ def pytest_configure(config: pytest.Config) -> None:
         "kinds, backends and schedules make a test of each",
     )
     text = config.getoption("world_seed")
-    if text is None:
-        return
-    from .schedules import Seed
-
-    try:
-        config.stash[_SEED] = Seed.read(text)
-    except ValueError as error:
-        raise pytest.UsageError(f"--world-seed: {error}") from None
+    if text is not None:
+        try:
+            config.stash[_SEED] = Seed.read(text)
+        except ValueError as error:
+            raise pytest.UsageError(f"--world-seed: {error}") from None
 
 
 # -- once per session ------------------------------------------------------------------------------
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Be counted among the workers: the last one to end clears away what was made once."""
-    from . import once
-
+    """Make the session's values available; a worker of pytest-xdist joins the others."""
     config = session.config
     if not hasattr(config, "_tmp_path_factory"):
-        return  # pytest's own plugin for directories is off: there is no place
+        return  # pytest's own plugin for directories is off: there is no place for values
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
 
     def folder() -> Path:
         base = Path(cast("Any", config)._tmp_path_factory.getbasetemp())
         run = "session"
         if worker is not None:
-            base, run = base.parent, worker["testrunuid"]  # all workers' own stand side by side
+            base, run = base.parent, worker["testrunuid"]  # that of all workers
         return base / f"syncprims-once-{run}"
 
-    here = once.Session(folder, "main" if worker is None else worker["workerid"])
-    config.stash[_SESSION] = once.session.set(here)
+    values = SessionValues(folder, "main" if worker is None else worker["workerid"])
+    config.stash[_SESSION] = current_session.set(values)
     if worker is not None:
-        here.begin()
+        values.join()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Be counted no more."""
-    from . import once
-
-    here = once.session.get()
+    """Leave the session; the last worker cleans up its values."""
+    values = current_session.get()
     token = session.config.stash.get(_SESSION, None)
-    if here is not None and token is not None:
-        once.session.reset(token)
-        here.end()
+    if values is not None and token is not None:
+        current_session.reset(token)
+        values.leave()
 
 
 # -- one test for each world -----------------------------------------------------------------------
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each world that the marker names, if there are several."""
+    """Make a test for each world that the marker names, if there are several."""
     mark = metafunc.definition.get_closest_marker("world")
-    if mark is None:
-        return
-    found = _worlds(mark)
-    if len(found) > 1:
+    worlds = _worlds(mark) if mark is not None else {}
+    if len(worlds) > 1:
         metafunc.fixturenames.append(_ARGUMENT)
-        metafunc.parametrize(_ARGUMENT, found, ids=str)
+        metafunc.parametrize(_ARGUMENT, [*worlds.values()], ids=[*worlds])
 
 
-def _worlds(mark: pytest.Mark) -> list[Wanted]:
+def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
+    """Return the options of each world that a test is to run in, by name."""
     options = _options(mark)
     ranks, kinds = _several(options.get("ranks", 4)), _several(options.get("kind", "threads"))
     backends, tried = _several(options.get("backend")), _several(options.get("schedules", 1))
     if any(type(count) is not int or count < 1 for count in tried):
         raise pytest.UsageError(f"{mark}: schedules= is how many to try, at least 1")
-    found: list[Wanted] = []
+    found: dict[str, dict[str, Any]] = {}
     for kind, count in itertools.product(kinds, ranks):
-        # What the other kind of world takes would make the same test again.
-        of_kind = ([None], tried) if kind == "threads" else (backends, [1])
-        for backend, schedules in itertools.product(*of_kind):
-            name = f"{kind}-{count}"
-            name += f"-{backend}" if len(of_kind[0]) > 1 else ""
-            name += f"-{schedules}" if len(of_kind[1]) > 1 else ""
-            found.append(Wanted(count, kind, backend, schedules, name))
+        # Without the options of the other kind of world: they would make the same test again.
+        of_kind = {"schedules": tried} if kind == "threads" else {"backend": backends}
+        ((option, values),) = of_kind.items()
+        for value in values:
+            name = f"{kind}-{count}" + (f"-{value}" if len(values) > 1 else "")
+            rest = {k: v for k, v in options.items() if k not in ("backend", "schedules")}
+            found[name] = {**rest, "ranks": count, "kind": kind, option: value}
     if not found:
         raise pytest.UsageError(f"{mark}: no world to run in")
     return found
@@ -153,37 +138,32 @@ def _several(value: Any) -> Sequence[Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Tell worlds which test they are in, and show what each of their ranks has printed."""
+    """Set the context of the test's worlds, and show what each of their ranks has printed."""
     __tracebackhide__ = True
     if item.get_closest_marker("world") is not None:
         _refuse_unittest(item)
-    from .ambient import Ambient, ambient
-    from .output import Collected, Prefixed, by_rank
-
     reads_output = {"capsys", "capfd", "capsysbinary", "capfdbinary"} & {
         *getattr(item, "fixturenames", ())
     }
-    collected: list[Collected] = []
+    collected = RankOutput()
 
-    def sink() -> Any:
+    def make_output() -> RankOutput | None:
         if reads_output:
-            return None  # the test itself looks at what is printed
-        if item.config.getoption("capture") == "no":
-            return Prefixed()
-        collected.append(Collected())
-        return collected[-1]
+            return None  # the test itself reads what is printed
+        return PrefixedOutput() if item.config.getoption("capture") == "no" else collected
 
-    token = ambient.set(Ambient(item.config.stash.get(_SEED, None), item.nodeid, sink))  # type: ignore[arg-type]
+    seed = item.config.stash.get(_SEED, None)
+    token = test_context.set(TestContext(seed, item.nodeid, make_output))
     try:
         return (yield)
     finally:
-        ambient.reset(token)
-        for rank, stream, text in by_rank(collected):
+        test_context.reset(token)
+        for (rank, stream), text in sorted(collected.texts.items()):
             item.add_report_section("call", f"{stream} rank {rank}", text)
 
 
 def _refuse_unittest(item: pytest.Item) -> None:
-    """Fail a test that would run once, and not once per rank."""
+    """Fail a test that would run once instead of once per rank."""
     __tracebackhide__ = True
     unittest = sys.modules.get("unittest")
     cls: Any = getattr(item, "cls", None)
@@ -204,12 +184,33 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("world")
     if mark is None:
         return None
-    from .marked import run_marked
-
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        raise pytest.UsageError("pytest.mark.world runs plain functions: call asyncio.run inside")
     names = pyfuncitem._fixtureinfo.argnames  # pyright: ignore[reportPrivateUsage]
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    wanted: Any = (
-        pyfuncitem.callspec.params.get(_ARGUMENT) if hasattr(pyfuncitem, "callspec") else None
-    )
-    run_marked(pyfuncitem.obj, arguments, wanted or _worlds(mark)[0], _options(mark))
+    callspec = getattr(pyfuncitem, "callspec", None)
+    chosen: dict[str, Any] | None = callspec.params.get(_ARGUMENT) if callspec else None
+    (first, *_) = _worlds(mark).values()
+    _run_in_world(functools.partial(pyfuncitem.obj, **arguments), chosen or first)
     return True
+
+
+def _run_in_world(body: Callable[[], Any], options: dict[str, Any]) -> None:
+    """Run a test's body once per rank, under one schedule or several."""
+    __tracebackhide__ = True
+    given = dict(options)
+    kind = given.pop("kind")
+    schedules = given.pop("schedules", 1)
+    fn = functools.partial(_without_result, body)
+    # A test for both kinds of world may have options that only one of them takes.
+    given.pop("start" if kind == "threads" else "seed", None)
+    if schedules > 1:
+        explore(fn, schedules=schedules, **given)
+    else:
+        run_world(fn, kind=kind, **given)
+
+
+def _without_result(body: Callable[[], Any]) -> None:
+    """Run a body and drop its result, with which a world of processes could fail."""
+    __tracebackhide__ = True
+    body()

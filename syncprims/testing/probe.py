@@ -1,203 +1,168 @@
-"""A rank of a test world, seen from inside: what it does is recorded, and faults strike it.
+"""The probe: it stands between the library and a backend, records calls and injects faults.
 
-The probe stands between the library and a board of any backend, so that threads, processes and a
-third party's backend are all seen the same.
+It wraps backends and boards of any kind, so that threads, processes and a third party's backend are
+observed in the same way. What it does not change it delegates, whatever the contract contains.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from inspect import get_annotations
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
-from syncprims.interface import Backend, Board
+from syncprims.interface import Backend, Board, Label, Note, Status
 
 from .errors import Killed
+from .faults import Fault, FaultTarget, apply_fault, is_due
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+T = TypeVar("T")
 
-    from syncprims.interface import Label, Note, Status, Window
-
-    from .faults import Fault, Victim
-
-_LOOK = 0.02  # seconds between two questions to the witness
-JOIN = "init"  # the round in which a world starts; what users count begins after it
+_ASK_EVERY = 0.02  # seconds between two questions to the observer
+JOIN = "init"  # the round in which a world starts; rounds are counted after it
 
 
-class Seen(NamedTuple):
-    """One round that a rank posted to."""
+class RecordedCall(NamedTuple):
+    """One round that a rank came to."""
 
-    members: tuple[int, ...]
+    members: tuple[int, ...]  #: of the board
     label: Label
 
 
-class Witness:
-    """Is told what a rank does, as it does it. Here, nothing comes of that."""
+class Observer:
+    """Is notified of what ranks do, as they do it; here, every notification is ignored."""
 
-    def came(self, rank: int, seen: Seen) -> None:
-        """Hear that `rank` has come to a call."""
+    def on_call(self, rank: int, call: RecordedCall) -> None:
+        """Notice that `rank` is about to post."""
 
-    def posted(self, rank: int, seen: Seen, number: int) -> None:
-        """Hear that it has posted to this round of the board."""
+    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
+        """Notice that `rank` has posted to round `number` of the board."""
 
-    def struck(self, rank: int, fault: Fault) -> None:
-        """Hear that a fault is about to strike it."""
+    def on_fault(self, rank: int, fault: Fault) -> None:
+        """Notice that a fault is about to strike `rank`."""
 
-    def waits(self, rank: int, seen: Seen, number: int, until: float) -> bytes | None:
-        """Hear that it waits for this round, until then; return a verdict if it had better not."""
+    def on_wait(self, rank: int, call: RecordedCall, number: int, until: float) -> bytes | None:
+        """Notice that `rank` waits for that round until that time; a verdict returned aborts it."""
         return None
 
-    def goes_on(self, rank: int) -> None:
-        """Hear that it does not wait any more."""
+    def on_wait_end(self, rank: int) -> None:
+        """Notice that `rank` does not wait any more."""
 
 
 class Probe:
-    """What one rank has done so far."""
+    """The record of one rank."""
 
     def __init__(
-        self, rank: int, faults: Sequence[Fault], victim: Victim, witness: Witness
+        self, rank: int, faults: Sequence[Fault], target: FaultTarget, observer: Observer
     ) -> None:
         self.rank = rank
-        self.calls: list[Seen] = []  #: rounds it came to, that of the start left out
-        self.waits: Seen | None = None  #: the last one, while it waits there
+        self.observer = observer
+        self.calls: list[RecordedCall] = []  #: all except that of the start
+        self.waits: RecordedCall | None = None  #: the call it waits in, or waited in without result
         self.dead = False
-        self.torn = False  #: a board has broken
+        self.torn = False  #: a board of it has broken
         self.struck: list[Fault] = []
-        self.backend: Backend | None = None
-        self.boards: list[ProbedBoard] = []
         self._faults = [fault for fault in faults if fault.rank == rank]
-        self._victim = victim
-        self.witness = witness
+        self._target = target
 
-    def probe(self, backend: Backend) -> Backend:
-        """Return `backend`, looked at from now on."""
-        self.backend = backend
-        return ProbedBackend(backend, self)
-
-    def arrive(self, members: tuple[int, ...], label: Label) -> None:
-        """Record a call; what a fault does to it happens now."""
+    def record_call(self, members: tuple[int, ...], label: Label) -> None:
+        """Record a call of this rank, and apply the faults that are due at it."""
         if label.kind == JOIN:
             return
-        self.calls.append(Seen(members, label))
-        self.witness.came(self.rank, self.calls[-1])
+        self.calls.append(RecordedCall(members, label))
+        self.observer.on_call(self.rank, self.calls[-1])
         for fault in self._faults:
-            if fault not in self.struck and fault.strikes(self.rank, len(self.calls), label):
+            if fault not in self.struck and is_due(fault, self.rank, len(self.calls), label):
                 self.struck.append(fault)
-                self.witness.struck(self.rank, fault)
-                fault.do(self._victim)
+                self.observer.on_fault(self.rank, fault)
+                apply_fault(fault, self._target)
 
     def check_alive(self) -> None:
-        """Raise if this rank has been killed."""
+        """Raise `Killed` if this rank has been killed."""
         if self.dead:
             raise Killed
 
 
+def _delegating(contract: type, *instance_attributes: str) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator: what the class does not define of `contract` comes from `inner`."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        names = {*vars(contract), *get_annotations(contract), *instance_attributes}
+        for name in names - vars(cls).keys():
+            if not name.startswith("_"):
+                setattr(cls, name, property(attrgetter(f"inner.{name}")))
+        return cls
+
+    return decorate
+
+
+@_delegating(Backend, "topology", "settings")
 class ProbedBackend(Backend):
-    """A backend whose boards are looked at."""
+    """A backend whose boards are probed."""
 
     def __init__(self, inner: Backend, probe: Probe) -> None:
-        super().__init__(inner.topology, inner.settings)
-        self.detects_death = inner.detects_death  # type: ignore[misc]
-        self._inner = inner
+        self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
         self._probe = probe
 
     def board(self, members: Sequence[int]) -> Board:
-        """Return the board of `members`."""
+        """Return the board of `members`, probed."""
         self._probe.check_alive()
-        board = ProbedBoard(self._inner.board(members), self._probe)
-        self._probe.boards.append(board)
-        return board
+        return ProbedBoard(self.inner.board(members), self._probe)
 
     def close(self, failure: bytes | None = None) -> None:
-        """Leave."""
-        self._inner.close(failure)
-
-    @property
-    def meeting_place(self) -> str:
-        """Where ranks find each other."""
-        return self._inner.meeting_place
-
-    def publish(self, word: bytes) -> None:
-        """Let others read `word`."""
-        self._inner.publish(word)
-
-    def published(self, rank: int) -> bytes:
-        """Return the latest word of `rank`."""
-        return self._inner.published(rank)
-
-    def abandon(self) -> None:
-        """Let go of everything."""
-        self._inner.abandon()
+        """Leave the world."""
+        self.inner.close(failure)
 
 
+@_delegating(Board, "members", "posted", "collected")
 class ProbedBoard(Board):
-    """A board that is looked at."""
+    """A board whose rounds are recorded."""
 
     posts_alone = True
 
     def __init__(self, inner: Board, probe: Probe) -> None:
-        self.inner = inner  # not the base's: what it counts is counted by `inner`
-        self.members = inner.members
-        self.depth = inner.depth
-        self.virtual_time = inner.virtual_time
+        self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
+        self._members = inner.members
+        self._virtual_time = inner.virtual_time
         self._probe = probe
-        self._last: Seen | None = None
-        self._came = 0  # for this round
+        self._last: RecordedCall | None = None
+        self._recorded = 0  # the last round whose call is recorded
         self._until: float | None = None
 
-    @property
-    def posted(self) -> int:  # type: ignore[override]
-        """How many rounds this rank has posted to."""
-        return self.inner.posted
-
-    @property
-    def collected(self) -> int:  # type: ignore[override]
-        """How many it has collected."""
-        return self.inner.collected
-
-    @property
-    def waiting_since(self) -> float:  # type: ignore[override]
-        """When a wait began."""
-        return self.inner.waiting_since
-
     def post(self, note: Note) -> None:
-        """Post, unless a fault is in the way."""
-        probe = self._probe
+        """Post, unless a fault prevents it."""
+        probe, inner = self._probe, self.inner
         probe.check_alive()
-        if self._came <= self.inner.posted:  # else once more, since its first note could not go up
-            self._came = self.inner.posted + 1
-            probe.arrive(self.members, note.label)
-        self._last = Seen(self.members, note.label)
-        self.inner.post(note)
-        probe.witness.posted(probe.rank, self._last, self.inner.posted)
+        if self._recorded <= inner.posted:  # else a second try: the first note was refused
+            self._recorded = inner.posted + 1
+            probe.record_call(self._members, note.label)
+        self._last = RecordedCall(self._members, note.label)
+        inner.post(note)
+        probe.observer.on_post(probe.rank, self._last, inner.posted)
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
-        """Collect, and let it be known that this rank waits."""
+        """Collect; the observer is asked meanwhile whether waiting is in vain."""
         probe = self._probe
         probe.check_alive()
         probe.waits = self._last
-        if self._until is None or self.virtual_time:
-            notes = self.inner.collect(timeout)
-        else:
-            notes = self._collect_slowly(timeout, self._until)
+        if self._until is not None and not self._virtual_time:
+            self._ask_observer(self._until)
+            timeout = _ASK_EVERY if timeout is None else min(timeout, _ASK_EVERY)
+        notes = self.inner.collect(timeout)
         if notes is not None:
             probe.waits = None
         return notes
 
-    def _collect_slowly(self, timeout: float | None, until: float) -> Sequence[Note] | None:
-        """Collect, with a witness who may know that it is in vain."""
-        self._ask_witness(until)
-        return self.inner.collect(_LOOK if timeout is None else min(timeout, _LOOK))
-
-    def _ask_witness(self, until: float) -> None:
+    def _ask_observer(self, until: float) -> None:
         assert self._last is not None
         rank, number = self._probe.rank, self.inner.collected + 1
-        verdict = self._probe.witness.waits(rank, self._last, number, until)
+        verdict = self._probe.observer.on_wait(rank, self._last, number, until)
         if verdict is not None:
             self.inner.abort(verdict)
 
     @property
     def waits_until(self) -> float | None:
-        """Until when the core will ask again."""
+        """The time until which the core waits."""
         return self._until
 
     @waits_until.setter
@@ -206,10 +171,10 @@ class ProbedBoard(Board):
     ) -> None:
         self._until = until
         if until is None:
-            self._probe.witness.goes_on(self._probe.rank)
+            self._probe.observer.on_wait_end(self._probe.rank)
 
     def status(self, rank: int) -> Status:
-        """Tell what is known of `rank`."""
+        """Return what is known of `rank`."""
         return self.inner.status(rank)
 
     def abort(self, verdict: bytes) -> None:
@@ -218,18 +183,10 @@ class ProbedBoard(Board):
         self.inner.abort(verdict)
 
     def verdict(self) -> bytes | None:
-        """Return the verdict."""
+        """Return the verdict on this rank's oldest uncollected round."""
         if self._until is not None:
-            self._ask_witness(self._until)  # before it is seen how others took it
+            self._ask_observer(self._until)  # before the others' reaction to it is seen
         verdict = self.inner.verdict()
         if verdict is not None:
             self._probe.torn = True
         return verdict
-
-    def window(self) -> Window | None:
-        """Return the memory that all members share."""
-        return self.inner.window()
-
-    def now(self) -> float:
-        """Return the board's time."""
-        return self.inner.now()

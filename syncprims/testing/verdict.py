@@ -1,26 +1,34 @@
-"""What a test gets from a world: each rank's result, or the one exception that says most.
+"""What a test gets from a world: the result of each rank, or the one exception that says most.
 
-Ranks fail in company: one raises, and all others report that. So what ranks raised is sorted into
-causes and consequences, by what the errors are and not by when they came: causes are raised, the
-consequences noted. A world in which ranks wait for ever has consequences only; its cause is what
-the ranks did, and that is what a `DeadlockError` shows.
+When one rank raises, the others raise errors that report it. So the ranks' exceptions are sorted by
+type, not by time: a *consequence* reports another rank, and everything else is a *cause*. Causes
+are raised, and consequences are noted on them.
+
+A world in which ranks wait for ever has consequences only. There are two cases, and both end as one
+`DeadlockError`, which shows where every rank is:
+
+- A rank waits for one that has ended, such as one that skipped a barrier. Its board reports that
+  the other has finished, and the call raises `PeerLost`, as in production.
+- Ranks wait for each other in a cycle of groups. The scheduler (threads) or the journals
+  (processes) show that no rank can continue; the world sets `has_cycle` and aborts the boards, and
+  the calls raise `CollectiveMismatch`, as in production.
+
+A program that handles these errors itself ends well, as it would in production.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from syncprims.errors import PeerLost, SyncError
+from syncprims.interface import Label
 
-from . import report
 from .errors import DeadlockError, FaultMissed, RankDied, StallError, UnequalRounds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .faults import Fault
-    from .runs import Outcome, Run
+from .faults import Fault, Raise, exception_type, is_due
+from .outcomes import RankOutcome, WorldRun, headline
+from .probe import JOIN, RecordedCall
 
 E = TypeVar("E", bound=BaseException)
 
@@ -28,139 +36,250 @@ _CURE = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
     "a loop count that differs between ranks."
 )
-_OUTCOMES = ("Skipped", "XFailed")  # pytest's: what a test says of itself, and no failure
+_SHOWN = 8  # calls of a rank, where they are listed
 
 
-def conclude(run: Run, replay: str = "") -> list[Any]:
-    """Return each rank's result, or raise why there is none; `replay` says how to see it again."""
+def results_of(run: WorldRun, replay: str) -> list[Any]:
+    """Return the result of each rank, or raise why there is none; `replay` is noted on errors."""
     __tracebackhide__ = True
     failed = [outcome for outcome in run.outcomes if outcome.error is not None]
     causes = [outcome for outcome in failed if not outcome.consequence]
     if causes:
         _raise_causes(run, causes, replay)
     if run.gave_up:
-        text = f"{run.gave_up}\n{report.lines(run)}\n{run.stacks}".rstrip()
-        raise _noted(StallError(text), replay)
+        text = f"{run.gave_up}\n{_all_lines(run)}\n{run.stacks}".rstrip()
+        raise add_note(StallError(text), replay)
     if failed:
         _raise_consequence(run, failed, replay)
-    died = [outcome for outcome in run.outcomes if outcome.end == "died"]
+    died = [outcome.rank for outcome in run.outcomes if outcome.end == "died"]
     if died:
         error = RankDied(
-            f"{report.named(o.rank for o in died)} died without a result\n{report.lines(run)}\n"
+            f"{_named(died)} died without a result\n{_all_lines(run)}\n"
             f"To let a rank die in a test, use a fault: Kill(rank=..., at=...).",
-            rank=died[0].rank,
+            rank=died[0],
         )
-        raise _noted(error, replay)
+        raise add_note(error, replay)
     if not run.struck and not any(outcome.torn for outcome in run.outcomes):
         _check_equal_rounds(run, replay)
     return [outcome.result for outcome in run.outcomes]
 
 
-def refuse_missed(run: Run, missed: Sequence[Fault]) -> None:
-    """Raise if there are faults that should have struck."""
+def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
+    """Raise `FaultMissed` if there are faults that should have struck."""
     __tracebackhide__ = True
-    if not missed:
-        return
-    fault = missed[0]
-    came = report.calls(run.outcomes[fault.rank], len(run.outcomes))
-    raise FaultMissed(
-        f"{fault} never struck, and tests nothing: rank {fault.rank} {came}. Let at= be the number "
-        f"of a round, or the name or kind of a call",
-        rank=fault.rank,
-    )
+    if missed:
+        fault = missed[0]
+        raise FaultMissed(
+            f"{fault} never struck, and tests nothing: rank {fault.rank} "
+            f"{_calls(run.outcomes[fault.rank], run)}. Set at= to the number of a round, or to the "
+            f"name or kind of a call",
+            rank=fault.rank,
+        )
 
 
-def _raise_causes(run: Run, causes: Sequence[Outcome], replay: str) -> NoReturn:
-    """Raise the cause of the earliest round; several, if they are of different types."""
+# -- what is raised --------------------------------------------------------------------------------
+
+
+def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> NoReturn:
+    """Raise the lowest rank's cause, or a group, in the order of rounds, if the types differ."""
     __tracebackhide__ = True
-    found = [o for o in causes if not _is_pytests(o.error)] or causes
-    real = sorted(found, key=lambda o: (len(o.calls), o.rank))
+    real = [outcome for outcome in causes if not _is_skip(outcome.error)] or causes
     # By name: a class that is made in a function is another one each time.
     kinds = {(type(o.error).__module__, type(o.error).__qualname__) for o in real}
     if len(kinds) == 1:
         first = min(real, key=lambda outcome: outcome.rank)
-        _note(first, run, [first], replay)
-        assert first.error is not None
-        raise first.error
-    for outcome in real:
-        _note(outcome, run, real, "")
-    errors = [outcome.error for outcome in real if outcome.error is not None]
-    text = f"{report.named(o.rank for o in real)} of {len(run.outcomes)} failed independently"
-    raise _noted(BaseExceptionGroup(text, errors), replay)
+        raise _with_report(first, run, [first.rank], replay)
+    real = sorted(real, key=lambda outcome: (len(outcome.calls), outcome.rank))
+    ranks = [outcome.rank for outcome in real]
+    errors = [_with_report(outcome, run, ranks, "") for outcome in real]
+    text = f"{_named(ranks)} of {len(run.outcomes)} failed independently"
+    raise add_note(BaseExceptionGroup(text, errors), replay)
 
 
-def _is_pytests(error: BaseException | None) -> bool:
-    kinds = type(error).__mro__
-    return any(kind.__module__ == "_pytest.outcomes" for kind in kinds) and any(
-        kind.__name__ in _OUTCOMES for kind in kinds
+def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str) -> NoReturn:
+    """Raise a `DeadlockError`, or else what the ranks report: the death of a rank."""
+    __tracebackhide__ = True
+    for outcome in failed:
+        error = outcome.error
+        if error is not None and (run.has_cycle or _waited_for_finished(error, run)):
+            error.__cause__ = None  # the lines of the deadlock say where it was, and more
+            raise add_note(_deadlock(run), replay) from error
+    first = min(failed, key=lambda outcome: (not outcome.handled, outcome.rank))
+    raise _with_report(first, run, [first.rank], replay)
+
+
+def _waited_for_finished(error: BaseException, run: WorldRun) -> bool:
+    """Return whether `error` reports a rank that has ended well: its notes will never come."""
+    return (
+        isinstance(error, PeerLost)
+        and error.rank is not None
+        and run.outcomes[error.rank].end == "returned"
     )
 
 
-def _note(outcome: Outcome, run: Run, shown: Sequence[Outcome], replay: str) -> None:
-    """Note on a rank's exception which rank it was, and how the others fared."""
-    if len(run.outcomes) == 1 and not replay:
-        return
-    text = f"rank {outcome.rank} of {len(run.outcomes)}: "
-    text += report.where(outcome, len(run.outcomes))
-    rest = report.others(run, [o.rank for o in shown])
-    if rest:
-        text += f"\n{rest}"
-    assert outcome.error is not None
-    _noted(outcome.error, text)
-    _noted(outcome.error, replay)
+def _deadlock(run: WorldRun) -> DeadlockError:
+    waiting = [o.rank for o in run.outcomes if o.end != "returned" and o.waits is not None]
+    done = [o.rank for o in run.outcomes if o.end == "returned"]
+    verb = "waits" if len(waiting) == 1 else "wait"
+    end = f"; {_named(done)} {'has' if len(done) == 1 else 'have'} finished" if done else ""
+    what = f"{_named(waiting)} of {len(run.outcomes)} {verb} and can never go on{end}"
+    return DeadlockError(_described(what, run), rank=waiting[0], missing=done, arrived=waiting)
 
 
-def _noted(error: E, note: str) -> E:
+def _check_equal_rounds(run: WorldRun, replay: str) -> None:
+    """Raise if ranks have ended well with different numbers of rounds in a group."""
+    __tracebackhide__ = True
+    counts: dict[tuple[int, ...], dict[int, int]] = {}
+    for outcome in run.outcomes:
+        for call in outcome.calls:
+            of = counts.setdefault(call.members, dict.fromkeys(call.members, 0))
+            of[outcome.rank] += 1
+    if any(len(set(of.values())) > 1 for of in counts.values()):
+        what = "all ranks finished, but not with the same calls"
+        raise add_note(UnequalRounds(_described(what, run)), replay)
+
+
+def _is_skip(error: BaseException | None) -> bool:
+    """Return whether this is pytest's skip or xfail: a statement of the test, and no failure."""
+    kinds = type(error).__mro__  # the classes themselves name "builtins" as their module
+    return any(kind.__module__ == "_pytest.outcomes" for kind in kinds) and any(
+        kind.__name__ in ("Skipped", "XFailed") for kind in kinds
+    )
+
+
+def _with_report(
+    outcome: RankOutcome, run: WorldRun, shown: Container[int], replay: str
+) -> BaseException:
+    """Return the exception of a rank; notes say which rank it was, and how the others ended.
+
+    :param shown: ranks whose exceptions are raised, too.
+    """
+    error = outcome.error
+    assert error is not None
+    if len(run.outcomes) > 1 or replay:
+        lines = [f"rank {outcome.rank} of {len(run.outcomes)}: {_position(outcome, run)}"]
+        lines += [f"  rank {o.rank}: {_end(o, run)}" for o in run.outcomes if o.rank not in shown]
+        add_note(add_note(error, "\n".join(lines)), replay)
+    return error
+
+
+def add_note(error: E, note: str) -> E:
+    """Return `error` with this note, unless it is empty or there already."""
     if note and note not in getattr(error, "__notes__", ()):
         with contextlib.suppress(Exception):  # an exception may forbid it
             error.add_note(note)
     return error
 
 
-def _raise_consequence(run: Run, failed: Sequence[Outcome], replay: str) -> NoReturn:
-    """Raise what the ranks report of something that is none's exception: a deadlock, a death."""
-    __tracebackhide__ = True
-    for outcome in failed:
-        error = outcome.error
-        assert error is not None
-        gone = error.rank if isinstance(error, PeerLost) else None
-        if run.stuck or (gone is not None and run.outcomes[gone].end == "returned"):
-            error.__cause__ = None  # the lines below say where it was, and more
-            raise _noted(_deadlock(run), replay) from error
-    first = min(failed, key=lambda outcome: (not outcome.buried, outcome.rank))
-    _note(first, run, [first], replay)
-    assert first.error is not None
-    raise first.error
+# -- what is said ----------------------------------------------------------------------------------
 
 
-def _deadlock(run: Run) -> SyncError:
-    waiting = [o.rank for o in run.outcomes if o.end != "returned" and o.waits is not None]
-    done = [o.rank for o in run.outcomes if o.end == "returned"]
-    verb = "waits" if len(waiting) == 1 else "wait"
-    end = f"; {report.named(done)} {'has' if len(done) == 1 else 'have'} finished" if done else ""
-    parts = [
-        f"{report.named(waiting)} of {len(run.outcomes)} {verb} and can never go on{end}",
-        report.lines(run),
-        report.first_difference(run),
-        _CURE,
-    ]
-    return DeadlockError(
-        "\n".join(part for part in parts if part), rank=waiting[0], missing=done, arrived=waiting
+def _described(what: str, run: WorldRun) -> str:
+    parts = [what, _all_lines(run), _first_difference(run), _CURE]
+    return "\n".join(part for part in parts if part)
+
+
+def _all_lines(run: WorldRun) -> str:
+    return "\n".join(f"  rank {o.rank}: {_position(o, run)}" for o in run.outcomes)
+
+
+def _position(outcome: RankOutcome, run: WorldRun) -> str:
+    """Return where a rank is, or how it ended."""
+    last = _last_round(outcome, run)
+    after = f"after its {last}" if last else "before its first call"
+    if outcome.end == "raised" and outcome.error is not None and outcome.waits is None:
+        if last and isinstance(outcome.error, SyncError):
+            return f"raised {_error_name(outcome)} in its {last}"
+        if last and _is_injected(outcome):
+            after = f"at its {last}"
+        return f"raised {headline(outcome.error)} {after}"
+    if outcome.end == "returned":
+        return f"finished {after}" if last else "finished without a call"
+    if outcome.end in ("killed", "stopped"):
+        return f"{outcome.end} by a fault at its {last}"
+    if outcome.end == "died":
+        return f"{outcome.detail or 'its process ended'}" + (f" {after}" if last else "")
+    if outcome.waits is not None and outcome.waits.label.kind != JOIN:
+        return f"waits in its {last}"
+    return f"{'could go on, and is not on turn,' if outcome.idle else 'is busy'} {after}"
+
+
+def _end(outcome: RankOutcome, run: WorldRun) -> str:
+    """Return how a rank ended that is not the cause."""
+    if isinstance(outcome.error, SyncError) and outcome.last:
+        return f"{_error_name(outcome)} in its {_last_round(outcome, run)}"
+    return _position(outcome, run)
+
+
+def _last_round(outcome: RankOutcome, run: WorldRun) -> str:
+    call = outcome.last
+    return f"round {len(outcome.calls)}, {_call(call, run)}" if call else ""
+
+
+def _call(call: RecordedCall, run: WorldRun) -> str:
+    whole = len(call.members) == len(run.outcomes)
+    return str(call.label) if whole else f"{call.label} in group {list(call.members)}"
+
+
+def _calls(outcome: RankOutcome, run: WorldRun) -> str:
+    """Return ``came to 2 rounds: barrier (a.py:3), all_gather (a.py:4)``, each call once."""
+    if not outcome.calls:
+        return "made no call"
+    calls = list(dict.fromkeys(_call(call, run) for call in outcome.calls))
+    shown = ", ".join(calls[:_SHOWN]) + (", ..." if len(calls) > _SHOWN else "")
+    count = len(outcome.calls)
+    return f"came to {count} round{'s' * (count > 1)}: {shown}"
+
+
+def _first_difference(run: WorldRun) -> str:
+    """Return where ranks first came to different calls, or one made none; "" if nowhere.
+
+    If all made the same calls, it is the first round to which they came from different lines: that
+    may be right, but is where to look if it is not.
+    """
+    boards = {call.members for outcome in run.outcomes for call in outcome.calls}
+    places = ""
+    for members in sorted(boards, key=lambda members: (-len(members), members)):
+        calls = {
+            rank: [call.label for call in run.outcomes[rank].calls if call.members == members]
+            for rank in members
+        }
+        of = "" if len(members) == len(run.outcomes) else f" of group {list(members)}"
+        for number in range(max(map(len, calls.values()))):
+            labels = {r: c[number] if number < len(c) else None for r, c in calls.items()}
+            shown = f"round {number + 1}{of} is {_grouped(labels)}"
+            if len(set(labels.values())) > 1:
+                return f"first difference: {shown}{places}"
+            if not places and len({label.site for label in labels.values() if label}) > 1:
+                places = f"\nfirst met from different lines: {shown}"
+    return places.lstrip("\n")
+
+
+def _grouped(labels: Mapping[int, Label | None]) -> str:
+    """Return ``barrier (a.py:3) on rank 0, and none on ranks [1, 2]``."""
+    by_text: dict[str, list[int]] = {}
+    for rank, label in labels.items():
+        by_text.setdefault("none" if label is None else str(label), []).append(rank)
+    return ", and ".join(f"{text} on {_named(ranks)}" for text, ranks in by_text.items())
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """Return ``rank 2``, or ``ranks [1, 2]``."""
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {found}"
+
+
+def _error_name(outcome: RankOutcome) -> str:
+    over = f", while it handled {outcome.handled}," if outcome.handled else ""
+    return f"{type(outcome.error).__name__}{over}"
+
+
+def _is_injected(outcome: RankOutcome) -> bool:
+    """Return whether the error of a rank is one that a fault made its last call raise."""
+    number, last = len(outcome.calls), outcome.last
+    return last is not None and any(
+        isinstance(fault, Raise)
+        and isinstance(outcome.error, exception_type(fault.error))
+        and is_due(fault, outcome.rank, number, last.label)
+        for fault in outcome.struck
     )
-
-
-def _check_equal_rounds(run: Run, replay: str) -> None:
-    """Raise if ranks have ended well with different numbers of rounds in a group."""
-    __tracebackhide__ = True
-    counts: dict[tuple[int, ...], dict[int, int]] = {}
-    for outcome in run.outcomes:
-        for seen in outcome.calls:
-            of = counts.setdefault(seen.members, dict.fromkeys(seen.members, 0))
-            of[outcome.rank] += 1
-    if all(len(set(of.values())) == 1 for of in counts.values()):
-        return
-    error = UnequalRounds(
-        f"all ranks finished, but not with the same calls\n{report.lines(run)}\n"
-        f"{report.first_difference(run)}\n{_CURE}"
-    )
-    raise _noted(error, replay)

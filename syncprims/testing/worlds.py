@@ -1,26 +1,23 @@
-"""``run_world``: a function on every rank of a world that lives as long as the call."""
+"""The three ways to run worlds: once, under many schedules, and with a fault at each round."""
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any, Literal
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
 
-from syncprims._protocol.validation import require, seconds
+from syncprims._protocol.validation import require
 
-from .ambient import ambient
-from .faults import Fault
-from .schedules import Seed
-from .threads import ThreadWorld
-from .verdict import conclude, refuse_missed
+from .errors import StallError, UncontrolledError
+from .faults import Delay, Fault, Kill, Raise, Stop, exception_type
+from .outcomes import WorldRun, is_consequence
+from .thread_world import ThreadWorld
+from .verdict import add_note, check_faults_struck, results_of
+from .world_spec import Kind, Start, WorldSpec, choose_seed, test_context
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from datetime import timedelta
-
-    from .runs import Run
-    from .starting import Start
-
-    Kind = Literal["threads", "processes"]
+_FURTHER = 100  # schedules to try after a failure, to find a shorter one
 
 
 def run_world(
@@ -35,109 +32,226 @@ def run_world(
     start: Start | None = None,
     nodes: int = 1,
 ) -> list[Any]:
-    """Return what ``fn()`` returns on each rank of a world that is gone afterwards.
+    """Run ``fn()`` on each rank of a new world; return the results in rank order.
 
     In a world of threads one rank runs at a time and the turn passes at rounds, as `seed` decides;
-    module globals, ``os.environ`` and the working directory are everybody's. In one of processes
-    every rank is a process of its own, on `backend` ("file" unless said otherwise).
+    module globals, ``os.environ`` and the working directory are shared. In one of processes every
+    rank is a process of its own, on `backend` (default "file").
 
-    The world runs before `fn` begins: an `init` in it finds it running, whatever it asks for.
+    The world runs before `fn` begins: an `init` in `fn` finds it running, and its arguments have no
+    effect.
 
-    If one rank raises, that very exception is raised here (from a process, one of equal type and
-    text), with a note that says which rank it was and what became of the others. A rank that a
-    fault kills has the result None.
+    If one rank raises, this call raises that very exception (from a process, one of equal type and
+    text). A note says which rank it was and how the others ended. A rank that a fault kills has the
+    result None.
 
-    :param start: how processes begin: "fork" (the quickest, and the default unless CUDA is in use),
-        "forkserver" or "spawn" (then `fn` stands at the top level of a file).
-    :param nodes: how many machines the ranks of a world of threads believe to be on, so many each.
+    :param start: how processes begin: "fork" (the fastest, and the default unless CUDA is in use),
+        "forkserver" or "spawn" (both need `fn` at the top level of a file).
+    :param nodes: how many machines the ranks of a world of threads seem to be on, equally many on
+        each.
     :param timeout: seconds of real time after which a world that still runs is given up.
-    :raises DeadlockError: if ranks wait for what can never come.
-    :raises UnequalRounds: if all ended well, but with different numbers of calls.
+    :raises DeadlockError: if ranks wait for notes that can never come.
+    :raises UnequalRounds: if all ended without an error, but with different numbers of calls.
     :raises StallError: when `timeout` has passed, or all wait for a rank that a fault has stopped.
-    :raises ExceptionGroup: if ranks raised exceptions of several types, none a consequence.
+    :raises ExceptionGroup: if ranks raised exceptions of several types that are no consequences.
     :raises FaultMissed: if a fault never struck, though nothing ended the world early.
     :raises TypeError: if `fn` is no function, or an async one, which would not run.
     :raises ValueError: if there is no such kind of world, or a fault's rank is not in it.
     """
     __tracebackhide__ = True
-    around = ambient.get()
-    chosen = Seed.read(seed) if seed is not None else around.seed or Seed.fresh()
-    run = run_once(
-        fn,
-        ranks,
-        kind=kind,
-        backend=backend,
-        seed=chosen,
-        faults=[*faults],
-        timeout=timeout,
-        start=start,
-        nodes=nodes,
-    )
-    results = conclude(run, around.replay(run.seed))
-    refuse_missed(run, run.missed)
+    chosen = choose_seed(seed)
+    run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, start, nodes))
+    results = results_of(run, test_context.get().replay(run.seed))
+    check_faults_struck(run, run.missed)
     return results
 
 
-def run_once(
+def run_once(spec: WorldSpec) -> WorldRun:
+    """Run one world, and return how it went, even if it failed."""
+    output = test_context.get().make_output()
+    if spec.kind == "threads":
+        return ThreadWorld(spec, output).run()
+    from .process_world import ProcessWorld  # imports much that worlds of threads do not need
+
+    return ProcessWorld(spec, output).run()
+
+
+# -- many schedules --------------------------------------------------------------------------------
+
+
+class Explored(NamedTuple):
+    """What :func:`explore` has tried."""
+
+    schedules: int  #: tried
+    distinct: int  #: different orders in which ranks posted
+    steps: int  #: of the longest
+
+
+def explore(
     fn: Callable[[], Any],
-    ranks: int,
+    ranks: int = 4,
     *,
-    kind: Kind,
-    backend: str | None,
-    seed: Seed,
-    faults: list[Fault],
-    timeout: float | timedelta | None,
-    start: Start | None = None,
+    schedules: int = 1000,
+    strategy: Literal["random", "pct"] = "random",
+    depth: int = 2,
+    seed: int | str | None = None,
+    faults: Iterable[Fault] = (),
+    timeout: float | timedelta | None = 60,
     nodes: int = 1,
-    traced: bool = True,
-) -> Run:
-    """Return how one world went, whatever it came to."""
-    _check(fn, ranks, kind, backend, faults)
-    _check_nodes(ranks, kind, nodes)
-    limit = seconds(timeout)
-    sink = ambient.get().sink()
-    if kind == "threads":
-        run = ThreadWorld(fn, ranks, seed, faults, sink, nodes, traced=traced).run(limit)
-    else:
-        from .processes import ProcessWorld  # not before it is asked for
+    check: Callable[[list[Any]], object] | None = None,
+) -> Explored:
+    """Run ``fn()`` under that many schedules, in worlds of threads; return if none fails.
 
-        run = ProcessWorld(fn, ranks, backend or "file", faults, sink, start).run(limit)
-    run.faults = faults
-    return run
+    Otherwise raise the failure with the fewest steps, as :func:`run_world` does, with the seed that
+    replays it. The first schedule is run twice: if something else than the seed decides the calls
+    (a clock, a random number, the order of a set), a replay would be worthless.
+
+    :param strategy: "random", or "pct": probabilistic concurrency testing, which finds a bug of
+        `depth` orderings with a probability of at least 1 / (ranks * steps ** (depth - 1)) in each
+        schedule (Burckhardt et al., ASPLOS 2010).
+    :param check: called with the results of each world; what it raises is a failure of that
+        schedule.
+    :raises UncontrolledError: if the same schedule gives two different runs.
+    :raises FaultMissed: if a fault never struck under any of them.
+    """
+    __tracebackhide__ = True
+    if strategy not in ("random", "pct"):
+        raise ValueError(f"strategy={strategy!r}: it takes 'random' or 'pct'")
+    if schedules < 1 or depth < 1:
+        raise ValueError(f"schedules={schedules}, depth={depth}: at least 1 of each")
+    spec = WorldSpec(
+        fn, ranks, seed=choose_seed(seed), faults=[*faults], timeout=timeout, nodes=nodes,
+        traced=False,  # a trace of a thousand runs is of no use
+    )  # fmt: skip
+    if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
+        pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
+        spec = dataclasses.replace(spec, seed=pct)
+    return _try_schedules(spec, schedules, check)
 
 
-def _check(
-    fn: object, ranks: object, kind: str, backend: str | None, faults: Sequence[Fault]
-) -> None:
-    require(ranks, int, "ranks is how many there are")
-    assert isinstance(ranks, int)
-    if isinstance(ranks, bool):
-        raise TypeError(f"ranks is how many there are, and {ranks} is a bool")
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks}: a world has at least one")
-    if not callable(fn):
-        raise TypeError(f"fn={fn!r}: it takes a function, which every rank calls")
-    if _is_async(fn) or _is_async(getattr(fn, "__call__", None)):  # noqa: B004 - it can be called
-        raise TypeError(
-            f"fn={getattr(fn, '__qualname__', fn)} is async: its body would not run. Pass a plain "
-            f"function that runs it, as lambda: asyncio.run(...)"
+def _try_schedules(
+    spec: WorldSpec, schedules: int, check: Callable[[list[Any]], object] | None
+) -> Explored:
+    """Run that many schedules; raise the failure with the fewest steps, if there is one."""
+    __tracebackhide__ = True
+    paths: set[int] = set()
+    missed = spec.faults  # under every schedule
+    shortest: tuple[int, Exception] | None = None  # steps, failure
+    tried = failures = steps = 0
+    run = run_once(spec)  # the first schedule is run twice
+    while tried < schedules:
+        earlier, run = run, run_once(dataclasses.replace(spec, seed=spec.seed.plus(tried)))
+        if not tried:
+            _compare(earlier, run)
+        tried += 1
+        steps = max(steps, run.steps)
+        paths.add(hash(tuple(run.path())))
+        missed = [fault for fault in missed if fault in run.missed]
+        replay = test_context.get().replay(run.seed)
+        try:
+            results = results_of(run, replay)
+            if check is not None:
+                check(results)
+        except Exception as error:
+            failures += 1
+            if failures == 1:
+                schedules = min(schedules, tried + _FURTHER)
+            if shortest is None or run.steps < shortest[0]:
+                shortest = run.steps, add_note(error, replay)
+    if shortest is not None:
+        raise add_note(
+            shortest[1],
+            f"{failures} of {tried} schedules fail; this is the shortest, of {shortest[0]} steps",
         )
-    if kind not in ("threads", "processes"):
-        raise ValueError(f"kind={kind!r}: it takes 'threads' or 'processes'")
-    if kind == "threads" and backend not in (None, "threads"):
-        raise ValueError(f"backend={backend!r} has ranks in processes: say kind='processes'")
-    for fault in faults:
-        require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
-        if fault.rank >= ranks:
-            raise ValueError(f"{fault}: there are ranks 0 to {ranks - 1}")
+    check_faults_struck(run, missed)
+    return Explored(tried, len(paths), steps)
 
 
-def _is_async(fn: object) -> bool:
-    return inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn)
+def _compare(one: WorldRun, other: WorldRun) -> None:
+    """Raise `UncontrolledError` if two runs of one seed differ."""
+    __tracebackhide__ = True
+    posts = enumerate(itertools.zip_longest(one.path(), other.path()))
+    number = next((number for number, (a, b) in posts if a != b), None)
+    if number is None:
+        return
+
+    def shown(run: WorldRun) -> str:
+        if number >= len(run.trace):
+            return "had ended"
+        rank, call = run.trace[number]
+        return f"rank {rank} came to {call.label}"
+
+    raise UncontrolledError(
+        f"two runs with seed {one.seed} differ from post {number + 1} on: in one, {shown(one)}; in "
+        f"the other, {shown(other)}. Something that the seed does not decide steers the calls: a "
+        f"clock, a random number without a seed of its own, the order of a set, or what an earlier "
+        f"run has left in a global"
+    )
 
 
-def _check_nodes(ranks: int, kind: str, nodes: int) -> None:
-    if nodes < 1 or ranks % nodes:
-        raise ValueError(f"nodes={nodes}: {ranks} ranks cannot be as many on each")
-    if nodes > 1 and kind != "threads":
-        raise ValueError(f"nodes={nodes}: processes are on this machine; say kind='threads'")
+# -- a fault at each round -------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """What a fault did at one round."""
+
+    fault: Fault
+    results: list[Any] | None  #: by rank, if the world ended well; None from a killed rank
+    error: BaseException | None  #: else what it ended with
+
+
+def every_point(
+    fn: Callable[[], Any],
+    fault: Fault,
+    ranks: int = 4,
+    *,
+    check: Callable[[Point], object] | None = None,
+    kind: Kind = "threads",
+    backend: str | None = None,
+    seed: int | str | None = None,
+    timeout: float | timedelta | None = 60,
+    most: int = 10_000,
+) -> list[Point]:
+    """Run ``fn()`` with `fault` at each round of its rank in turn; return what it did at each.
+
+    The last world is the one that ends before the fault strikes. What a fault normally does to the
+    other ranks is in its point: they raise (`PeerLost`, `PeerFailed`, `SyncTimeout`), or wait for a
+    stopped rank. Everything else is raised: a deadlock, or an exception of another rank.
+
+    :param fault: its `at` is ignored: ``every_point(fn, Kill(rank=1))``.
+    :param check: called with every point, to check the state that the fault has left.
+    """
+    __tracebackhide__ = True
+    require(fault, Fault, "a fault is a Kill, Raise, Delay or Stop")
+    chosen = choose_seed(seed)
+    points: list[Point] = []
+    for at in range(1, most + 1):
+        here = dataclasses.replace(fault, at=at)
+        run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout))
+        point = _point(here, run)
+        if not run.struck:
+            return points
+        if check is not None:
+            check(point)
+        points.append(point)
+    raise ValueError(f"{fault} still met a round after {most} worlds; allow more: most=")
+
+
+def _point(fault: Fault, run: WorldRun) -> Point:
+    __tracebackhide__ = True
+    try:
+        return Point(fault, results_of(run, test_context.get().replay(run.seed)), None)
+    except BaseException as error:
+        if run.struck and _is_expected(fault, error):
+            return Point(fault, None, error)
+        error.add_note(f"with {fault}" if run.struck else "without a fault")
+        raise
+
+
+def _is_expected(fault: Fault, error: BaseException) -> bool:
+    """Return whether such a fault normally makes a world end with this error."""
+    if isinstance(fault, Raise):
+        return isinstance(error, exception_type(fault.error))
+    if isinstance(fault, Stop) and isinstance(error, StallError):
+        return True
+    return isinstance(fault, Kill | Stop | Delay) and is_consequence(error)

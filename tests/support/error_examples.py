@@ -42,7 +42,7 @@ import syncprims.training  # imported once here, not in every forked example
 from support.rank_worlds import fork
 from syncprims._world.environment import place_variables
 from syncprims.cli import main
-from syncprims.testing.schedules import Seed
+from syncprims.testing.world_spec import Kind, WorldSpec
 from syncprims.testing.worlds import run_once
 
 PAGE = Path(__file__).parents[2] / "docs/errors.md"
@@ -179,11 +179,8 @@ def _world(example: Example, folder: str, found: re.Match[str]) -> str:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        run = run_once(
-            lambda: exec(code, _names()), int(found[1]),
-            kind="threads" if found[2] == "ranks" else "processes",
-            backend=None, seed=Seed.fresh(), faults=[], timeout=60,
-        )  # fmt: skip
+        kind: Kind = "threads" if found[2] == "ranks" else "processes"
+        run = run_once(WorldSpec(lambda: exec(code, _names()), int(found[1]), kind))
     finally:
         os.chdir(before)
         logger.removeHandler(handler)

@@ -25,7 +25,7 @@ import torch  # noqa: F401 - imported once, before ranks fork, because it takes 
 
 import syncprims
 from syncprims._world.environment import place_variables, rank_variables
-from syncprims.testing.schedules import Seed
+from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once
 
 if TYPE_CHECKING:
@@ -253,15 +253,7 @@ class Ranks:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            run = run_once(
-                program,
-                self.ranks,
-                kind="threads",
-                backend=None,
-                seed=Seed.fresh(),
-                faults=[],
-                timeout=self._patience,
-            )
+            run = run_once(WorldSpec(program, self.ranks, timeout=self._patience))
         assert not run.gave_up, run.stacks
         return [o.error if o.error is not None else o.result for o in run.outcomes]
 

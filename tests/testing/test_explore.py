@@ -24,7 +24,8 @@ from syncprims.testing import (
     run_world,
     sleep,
 )
-from syncprims.testing.schedules import PCTSchedule, Seed
+from syncprims.testing.scheduler import PCTSchedule, Seed
+from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once
 
 
@@ -34,16 +35,7 @@ def rounds(count: int = 20) -> None:
 
 
 def trace(program: Any, seed: int | str, ranks: int = 4) -> list[Any]:
-    run = run_once(
-        program,
-        ranks,
-        kind="threads",
-        backend=None,
-        seed=Seed.read(seed),
-        faults=[],
-        timeout=60,
-    )
-    return run.path()
+    return run_once(WorldSpec(program, ranks, seed=Seed.read(seed))).path()
 
 
 class Planted:
@@ -129,9 +121,7 @@ def test_pct_finds_a_planted_bug_within_the_published_bound(
     ranks: int, steps: int, at: int
 ) -> None:
     program = Planted(ranks, steps, at)
-    k = run_once(
-        rounds_of(steps), ranks, kind="threads", backend=None, seed=Seed(0), faults=[], timeout=60
-    ).steps
+    k = run_once(WorldSpec(rounds_of(steps), ranks, seed=Seed(0))).steps
     bound = 1 / (ranks * k)
     tries = 300
     found = 0

@@ -1,0 +1,70 @@
+"""Exceptions sent from one process to another, also those that cannot be pickled."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+import traceback
+from typing import Any, NamedTuple
+
+
+class RemoteError(Exception):
+    """Stands for an exception whose type is unknown in this process."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception that was raised in another process."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+class PackedException(NamedTuple):
+    """An exception as plain data."""
+
+    module: str  #: of its type
+    name: str  #: of its type, qualified
+    text: str
+    pickled: bytes  #: empty if it does not survive pickling
+    traceback: str
+
+    def unpack(self) -> BaseException:
+        """Return an exception of equal type and text; its cause shows the original traceback."""
+        error = pickle.loads(self.pickled) if self.pickled else self._rebuild()
+        assert isinstance(error, BaseException)
+        error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+    def _rebuild(self) -> BaseException:
+        """Return an exception of this type and text without calling its constructor."""
+        found: Any = sys.modules.get(self.module)
+        for part in self.name.split("."):
+            found = getattr(found, part, None)
+        if found is None and self.module == "builtins":  # pytest's outcomes name this module
+            found = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
+            if found is not None:
+                return found(self.text)  # type: ignore[no-any-return]
+        if isinstance(found, type) and issubclass(found, BaseException):
+            with contextlib.suppress(Exception):
+                error = found.__new__(found)
+                error.args = (self.text,)
+                if str(error) == self.text:
+                    return error
+        return RemoteError(f"{self.module}.{self.name}: {self.text}")
+
+
+def pack_exception(error: BaseException) -> PackedException:
+    """Return `error` as plain data; :meth:`PackedException.unpack` restores it."""
+    kind = type(error)
+    pickled = b""
+    with contextlib.suppress(Exception):
+        data = pickle.dumps(error)
+        if type(pickle.loads(data)) is kind:
+            pickled = data
+    try:
+        text = str(error)
+    except Exception:  # a user's __str__ must not hide the failure
+        text = ""
+    trace = "".join(traceback.format_exception(error))
+    return PackedException(kind.__module__, kind.__qualname__, text, pickled, trace)

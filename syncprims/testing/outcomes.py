@@ -1,0 +1,183 @@
+"""How a world went, rank by rank, and what an exception says about its cause."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from syncprims._protocol.call_site import users_part
+from syncprims.errors import TORN, SyncError
+
+from .errors import Killed, WorldAborted
+from .faults import Delay, Fault
+from .probe import RecordedCall
+from .scheduler import Seed
+
+_HERE = str(Path(__file__).parent)
+_CORE = str(Path(__file__).parent.parent)
+
+#: ``left``: it had not ended when the world was given up. ``died``: its process ended by itself,
+#: without a result.
+End = Literal["returned", "raised", "killed", "stopped", "died", "left"]
+
+
+@dataclass
+class RankOutcome:
+    """How one rank ended."""
+
+    rank: int
+    end: End = "left"
+    result: Any = None
+    error: BaseException | None = None
+    handled: str = ""  #: the exception that it handled when a call of this library failed
+    idle: bool = False  #: it could continue, but another rank had the turn
+    detail: str = ""  #: how a process ended
+    calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
+    waits: RecordedCall | None = None  #: where it waits, or waited without result
+    consequence: bool = False  #: its error only reports that of another rank
+    torn: bool = False  #: it has seen a group break, and may have handled that
+    struck: list[Fault] = field(default_factory=list[Fault])
+
+    @property
+    def last(self) -> RecordedCall | None:
+        """The last call it came to."""
+        return self.calls[-1] if self.calls else None
+
+    def run_program(self, fn: Callable[[], Any], world: AbstractContextManager[object]) -> None:
+        """Run ``fn()`` as the program of this rank in `world`, and record how it ended."""
+        try:
+            with world:
+                self.result = fn()
+            self.end = "returned"
+        except WorldAborted:
+            pass
+        except Killed:
+            self.end = "killed"
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                self.end = "returned"
+            else:
+                self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Record that the rank has raised `error`."""
+        self.end, self.error = "raised", trim_traceback(error)
+        self.consequence, self.handled = is_consequence(error), _handled_by(error)
+
+
+@dataclass
+class WorldRun:
+    """How a whole world ended."""
+
+    outcomes: list[RankOutcome]
+    faults: Sequence[Fault]  #: that were to happen
+    seed: Seed | None = None  #: of its schedule, where there is one
+    has_cycle: bool = False  #: ranks waited for each other
+    gave_up: str = ""  #: why it was given up, if it was
+    stacks: str = ""  #: of all ranks, then
+    steps: int = 0  #: decisions of the schedule
+    trace: list[tuple[int, RecordedCall]] = field(default_factory=list[tuple[int, RecordedCall]])
+
+    def stopped(self, ranks: Sequence[int]) -> None:
+        """Record that the world was given up because faults have stopped these ranks."""
+        self.gave_up = (
+            f"the others wait for ranks {ranks}, which are stopped but not dead: without a "
+            f"timeout they wait for as long as that lasts"
+        )
+
+    def timed_out(self, limit: float, stacks: str) -> None:
+        """Record that the world was given up after `limit` seconds."""
+        self.stacks = stacks
+        self.gave_up = (
+            f"the world still runs after {limit:g} s of real time: a rank is busy outside of the "
+            f"library's calls, or there is much to do. See where the ranks are, or allow more: "
+            f"timeout="
+        )
+
+    @property
+    def struck(self) -> list[Fault]:
+        """The faults that have happened."""
+        return [fault for outcome in self.outcomes for fault in outcome.struck]
+
+    @property
+    def missed(self) -> list[Fault]:
+        """The faults that have not happened, unless something may have ended the world before."""
+        early = any(outcome.torn or outcome.end != "returned" for outcome in self.outcomes)
+        if early or any(not isinstance(fault, Delay) for fault in self.struck):
+            return []
+        return [fault for fault in self.faults if fault not in self.struck]
+
+    def path(self) -> list[tuple[int, tuple[int, ...], bytes]]:
+        """Return which rank posted what, in order: equal for equal runs."""
+        return [(rank, call.members, call.label.encode()) for rank, call in self.trace]
+
+
+# -- exceptions ------------------------------------------------------------------------------------
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return `error`, what it was raised from or while handling, and so on."""
+    chain: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and all(found is not one for one in chain):
+        chain.append(found)
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return chain
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error only reports that of another rank, or was raised over one that does.
+
+    What a test asserts while it handles such an error is the test's own, and no consequence.
+    """
+    return not isinstance(error, AssertionError) and any(
+        isinstance(one, TORN) for one in _chain(error)
+    )
+
+
+def _handled_by(error: BaseException) -> str:
+    """Return the headline of what a rank handled when a call of this library failed; or "".
+
+    An example is a `finally` with a barrier, after an exception that the other ranks do not know.
+    """
+    chain = _chain(error) if isinstance(error, TORN) else []
+    return next((headline(one) for one in chain if not isinstance(one, TORN)), "")
+
+
+def headline(error: BaseException) -> str:
+    """Return ``ValueError: bad value``, on one line."""
+    try:
+        first = str(error).strip().split("\n", 1)[0]
+    except Exception:  # a user's __str__ must not hide the failure
+        first = ""
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def trim_traceback(error: BaseException) -> BaseException:
+    """Return `error` with a traceback that begins, and for a library error ends, in user code."""
+    trace = error.__traceback__
+    if isinstance(error, SyncError):
+        trace = users_part(trace) or trace
+    first = trace
+    while first is not None and first.tb_next is not None:
+        name = first.tb_frame.f_code.co_filename
+        if not name.startswith((_CORE, threading.__file__)):
+            break
+        first = first.tb_next
+    return error.with_traceback(first)
+
+
+def trim_stack(stack: Sequence[str]) -> list[str]:
+    """Return the lines of a stack, outermost first, from the user's first to the user's last."""
+    starts = [i for i, line in enumerate(stack) if _HERE in line and "run_program" in line]
+    rest = list(stack[max(starts, default=-1) + 1 :])
+    backends = getattr(sys.modules.get("syncprims.backends"), "__file__", None) or _HERE
+    ours = [f'"{path}' for path in (_CORE, str(Path(backends).parent), threading.__file__)]
+    while rest and any(path in rest[-1] for path in ours):
+        rest.pop()
+    return rest or ["  in the library"]

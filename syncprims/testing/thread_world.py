@@ -1,0 +1,225 @@
+"""Worlds whose ranks are threads."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Generator
+from types import FrameType
+from typing import Any
+
+from syncprims._world.environment import rank_variables
+from syncprims._world.group import entered
+from syncprims._world.registry import backend_class
+from syncprims._world.runtime import clean_environ, seated
+from syncprims.interface import Backend, Settings, Topology
+
+from .errors import Killed, WorldAborted
+from .faults import FaultTarget, current_target
+from .outcomes import RankOutcome, WorldRun, trim_stack
+from .probe import JOIN, Observer, Probe, ProbedBackend, RecordedCall
+from .rank_output import RankOutput, capture_ranks, set_writer
+from .scheduler import Scheduler
+from .world_spec import WorldSpec
+
+_UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
+_GRACE = 2.0  # seconds for threads to end once their world has been given up
+_DEBUGGERS = ("bdb", "pdb", "pydevd")
+
+
+class _ThreadTarget(FaultTarget):
+    """A rank that is a thread."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+
+    def kill(self) -> None:
+        for room in self._world.rooms:
+            room.lose(self._rank, "killed by SIGKILL")
+        self._world.probes[self._rank].dead = True
+        raise Killed
+
+    def stop(self) -> None:
+        self._world.outcomes[self._rank].end = "stopped"
+        self._world.scheduler.stop(self._rank)
+
+    def sleep(self, seconds: float) -> None:
+        self._world.scheduler.sleep(self._rank, seconds)
+
+
+class ThreadWorld(Observer):
+    """One run of a world of threads; it observes its ranks."""
+
+    def __init__(self, spec: WorldSpec, output: RankOutput | None) -> None:
+        self._spec = spec
+        self._output = output
+        self._environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
+        if not spec.traced:
+            self._environ.pop("SYNCPRIMS_TRACE", None)
+        self._backend: Any = backend_class("threads")
+        self.scheduler = Scheduler(
+            spec.ranks, spec.seed.schedule(spec.ranks), self._break_standstill
+        )
+        self.rooms: list[Any] = []  # one, unless the program ends its world and starts another
+        self._worlds_begun = [0] * spec.ranks
+        self.outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
+        self._run = WorldRun(self.outcomes, spec.faults, spec.seed)
+        self._targets = [_ThreadTarget(self, rank) for rank in range(spec.ranks)]
+        self.probes = [
+            Probe(rank, spec.faults, target, self) for rank, target in enumerate(self._targets)
+        ]
+        self._threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._run_rank, rank),
+                name=f"rank {rank} of {spec.ranks}",
+                daemon=True,
+            )
+            for rank in range(spec.ranks)
+        ]
+
+    def run(self) -> WorldRun:
+        """Return how it went."""
+        run = self._run
+        with capture_ranks(self._output), _one_processor(self._spec.seed.number):
+            try:
+                for thread in self._threads:
+                    thread.start()
+                self.scheduler.begin()
+                self._wait()
+            except BaseException:
+                self._end_threads()
+                raise
+            if not self.scheduler.aborted:
+                for thread in self._threads:
+                    thread.join()  # it has nothing left to do
+            elif not self._end_threads():
+                run.gave_up += ". A thread could not be ended, and is left alone"
+        run.steps = self.scheduler.steps
+        for outcome, probe in zip(self.outcomes, self.probes, strict=True):
+            outcome.calls, outcome.struck, outcome.torn = probe.calls, probe.struck, probe.torn
+            outcome.waits = outcome.waits or probe.waits
+        return run
+
+    # -- a rank -----------------------------------------------------------------------------------
+
+    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
+        """Record the order of all posts."""
+        if call.label.kind != JOIN:
+            self._run.trace.append((rank, call))
+
+    def _run_rank(self, rank: int) -> None:
+        spec = self._spec
+        entered.set(None)
+        current_target.set(self._targets[rank])
+        set_writer(self._output, rank)
+        environ = {**self._environ, **rank_variables(rank, spec.ranks, spec.nodes)}
+        try:
+            with contextlib.suppress(WorldAborted):
+                self.scheduler.enter(rank)
+                self.outcomes[rank].run_program(spec.fn, seated(environ, self._make_backend))
+        finally:
+            self.scheduler.leave(rank)
+
+    def _make_backend(self, cls: type[Backend], place: Topology, settings: Settings) -> Backend:
+        number = self._worlds_begun[place.rank]
+        self._worlds_begun[place.rank] += 1
+        if number == len(self.rooms):
+            self.rooms.append(self._backend.room(self.scheduler, self._spec.ranks))
+        backend = self.rooms[number].backend(place, settings)
+        return ProbedBackend(backend, self.probes[place.rank])
+
+    def _break_standstill(self) -> bool:
+        """Abort the waits of ranks that wait for each other; return whether there are any.
+
+        If there are none, the others wait for a rank that a fault has stopped. A rank that waits
+        for one that has ended does not come here: its board says so, and the call raises.
+        """
+        broken = [room for room in self.rooms if room.break_deadlock()]
+        if broken:
+            self._run.has_cycle = True
+            return True
+        self._run.stopped([o.rank for o in self.outcomes if o.end == "stopped"])
+        return False
+
+    # -- from outside -----------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Return when all ranks have ended or the world is given up."""
+        limit = self._spec.time_limit
+        while not self.scheduler.finished.wait(limit):
+            stacks = self._stacks()
+            if self._is_debugged():
+                continue
+            assert limit is not None
+            self._run.timed_out(limit, stacks)
+            for outcome in self.outcomes:
+                if outcome.end == "left":
+                    outcome.waits = self.probes[outcome.rank].waits
+                    outcome.idle = outcome.rank != self.scheduler.turn
+            self.scheduler.abort()
+
+    def _end_threads(self) -> bool:
+        """End all ranks; return whether they have ended."""
+        self.scheduler.abort()
+        begin = time.monotonic()
+        while living := [thread for thread in self._threads if thread.is_alive()]:
+            living[0].join(0.05)
+            waited = time.monotonic() - begin
+            if waited > _GRACE:
+                return False
+            if waited < _UNDISTURBED:
+                continue  # a rank may be writing a traceback: an exception would disturb it
+            for thread in living:
+                if thread.is_alive() and thread.ident is not None:
+                    # Raised between two steps of Python: it does not end a call that waits in C.
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread.ident), ctypes.py_object(WorldAborted)
+                    )
+        return True
+
+    def _frames(self) -> dict[int, FrameType]:
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        return {
+            rank: frames[thread.ident]
+            for rank, thread in enumerate(self._threads)
+            if thread.ident in frames
+        }
+
+    def _is_debugged(self) -> bool:
+        return any(
+            str(frame.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS
+            for found in self._frames().values()
+            for frame, _ in traceback.walk_stack(found)
+        )
+
+    def _stacks(self) -> str:
+        return "\n".join(
+            f"stack of rank {rank}:\n" + "".join(trim_stack(traceback.format_stack(frame))).rstrip()
+            for rank, frame in self._frames().items()
+        )
+
+
+@contextlib.contextmanager
+def _one_processor(number: int) -> Generator[None]:
+    """Return a context in which new threads share a processor: to wake one there is far faster.
+
+    Nothing is done on other systems, or where torch is imported: its operations use several
+    processors, and the workers of its loaders would inherit the one.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules:
+        yield
+        return
+    ours = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(ours)[number % len(ours)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, ours)

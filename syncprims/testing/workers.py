@@ -1,0 +1,367 @@
+"""Worker processes, one per rank: how they start, what they run, how their ends are noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from syncprims._world.environment import rank_variables
+from syncprims._world.group import entered
+from syncprims._world.registry import backend_class
+from syncprims._world.runtime import become_rank, host
+from syncprims._world.version import version
+from syncprims.interface import Backend, Settings, Topology
+
+from .exception_transport import PackedException, pack_exception
+from .faults import Fault, FaultTarget, current_target
+from .journal import JournalWriter
+from .outcomes import RankOutcome
+from .probe import Probe, ProbedBackend
+from .rank_output import set_writer
+from .world_spec import Start
+
+#: Asks a worker for its stack: a signal that programs do not use, where there is one.
+STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+_BOOT = """
+import sys
+sys.path[:] = sys.argv.pop(1).split("\\n")
+from syncprims.testing.workers import main
+main()
+"""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker has to know of its world."""
+
+    folder: Path  #: of this world
+    ranks: int
+    faults: Sequence[Fault]
+    environ: Mapping[str, str]
+    parent: int  #: process id
+
+    def path(self, what: str, rank: int) -> Path:
+        """Return the path of a rank's ``journal``, ``report``, ``stack``, ``stdout`` or so."""
+        return self.folder / f"{what}-{rank}"
+
+    @property
+    def verdict(self) -> Path:
+        """Where the parent writes the verdict on a deadlock."""
+        return self.folder / "verdict"
+
+
+# -- in a worker -----------------------------------------------------------------------------------
+
+
+def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
+    """Run `fn` as this rank, write the report, and end this process."""
+    code = 1
+    try:
+        _set_up(spec, rank)
+        observer = JournalWriter(spec.path("journal", rank), spec.verdict, spec.faults)
+        probe = Probe(rank, spec.faults, FaultTarget(), observer)
+
+        def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
+            return ProbedBackend(cls(place, settings), probe)
+
+        become_rank(make_backend)
+        outcome = RankOutcome(rank)
+        outcome.run_program(fn, host())
+        outcome.torn = probe.torn
+        if probe.waits is not None and probe.calls:
+            outcome.waits = probe.calls[-1]
+        _write_report(spec, outcome)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _set_up(spec: WorkerSpec, rank: int) -> None:
+    """Prepare this process as a launcher would have done."""
+    os.setpgid(0, 0)  # what it leaves behind is found by its group
+    _die_with(spec.parent)
+    for stream, fd in (("stdout", 1), ("stderr", 2)):
+        to = os.open(spec.path(stream, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(to, fd)
+        os.close(to)
+        setattr(sys, stream, os.fdopen(os.dup(fd), "w", buffering=1, errors="backslashreplace"))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(signum, signal.SIG_DFL)
+    stack = spec.path("stack", rank).open("w")
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
+    os.environ.clear()
+    os.environ.update(spec.environ)
+    os.environ.update(rank_variables(rank, spec.ranks))
+    entered.set(None)
+    current_target.set(FaultTarget())  # not that of a forked thread
+    set_writer(None, rank)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # the threads of a forked parent's operations are not here
+
+
+def _die_with(parent: int) -> None:
+    """End this process when its parent ends, for any reason."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _write_report(spec: WorkerSpec, outcome: RankOutcome) -> None:
+    try:
+        outcome.result = pickle.dumps(outcome.result)
+    except Exception as why:
+        outcome.fail(
+            TypeError(
+                f"rank {outcome.rank} returns a {type(outcome.result).__name__}, which cannot be "
+                f"sent to the test: {why}. Return plain values, or use a world of threads"
+            )
+        )
+        outcome.result = pickle.dumps(None)
+    packed = None if outcome.error is None else pack_exception(outcome.error)
+    outcome.error = None
+    path = spec.path("report", outcome.rank)
+    path.with_suffix(".new").write_bytes(pickle.dumps((outcome, packed)))
+    path.with_suffix(".new").rename(path)
+
+
+def read_report(spec: WorkerSpec, rank: int) -> RankOutcome | None:
+    """Return the outcome that the worker of `rank` has reported, if it has; in the parent."""
+    path = spec.path("report", rank)
+    if not path.exists():
+        return None
+    outcome: RankOutcome
+    packed: PackedException | None
+    outcome, packed = pickle.loads(path.read_bytes())
+    outcome.result = pickle.loads(outcome.result)
+    outcome.error = packed and packed.unpack()
+    return outcome
+
+
+# -- workers that do not inherit the parent's memory -----------------------------------------------
+
+
+class PortableFunction:
+    """A function that another Python finds again, also in a test file that it cannot import."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._module: str = getattr(fn, "__module__", None) or ""
+        self._file = getattr(sys.modules.get(self._module), "__file__", None)
+        try:
+            self._data = pickle.dumps(fn)
+        except Exception as error:
+            raise TypeError(
+                f"{fn!r} cannot be sent to a process that starts a new Python: {error}. Define it "
+                f"at the top level of a file, or say start='fork'"
+            ) from error
+
+    def load(self) -> Callable[[], Any]:
+        """Return the function, in the other Python."""
+        if self._module == "__main__":
+            self._load_file("__mp_main__")  # not again as a script
+        elif self._module and self._module not in sys.modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(self._module)
+            if getattr(sys.modules.get(self._module), "__file__", None) != self._file:
+                self._load_file(self._module)
+        loaded: Callable[[], Any] = pickle.loads(self._data)
+        return loaded
+
+    def _load_file(self, name: str) -> None:
+        if self._file is not None:
+            spec = importlib.util.spec_from_file_location(name, self._file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = sys.modules[self._module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+
+
+def main() -> None:
+    """Run the worker that the arguments name; or fork all workers, as a fork server does."""
+    path, rank = sys.argv[1:]
+    with Path(path).open("rb") as file:
+        spec, function = pickle.load(file)
+    fn = function.load()
+    if rank != "all":
+        _run_worker(spec, int(rank), fn)
+    _serve(spec, fn)
+
+
+def _serve(spec: WorkerSpec, fn: Callable[[], Any]) -> None:
+    """Fork all workers, and report their starts and ends to the parent."""
+    _die_with(spec.parent)
+    load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
+    spec = dataclasses.replace(spec, parent=os.getpid())
+    ranks: dict[int, int] = {}  # by pid
+    for rank in range(spec.ranks):
+        pid = _fork(spec, rank, fn)
+        ranks[pid] = rank
+        os.write(1, f"started {rank} {pid}\n".encode())
+    while ranks:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        rank = ranks.pop(ended.si_pid)
+        os.write(1, f"ended {rank} {_reap(ended.si_pid)}\n".encode())
+    os._exit(0)
+
+
+# -- in the parent ---------------------------------------------------------------------------------
+
+
+class Workers:
+    """The workers of all ranks, as processes of our own."""
+
+    def __init__(self, pids: dict[int, int], popen: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        self.pids = pids  #: by rank, of those that have not ended
+        self._popen = popen
+        self._pidfds: dict[int, int] = {}  # descriptor -> rank
+        self._poll = select.poll()  # `select` itself takes no descriptor from 1024 up
+        if hasattr(os, "pidfd_open"):
+            self._pidfds = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
+        for fd in self._pidfds:
+            self._poll.register(fd, select.POLLIN)
+
+    def wait(self, timeout: float) -> dict[int, int]:
+        """Return the exit codes of ranks that have ended since, after so many seconds if none."""
+        if self._pidfds:
+            ranks = [self._forget(fd) for fd, _ in self._poll.poll(timeout * 1000)]
+        else:
+            threading.Event().wait(min(timeout, 0.005))
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ranks = [r for r, pid in self.pids.items() if os.waitid(os.P_PID, pid, flags)]
+        codes = {rank: _reap(self.pids.pop(rank)) for rank in ranks}
+        for rank in ranks if self._popen else ():
+            self._popen[rank].returncode = codes[rank]
+        return codes
+
+    def _forget(self, fd: int) -> int:
+        self._poll.unregister(fd)
+        os.close(fd)
+        return self._pidfds.pop(fd)
+
+    def close(self) -> None:
+        """Release all resources; all ranks have ended."""
+        for fd in [*self._pidfds]:
+            self._forget(fd)
+
+
+class _ServedWorkers(Workers):
+    """The workers of a fork server, which reports their starts and ends."""
+
+    def __init__(self, server: subprocess.Popen[bytes], ranks: int) -> None:
+        super().__init__({})
+        self._server = server
+        self._left = set(range(ranks))
+        self._text = b""
+        assert server.stdout is not None
+        self._pipe = server.stdout
+        self._poll.register(self._pipe, select.POLLIN)
+
+    def wait(self, timeout: float) -> dict[int, int]:
+        if not self._poll.poll(timeout * 1000):
+            return {}
+        data = os.read(self._pipe.fileno(), 65536)
+        if not data:  # the server has ended, and so have the ranks
+            return dict.fromkeys(self._left, self._server.wait())
+        *lines, self._text = (self._text + data).split(b"\n")
+        codes: dict[int, int] = {}
+        for line in lines:
+            event, rank, number = line.split()
+            if event == b"started":
+                self.pids[int(rank)] = int(number)
+            else:
+                self.pids.pop(int(rank), None)
+                self._left.discard(int(rank))
+                codes[int(rank)] = int(number)
+        return codes
+
+    def close(self) -> None:
+        self._pipe.close()
+        if self._left:
+            self._server.send_signal(signal.SIGKILL)
+        self._server.wait()
+
+
+def start_workers(how: Start, spec: WorkerSpec, fn: Callable[[], Any]) -> Workers:
+    """Start the workers of all ranks.
+
+    :raises TypeError: if `fn` cannot be sent to a process that starts a new Python.
+    """
+    if how == "fork":
+        load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
+        return Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})
+    path = spec.folder / "spec"
+    path.write_bytes(pickle.dumps((spec, PortableFunction(fn))))
+    if how == "forkserver":
+        return _ServedWorkers(_spawn(path, "all", subprocess.PIPE), spec.ranks)
+    children = [_spawn(path, str(rank)) for rank in range(spec.ranks)]
+    return Workers({rank: child.pid for rank, child in enumerate(children)}, children)
+
+
+def default_start() -> Start:
+    """Return the fastest way to start processes that is safe here."""
+    torch = sys.modules.get("torch")
+    has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    return "fork" if hasattr(os, "fork") and not has_cuda else "spawn"
+
+
+def load_before_fork(backend: str) -> None:
+    """Load here what otherwise every forked rank would look for itself."""
+    backend_class(backend)
+    version()
+
+
+def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or the child would print it again
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none
+        pid = os.fork()
+    if not pid:
+        _run_worker(spec, rank, fn)
+    return pid
+
+
+def _spawn(path: Path, rank: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+    # It looks for modules where this process does, and nowhere else before.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _BOOT, "\n".join(sys.path), str(path), rank],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+    )
+
+
+def _reap(pid: int) -> int:
+    """Return the exit code of an ended worker, after all processes it has left are killed."""
+    # Before it is reaped: until then, no other process has its number.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
