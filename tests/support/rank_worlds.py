@@ -275,6 +275,7 @@ class Ranks:
                         outcome = program()
                 else:
                     outcome = program()
+                    syncprims.shutdown()  # as at the exit of Python, which `os._exit` skips
             except BaseException as error:
                 error.add_note(traceback.format_exc())
                 outcome = error
