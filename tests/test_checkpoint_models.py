@@ -8,7 +8,6 @@ import json
 import os
 import stat
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,12 +142,21 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, meeting_place: 
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [{0o640}]
 
 
+def show_bars_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Eager(tqdm):  # type: ignore[type-arg]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options, mininterval=0)  # every update is written
+
+    monkeypatch.setattr("syncprims.training.checkpoints.progress._DELAY", 1e-9)
+    monkeypatch.setattr("tqdm.auto.tqdm", Eager)
+
+
 @several(2)
 @in_processes
 def test_what_takes_long_shows_a_bar_on_main(
     world: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
+    show_bars_at_once(monkeypatch)
 
     def program() -> None:
         save_model(nn.Linear(8, 8), tmp_path / "m")
@@ -181,8 +189,7 @@ def test_a_bar_that_cannot_be_shown_fails_nothing(
 ) -> None:
     from harness import Kind, Ranks
 
-    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
-    monkeypatch.setattr("tqdm.auto.tqdm", partial(tqdm, mininterval=0))  # every update is written
+    show_bars_at_once(monkeypatch)
 
     def save_and_load(stream: Any) -> None:
         model, other = Odd(1), Odd(2)

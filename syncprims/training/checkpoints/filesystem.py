@@ -1,13 +1,14 @@
-"""The file system, as checkpoints use it. Every call of theirs that touches it is made here.
+"""The file system as checkpoints use it: every call that touches it is made in this module.
 
-So a test that replaces this module's ``os`` sees every one of them, and can let each fail, kill the
-process before it, or record it. Errors are `OSError` with the path in them.
+A test that replaces this module's ``os`` sees each call: it can record it, make it fail, or kill
+the process before it. Errors are `OSError` and carry the path.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import sys
@@ -16,16 +17,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-PIECE = 4 << 20  #: bytes written at once: small enough that what was just digested is still at hand
-_BEHIND = 16 << 20  # bytes after which the disk is asked to begin with them
+CHUNK = 4 << 20  #: bytes per write: what was just hashed is then still in the processor's cache
+LOG = logging.getLogger("syncprims")
+_WRITEBACK = 16 << 20  # bytes after which the kernel is asked to start writing to the disk
 
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not hold anybody up
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not block
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def _about(path: str) -> Generator[None]:
-    """Let an OSError name the path: those of `write` and `fsync` know only a number."""
+def _naming(path: str) -> Generator[None]:
+    """Add the path to an OSError: `write` and `fsync` know only a file descriptor."""
     try:
         yield
     except OSError as error:
@@ -35,46 +37,48 @@ def _about(path: str) -> Generator[None]:
 
 
 class NewFile:
-    """A file that did not exist. Its mode is what the umask says."""
+    """A new file, open for writing. The umask decides its mode.
+
+    :raises OSError: if there is already something of that name.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(path, _NEW, 0o666)
         self._size = 0
-        self._begun = 0  # of these bytes the disk has been told
+        self._started = 0  # bytes whose write-back was started
 
     def write(self, data: memoryview | bytes) -> None:
         """Append all of `data`."""
         left = memoryview(data)
-        with _about(self.path):
+        with _naming(self.path):
             while left:
                 done = os.write(self._fd, left)
                 left, self._size = left[done:], self._size + done
-        if self._size - self._begun >= _BEHIND:
-            self._begin()
+        if self._size - self._started >= _WRITEBACK:
+            self._start_writeback()
 
-    def _begin(self) -> None:
-        """Let the disk begin with what has been written, so that the sync has little to wait for.
+    def _start_writeback(self) -> None:
+        """Ask the kernel to start writing to the disk, so that the final sync waits less.
 
-        Linux starts to write what it is told will not be needed. Only a hint: whether the disk has
-        it, and what went wrong, the sync says.
+        On Linux, `POSIX_FADV_DONTNEED` does that. It is only a hint: the sync reports errors.
         """
-        begun, self._begun = self._begun, self._size
+        started, self._started = self._started, self._size
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self._fd, begun, self._size - begun, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._fd, started, self._size - started, os.POSIX_FADV_DONTNEED)
 
     def write_at(self, data: bytes, offset: int) -> None:
-        """Write all of `data` over what is at `offset`."""
-        with _about(self.path):
+        """Overwrite the bytes at `offset` with all of `data`."""
+        with _naming(self.path):
             while data:
                 done = os.pwrite(self._fd, data, offset)
                 data, offset = data[done:], offset + done
 
     def finish(self) -> None:
-        """Return when the disk has it all. A failed sync is not tried again: it would only lie."""
+        """Sync and close the file. A failed sync is not retried: that could wrongly succeed."""
         fd, self._fd = self._fd, -1
-        with _about(self.path):
+        with _naming(self.path):
             try:
                 os.fsync(fd)
             except OSError:
@@ -84,7 +88,7 @@ class NewFile:
             os.close(fd)
 
     def abandon(self) -> None:
-        """Close it, whatever state it is in."""
+        """Close the file if it is still open. The content is not synced."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -92,7 +96,7 @@ class NewFile:
 
 
 def write_small(path: str, data: bytes) -> None:
-    """Make the file `path` with this content; return when the disk has it."""
+    """Write a new file `path` with this content, and sync it."""
     file = NewFile(path)
     try:
         file.write(data)
@@ -101,51 +105,51 @@ def write_small(path: str, data: bytes) -> None:
         file.abandon()
 
 
-class OldFile:
-    """A regular file to read from: the same one, whatever gets its name meanwhile.
+class ExistingFile:
+    """A regular file, open for reading. It stays the same file if its name is replaced.
 
-    Read, and not mapped: what the disk cannot give is an error here, and would be a signal there.
+    It is read and not memory-mapped: a disk error is then an exception, not a signal.
 
-    :raises OSError: also if it is a link (unless `follow`), no regular file, or empty.
+    :raises OSError: also if it is a link (unless `follow`), not a regular file, or empty.
     """
 
     def __init__(self, path: str, *, follow: bool = False) -> None:
         self.path = path
-        with _about(path):
+        with _naming(path):
             self._fd, found = _open_regular(path, follow)
         self.size = found.st_size
-        self._changed = found.st_mtime_ns
+        self._modified = found.st_mtime_ns
         if self.size == 0:
             self.close()
             raise OSError(errno.ENODATA, "the file is empty", path)
 
-    def read_into(self, room: memoryview, offset: int) -> None:
-        """Fill `room` with what begins at `offset`. Any number of threads may do so at once."""
-        with _about(self.path):
-            while room:
-                done = os.preadv(self._fd, [room], offset)
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes from `offset` on. Several threads may call it at once."""
+        with _naming(self.path):
+            while buffer:
+                done = os.preadv(self._fd, [buffer], offset)
                 if done == 0:
                     raise OSError(errno.ENODATA, "the file was cut off while it was read")
-                room, offset = room[done:], offset + done
+                buffer, offset = buffer[done:], offset + done
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return so many bytes from `offset` on."""
+        """Return `size` bytes from `offset` on."""
         data = bytearray(size)
         self.read_into(memoryview(data), offset)
         return bytes(data)
 
     def check_unchanged(self) -> None:
-        """Return only if nobody has written to it since it was opened.
+        """Raise if the file was written to since it was opened.
 
-        :raises OSError: otherwise.
+        :raises OSError: with ``ESTALE``.
         """
-        with _about(self.path):
+        with _naming(self.path):
             found = os.fstat(self._fd)
-            if (found.st_size, found.st_mtime_ns) != (self.size, self._changed):
+            if (found.st_size, found.st_mtime_ns) != (self.size, self._modified):
                 raise OSError(errno.ESTALE, "the file was changed while it was read")
 
     def close(self) -> None:
-        """Let go of it. Nothing happens the second time."""
+        """Close the file. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -155,9 +159,9 @@ class OldFile:
 def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
     """Return the content of a regular file of at most `most` bytes.
 
-    :raises OSError: also if it is a link (unless `follow`), no regular file, or longer.
+    :raises OSError: also if it is a link (unless `follow`), not a regular file, or longer.
     """
-    with _about(path):
+    with _naming(path):
         fd, found = _open_regular(path, follow)
         try:
             if found.st_size > most:
@@ -184,15 +188,15 @@ def _open_regular(path: str, follow: bool) -> tuple[int, os.stat_result]:
 
 
 def names(directory: str) -> list[str]:
-    """Return what is in a directory, in order; nothing if there is none."""
+    """Return the sorted names in a directory; an empty list if there is no directory."""
     try:
-        return sorted(os.listdir(directory))  # noqa: PTH208 - names are wanted, through this `os`
+        return sorted(os.listdir(directory))  # noqa: PTH208 - through this module's `os`
     except FileNotFoundError:
         return []
 
 
 def exists(path: str) -> bool:
-    """Tell whether there is anything of this name, be it a link to nowhere."""
+    """Return whether anything has this name, a dangling link included."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -201,18 +205,18 @@ def exists(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """Return where a name leads now, for a later chdir must not matter.
+    """Return the absolute path of a name. A later chdir then does not matter.
 
-    What is above a link is above what that leads to, as it is for everybody who opens the name.
+    ``..`` after a link is the parent of the link's target, as for every program that opens it.
     """
     above = os.pardir in path.split("/")
     return os.path.realpath(path) if above else os.path.abspath(path)  # noqa: PTH100
 
 
-def replaceable(path: str) -> str:
-    """Return the name that a new content of the file `path` is to get: where its links lead.
+def resolve_target(path: str) -> str:
+    """Return the file that a write to `path` replaces: the target, if `path` is a link.
 
-    :raises OSError: if there is anything else than a regular file.
+    :raises OSError: if there is something there that is not a regular file.
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
@@ -225,7 +229,7 @@ def replaceable(path: str) -> str:
 
 
 def is_directory(path: str) -> bool:
-    """Tell whether this is a directory, or a link to one."""
+    """Return whether this is a directory, or a link to one."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError):
@@ -233,9 +237,9 @@ def is_directory(path: str) -> bool:
 
 
 def make_directory(path: str) -> list[str]:
-    """Make a directory and what is missing above it, durably; return what was made, top first.
+    """Make a directory and its missing parents, durably; return the ones made, parents first.
 
-    :raises OSError: if there is something else of that name; then nothing is left of it.
+    :raises OSError: if something else has that name. Then none of them is left.
     """
     if is_directory(path):
         return []
@@ -246,43 +250,43 @@ def make_directory(path: str) -> list[str]:
             os.mkdir(path)  # noqa: PTH102
             made.append(path)
         except FileExistsError:
-            if not is_directory(path):  # else somebody has made it meanwhile
+            if not is_directory(path):  # else another process just made it
                 what = "there is something else in place of a directory"
                 raise OSError(errno.ENOTDIR, what, path) from None
         sync_directory(parent)
     except BaseException:
-        unmake_directories(made)
+        remove_empty_directories(made)
         raise
     return made
 
 
-def unmake_directories(made: list[str]) -> None:
-    """Remove directories that were made, unless there is something in them by now."""
+def remove_empty_directories(made: list[str]) -> None:
+    """Remove the directories that :func:`make_directory` made, except those not empty now."""
     for path in reversed(made):
         with contextlib.suppress(OSError):
             os.rmdir(path)  # noqa: PTH106
 
 
 def sync_directory(path: str) -> None:
-    """Return when the disk has the names in a directory."""
-    with _about(path):
+    """Sync a directory: the names in it then survive a power loss."""
+    with _naming(path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # some network file systems have no such thing
+            if error.errno != errno.EINVAL:  # some network file systems do not support it
                 raise
         finally:
             os.close(fd)
 
 
 def rename(source: str, target: str) -> None:
-    """Give `source` the name `target`, in place of what had it, in one step."""
+    """Rename atomically. An existing `target` is replaced."""
     os.rename(source, target)  # noqa: PTH104
 
 
 def remove(path: str) -> bool:
-    """Remove a file, and tell whether there was one."""
+    """Remove a file; return whether there was one."""
     try:
         os.unlink(path)  # noqa: PTH108
     except FileNotFoundError:
@@ -291,13 +295,45 @@ def remove(path: str) -> bool:
 
 
 def remove_directory(path: str) -> None:
-    """Remove a directory and all that is in it; nothing happens if there is none."""
+    """Remove a directory and everything in it. A missing directory is not an error."""
     for name in names(path):
         inner = f"{path}/{name}"
-        with contextlib.suppress(FileNotFoundError):  # its owner may be removing it, too
+        with contextlib.suppress(FileNotFoundError):  # its writer may be removing it, too
             if stat.S_ISDIR(os.lstat(inner).st_mode):
                 remove_directory(inner)
             else:
                 remove(inner)
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(path)  # noqa: PTH106
+
+
+# -- clean-up, whose failure is logged and not raised ---------------------------------------------
+
+
+def remove_or_log(path: str) -> None:
+    """Remove a file that is no longer needed; log a failure."""
+    try:
+        remove(path)
+    except OSError as error:
+        _log_leftover(path, error)
+
+
+def remove_directory_or_log(path: str) -> None:
+    """Remove a directory that is no longer needed; log a failure."""
+    try:
+        remove_directory(path)
+    except OSError as error:
+        _log_leftover(path, error)
+
+
+def _log_leftover(path: str, error: OSError) -> None:
+    LOG.warning("could not remove %s (%s): it is no longer needed, remove it", path, error)
+
+
+def names_or_log(directory: str) -> list[str]:
+    """Return the names in a directory that is to be cleaned up; after a failure, log it: none."""
+    try:
+        return names(directory)
+    except OSError as error:
+        LOG.warning("files that are no longer needed stay in %s: %s", directory, error)
+        return []

@@ -1,4 +1,4 @@
-"""Load the whole state of a training: proved first, by all ranks, and only then brought in."""
+"""Load the whole state of a training: all ranks check it first, and only then is it used."""
 
 # Torch is typed in part, and what comes out of JSON may be anything:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -13,16 +13,15 @@ import torch
 
 from syncprims import CheckpointError
 
-from . import disk, generators, manifest, tree
-from .directory import Directory
-from .meter import metered
-from .objects import check_fits, check_objects, give_back, targets
-from .refusal import refusal
-from .saving import finish_earlier
-from .seal import digest
-from .sharded import box, like
-from .stored import TensorFile
-from .together import Team, together
+from . import filesystem, manifest
+from .async_save import finish_earlier
+from .coordination import Directory, Team, coordinate
+from .dtensor import from_shard, shard_region
+from .integrity import digest, refusal
+from .progress import progress_bar
+from .safetensors_file import SafetensorsFile
+from .state_tree import KIND, join_state
+from .stateful import check_fits, check_objects, dtensors_of, load_into, restore_rng
 
 if TYPE_CHECKING:
     import os
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor import DTensor
 
-    from .manifest import Item, Manifest
-    from .objects import Stateful
+    from .manifest import Manifest, SavedState
+    from .stateful import Stateful
 
 
 class Loaded(NamedTuple):
-    """What :func:`load_state` has loaded."""
+    """What :func:`load_state` returns."""
 
     path: str
     step: int | None  #: as it was saved
@@ -51,17 +50,17 @@ def load_state(
     strict: bool = True,
     any_world_size: bool = False,
 ) -> Loaded:
-    """Give the objects their states back, once every rank has proved that all is as it was saved.
+    """Load the objects' states, after every rank has checked that all is as it was saved.
 
-    Then the training goes on bit for bit as if it had not been interrupted. Names must be those
-    that were saved; without `strict`, those that are on one side only are left. The ranks' own
-    objects and random numbers are only given back to as many ranks as saved them: with another
-    number it is refused, or, with `any_world_size`, those are left as they are. Tensors spread over
-    ranks are cut anew. All ranks call it. Nothing in a checkpoint is run.
+    The training then continues bit for bit as if it had not been interrupted. The names must be
+    those that were saved; without `strict`, names that are only on one side are ignored. The rank
+    objects and random numbers are only loaded by as many ranks as saved them. Any other number of
+    ranks is an error, or, with `any_world_size`, leaves those unchanged. DTensors are redistributed
+    for the ranks that load. All ranks call it. No code in a checkpoint is run.
 
     :raises CheckpointError: on all ranks, naming the file, what was expected and what was found;
-        or the ranks that found another checkpoint than the rest. Then no object is changed, unless
-        one of them refuses its state: the message says so.
+        or the ranks that found a different checkpoint. Then no object is changed, unless one of
+        them refuses its state: the message says so.
     :raises TypeError: for objects as :func:`save_state`.
     :raises ValueError: for names as :func:`save_state`.
     """
@@ -70,21 +69,21 @@ def load_state(
     path = Directory.of(directory).path
     doing = f"load_state from {path}"
     finish_earlier()
-    team = Team.met(doing)
+    team = Team.meet(doing)
 
     def read() -> _Found:
         with contextlib.ExitStack() as files:
-            reader = _Reader(path, team, objects, own, files, strict=strict)
+            reader = _StateReader(path, team, objects, own, files, strict=strict)
             return reader.read(rng=rng, any_world_size=any_world_size)
 
-    found, seals = together(doing, read, _Found.seal)
-    _check_same(doing, team, seals)
-    together(doing, lambda: found.give_back({**objects, **own}))
+    found, digests = coordinate(doing, read, _Found.digest)
+    _check_same_checkpoint(doing, team, digests)
+    coordinate(doing, lambda: found.load_into({**objects, **own}))
     return Loaded(path, found.manifest.step, len(found.manifest.ranks))
 
 
-def _check_same(doing: str, team: Team, seals: Sequence[str]) -> None:
-    other = [rank for rank, seal in zip(team.ranks, seals, strict=True) if seal != seals[0]]
+def _check_same_checkpoint(doing: str, team: Team, digests: Sequence[str]) -> None:
+    other = [rank for rank, one in zip(team.ranks, digests, strict=True) if one != digests[0]]
     if other:
         raise CheckpointError(
             f"{doing}: ranks {other} have found another checkpoint than rank {team.ranks[0]}. "
@@ -95,22 +94,22 @@ def _check_same(doing: str, team: Team, seals: Sequence[str]) -> None:
 
 
 class _Found(NamedTuple):
-    """States, ready to be given back."""
+    """States that are read and checked."""
 
     path: str
     manifest: Manifest
     states: dict[str, Any]
     rng: dict[str, Any] | None
 
-    def seal(self) -> str:
-        """Return what only this checkpoint, and whatever copy of it, has."""
+    def digest(self) -> str:
+        """Return what identifies this checkpoint and its copies."""
         return digest(self.manifest.dump())
 
-    def give_back(self, objects: Mapping[str, Stateful]) -> None:
-        """Give all objects their states back, and the random numbers last."""
+    def load_into(self, objects: Mapping[str, Stateful]) -> None:
+        """Load the states into the objects, and the random numbers last."""
         for name, state in self.states.items():
             try:
-                give_back(objects[name], state)
+                load_into(objects[name], state)
             except Exception as error:
                 raise CheckpointError(
                     f"{self.path}: object {name!r} refuses its state: {type(error).__name__}: "
@@ -119,7 +118,7 @@ class _Found(NamedTuple):
                 ) from error
         try:
             if self.rng is not None:
-                generators.restore(self.rng)
+                restore_rng(self.rng)
         except Exception as error:
             raise CheckpointError(
                 f"{self.path}: the random numbers cannot go on: {type(error).__name__}: {error}. "
@@ -128,8 +127,8 @@ class _Found(NamedTuple):
             ) from error
 
 
-class _Reader:
-    """Reads a checkpoint, and changes nothing."""
+class _StateReader:
+    """Reads a checkpoint without changing an object."""
 
     def __init__(
         self,
@@ -147,20 +146,20 @@ class _Reader:
         self._objects = objects
         self._own = own
         self._strict = strict
-        if not disk.is_directory(path):
+        if not filesystem.is_directory(path):
             raise refusal(path, "missing", "a directory with a checkpoint", "none")
         self._manifest = manifest.read(path)
-        self._opened: dict[str, TensorFile] = {}
+        self._opened: dict[str, SafetensorsFile] = {}
 
     def read(self, *, rng: bool, any_world_size: bool) -> _Found:
-        """Return the states, from files that have been proved."""
+        """Check all files that this rank reads, and return the states."""
         same = self._check_world_size(any_world_size)
         mine = self._manifest.ranks[self._team.place] if same else None
         self._open(mine)
         states: dict[str, Any] = {}
-        for name in self._wanted(self._objects, self._manifest.objects):
+        for name in self._common_names(self._objects, self._manifest.objects):
             thing, item = self._objects[name], self._manifest.objects[name]
-            states[name] = self._state(name, item, targets(thing))
+            states[name] = self._state(name, item, dtensors_of(thing))
             check_fits(self._path, name, thing, states[name])
         if mine is None:
             return _Found(self._path, self._manifest, states, None)
@@ -168,7 +167,7 @@ class _Reader:
         if not isinstance(kept, dict) or not isinstance(kept.get("objects"), dict):
             path = f"{self._path}/{manifest.NAME}"
             raise refusal(path, "a rank's own state", "objects and random numbers", repr(kept))
-        for name in self._wanted(self._own, kept["objects"]):
+        for name in self._common_names(self._own, kept["objects"]):
             states[name] = kept["objects"][name]
             check_fits(self._path, name, self._own[name], states[name])
         if rng and not isinstance(kept.get("rng"), dict):
@@ -187,7 +186,7 @@ class _Reader:
             )
         return saved == here
 
-    def _wanted(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    def _common_names(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         if self._strict and here.keys() != saved.keys():
             raise refusal(
                 f"{self._path}/{manifest.NAME}", "objects",
@@ -195,49 +194,49 @@ class _Reader:
             )  # fmt: skip
         return [name for name in here if name in saved]
 
-    def _open(self, mine: Item | None) -> None:
-        """Open and prove all files that this rank reads."""
+    def _open(self, mine: SavedState | None) -> None:
+        """Open and check all files that this rank reads."""
         names = {name for item in self._manifest.objects.values() for name in item.files}
         for item in self._manifest.objects.values():
             names |= {part[2] for parts in item.parts.values() for part in parts}
         names |= set(mine.files) if mine is not None else set()
         for name in sorted(names):
             path = f"{self._path}/{name}"
-            file = self._files.enter_context(contextlib.closing(TensorFile(path)))
+            file = self._files.enter_context(contextlib.closing(SafetensorsFile(path)))
             self._opened[name] = file
-            self._manifest.files[name].same_as(path, file)
+            self._manifest.files[name].check(path, file)
         total = sum(file.size for file in self._opened.values())
-        with metered("checking the state", total) as meter:
+        with progress_bar("checking the state", total) as add:
             for file in self._opened.values():
-                file.prove(meter)
+                file.check_data(add)
 
-    def _state(self, name: str, item: Item, spread: Mapping[str, DTensor]) -> Any:
+    def _state(self, name: str, item: SavedState, targets: Mapping[str, DTensor]) -> Any:
         where = {key: file for file in item.files for key in self._opened[file].entries}
 
         def take(node: dict[str, Any]) -> torch.Tensor:
             key = node["key"]
-            if node[tree.KIND] == "sharded":
-                return self._cut(node, f"{name}/{key}", item.parts[key], _target(spread, key))
-            return self._opened[where[key]].tensor(key)
+            if node[KIND] == "sharded":
+                return self._assemble(node, f"{name}/{key}", item.parts[key], _target(targets, key))
+            return self._opened[where[key]].read_tensor(key)
 
         try:
-            return tree.join(item.tree, take)
+            return join_state(item.tree, take)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a tree that is none makes of it
+        except Exception as error:  # of any kind, if the tree is damaged
             path = f"{self._path}/{manifest.NAME}"
             raise refusal(path, f"state {name!r}", "a state", repr(error)) from error
 
-    def _cut(
+    def _assemble(
         self, node: dict[str, Any], label: str, parts: list[Any], target: DTensor | None
     ) -> torch.Tensor:
-        """Return a spread tensor, or what of it is this rank's, from the parts that were saved."""
-        whole = tuple(node["shape"])
-        begin, shape = ((0,) * len(whole), whole) if target is None else box(target)
+        """Return a DTensor, or without `target` the full tensor, from the saved shards."""
+        full = tuple(node["shape"])
+        begin, shape = ((0,) * len(full), full) if target is None else shard_region(target)
         made: torch.Tensor | None = None
         covered = 0
         for offset, size, file in parts:
-            saved = self._opened[file].tensor(label)
+            saved = self._opened[file].read_tensor(label)
             if made is None:
                 made = torch.empty(shape, dtype=saved.dtype)
             covered += _overlay(made, begin, saved, offset, size)
@@ -246,21 +245,21 @@ class _Reader:
         if covered != made.numel():
             path = f"{self._path}/{manifest.NAME}"
             raise refusal(path, f"parts of {label!r}", f"{made.numel()} numbers", f"{covered}")
-        return made if target is None else like(target, made)
+        return made if target is None else from_shard(made, target)
 
 
-def _target(spread: Mapping[str, DTensor], key: str) -> DTensor | None:
-    """Return the tensor whose ranks a saved one belongs to: of its name, or of its parameter's."""
-    found = spread.get(key)
+def _target(targets: Mapping[str, DTensor], key: str) -> DTensor | None:
+    """Return the DTensor that gives the placements of a saved one: by its name or its parameter."""
+    found = targets.get(key)
     if found is not None:
         return found
     return next(
-        (t for start, t in spread.items() if start[-1] == "." and key.startswith(start)), None
+        (t for start, t in targets.items() if start[-1] == "." and key.startswith(start)), None
     )
 
 
 def _overlay(made: torch.Tensor, begin: Any, saved: torch.Tensor, offset: Any, size: Any) -> int:
-    """Copy what two boxes have in common; return how many numbers that is."""
+    """Copy what two regions have in common; return how many numbers that is."""
     ours: list[slice] = []
     theirs: list[slice] = []
     for start, length, other, extent in zip(begin, made.shape, offset, size, strict=True):
