@@ -54,9 +54,8 @@ def mutate(document: Any, dice: random.Random) -> None:
     elif deed == 1:
         del container[key]
     elif deed == 2 and isinstance(container, dict):
-        container[dice.choice(["x", "..", "__metadata__", "$", DIGEST_KEY, ""])] = container.pop(
-            key
-        )
+        other = dice.choice(["x", "..", "__metadata__", "$", DIGEST_KEY, ""])
+        container[other] = container.pop(key)
     elif isinstance(container[key], int):
         container[key] += dice.choice([-8, -1, 1, 8, 2**32])
     else:

@@ -148,7 +148,7 @@ def show_bars_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(**options, mininterval=0)  # every update is written
 
     monkeypatch.setattr("syncprims.training.checkpoints.progress._DELAY", 1e-9)
-    monkeypatch.setattr("tqdm.auto.tqdm", Eager)
+    monkeypatch.setattr("syncprims.training.checkpoints.progress._bar_class", lambda: Eager)
 
 
 @several(2)

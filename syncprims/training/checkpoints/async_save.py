@@ -34,7 +34,8 @@ from .integrity import check_digest, dump_with_digest, parse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .state_writer import StateFile, StateWriter
+    from .partition import PlannedFile
+    from .state_writer import StateWriter
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
 _WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
@@ -45,7 +46,7 @@ _GRACE = 60.0  # seconds that a program that has ended waits for the other ranks
 def start_save(writer: StateWriter) -> Saving:
     """Copy what this rank writes, and return while a thread writes it."""
 
-    def copy() -> list[StateFile]:
+    def copy() -> list[PlannedFile]:
         if writer.team.leads:
             filesystem.write_small(writer.report_path(0), b"")
         return [f._replace(tensors=_copy_to_host(f.tensors)) for f in writer.own_files()]
@@ -177,8 +178,6 @@ class _AsyncSaving(Saving):
         self._has_written.set()
         if writer.team.leads:
             self._committed = Outcome.of(lambda: self._commit(written), lambda _: None)
-        elif written.error is not None:
-            writer.remove_own_files()
         error = (self._committed or written).error
         if error is not None:  # the program may end without calling wait()
             filesystem.LOG.error("%s, in the background, has failed: %s", writer.doing, error)
@@ -186,6 +185,8 @@ class _AsyncSaving(Saving):
     def _write(self) -> Any:
         writer = self._writer
         written = Outcome.of(lambda: writer.write(quiet=True), lambda result: result)
+        if written.error is not None:
+            writer.remove_own_files()
         if not writer.team.leads:
             if written.error is not None and not _is_awaited(writer):
                 return None  # the leading rank has failed, and removed what this one wrote to

@@ -36,6 +36,12 @@ def _naming(path: str) -> Generator[None]:
         raise
 
 
+def _close(fd: int) -> None:
+    if fd >= 0:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
 class NewFile:
     """A new file, open for writing. The umask decides its mode.
 
@@ -82,17 +88,14 @@ class NewFile:
             try:
                 os.fsync(fd)
             except OSError:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+                _close(fd)
                 raise
             os.close(fd)
 
     def abandon(self) -> None:
         """Close the file if it is still open. The content is not synced."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        _close(fd)
 
 
 def write_small(path: str, data: bytes) -> None:
@@ -115,13 +118,19 @@ class ExistingFile:
 
     def __init__(self, path: str, *, follow: bool = False) -> None:
         self.path = path
-        with _naming(path):
-            self._fd, found = _open_regular(path, follow)
+        self._fd = os.open(path, _READ if follow else _READ | os.O_NOFOLLOW)
+        try:
+            with _naming(path):
+                found = os.fstat(self._fd)
+                if not stat.S_ISREG(found.st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file")
+                if found.st_size == 0:
+                    raise OSError(errno.ENODATA, "the file is empty")
+        except BaseException:
+            self.close()
+            raise
         self.size = found.st_size
         self._modified = found.st_mtime_ns
-        if self.size == 0:
-            self.close()
-            raise OSError(errno.ENODATA, "the file is empty", path)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` with the bytes from `offset` on. Several threads may call it at once."""
@@ -151,40 +160,19 @@ class ExistingFile:
     def close(self) -> None:
         """Close the file. A second call does nothing."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        _close(fd)
 
 
 def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
     """Return the content of a regular file of at most `most` bytes.
 
-    :raises OSError: also if it is a link (unless `follow`), not a regular file, or longer.
+    :raises OSError: as :class:`ExistingFile`, and if it is longer.
     """
-    with _naming(path):
-        fd, found = _open_regular(path, follow)
-        try:
-            if found.st_size > most:
-                what = f"the file has {found.st_size} bytes, and may have {most}"
-                raise OSError(errno.EFBIG, what, path)
-            chunks: list[bytes] = []
-            while chunk := os.read(fd, 1 << 20):
-                chunks.append(chunk)
-            return b"".join(chunks)
-        finally:
-            os.close(fd)
-
-
-def _open_regular(path: str, follow: bool) -> tuple[int, os.stat_result]:
-    fd = os.open(path, _READ if follow else _READ | os.O_NOFOLLOW)
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, found
+    with contextlib.closing(ExistingFile(path, follow=follow)) as file:
+        if file.size > most:
+            what = f"the file has {file.size} bytes, and may have {most}"
+            raise OSError(errno.EFBIG, what, path)
+        return file.read(0, file.size)
 
 
 def names(directory: str) -> list[str]:

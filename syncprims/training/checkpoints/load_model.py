@@ -135,10 +135,12 @@ def _is_torchs(method: Any) -> bool:
 
 
 def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
+    return f"{what}: {_first_of(names)}; " if names else ""
+
+
+def _first_of(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{what}: {', '.join(names[:5])}{more}; "
+    return f"{', '.join(names[:5])}{more}"
 
 
 # -- into the model's memory ----------------------------------------------------------------------
@@ -216,8 +218,7 @@ def _read_directly(
 ) -> None:
     files: dict[SafetensorsFile, list[tuple[str, torch.Tensor]]] = {}
     for name in names:
-        stored = state[name]
-        assert isinstance(stored, StoredTensor), "it is in a file"
+        stored = cast("StoredTensor", state[name])
         files.setdefault(stored.file, []).append((stored.name, targets[name]))
     # Torch does not see this change, and a backward pass in progress has to notice it.
     torch.autograd.graph.increment_version([targets[name] for name in names])
@@ -239,7 +240,9 @@ def _place(
     :raises ValueError: for a dtype or a device that cannot be used, or a map that gives none for
         some of them; then nothing was moved.
     """
-    kind = _dtype(dtype)
+    kind = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: torch has no such type")
     slots = [slot for slot in _slots(model) if slot.full in names]
     devices = {} if device_map is None else _devices(_device_table(device_map), slots)
     made: dict[int, torch.Tensor] = {}
@@ -285,10 +288,9 @@ def _devices(table: Mapping[str, torch.device], slots: Sequence[_Slot]) -> dict[
             found.setdefault(id(slot.tensor), device)
     lacking = [slot.full for slot in slots if id(slot.tensor) not in found]
     if lacking:
-        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise ValueError(
-            f"device_map gives no device for {', '.join(lacking[:5])}{more}: name the parts that "
-            f"hold them, or all others by ''"
+            f"device_map gives no device for {_first_of(lacking)}: name the parts that hold them, "
+            f"or all others by ''"
         )
     return found
 
@@ -306,15 +308,6 @@ def _moved(
     if tensor.device != device or tensor.dtype != kind:
         tensor.data = tensor.data.to(device, kind)
     return tensor
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if isinstance(dtype, str):
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"dtype={dtype!r}: torch has no such type")
-        return found
-    return dtype
 
 
 def _device_table(device_map: Any) -> Mapping[str, torch.device]:

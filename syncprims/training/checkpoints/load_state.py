@@ -72,8 +72,10 @@ def load_state(
     team = Team.meet(doing)
 
     def read() -> _Found:
-        with contextlib.ExitStack() as files:
-            reader = _StateReader(path, team, objects, own, files, strict=strict)
+        if not filesystem.is_directory(path):
+            raise refusal(path, "missing", "a directory with a checkpoint", "none")
+        reader = _StateReader(path, team, objects, own, strict, manifest.read(path), {})
+        with contextlib.closing(reader):
             return reader.read(rng=rng, any_world_size=any_world_size)
 
     found, digests = coordinate(doing, read, _Found.digest)
@@ -127,105 +129,101 @@ class _Found(NamedTuple):
             ) from error
 
 
-class _StateReader:
+class _StateReader(NamedTuple):
     """Reads a checkpoint without changing an object."""
 
-    def __init__(
-        self,
-        path: str,
-        team: Team,
-        objects: Mapping[str, Stateful],
-        own: Mapping[str, Stateful],
-        files: contextlib.ExitStack,
-        *,
-        strict: bool,
-    ) -> None:
-        self._path = path
-        self._files = files
-        self._team = team
-        self._objects = objects
-        self._own = own
-        self._strict = strict
-        if not filesystem.is_directory(path):
-            raise refusal(path, "missing", "a directory with a checkpoint", "none")
-        self._manifest = manifest.read(path)
-        self._opened: dict[str, SafetensorsFile] = {}
+    path: str
+    team: Team
+    objects: Mapping[str, Stateful]
+    rank_objects: Mapping[str, Stateful]
+    strict: bool
+    manifest: Manifest
+    files: dict[str, SafetensorsFile]  #: those that are open
 
     def read(self, *, rng: bool, any_world_size: bool) -> _Found:
         """Check all files that this rank reads, and return the states."""
         same = self._check_world_size(any_world_size)
-        mine = self._manifest.ranks[self._team.place] if same else None
+        mine = self.manifest.ranks[self.team.place] if same else None
         self._open(mine)
         states: dict[str, Any] = {}
-        for name in self._common_names(self._objects, self._manifest.objects):
-            thing, item = self._objects[name], self._manifest.objects[name]
+        for name in self._common_names(self.objects, self.manifest.objects):
+            thing, item = self.objects[name], self.manifest.objects[name]
             states[name] = self._state(name, item, dtensors_of(thing))
-            check_fits(self._path, name, thing, states[name])
+            check_fits(self.path, name, thing, states[name])
         if mine is None:
-            return _Found(self._path, self._manifest, states, None)
-        kept: Any = self._state(f"of rank {self._team.place}", mine, {})
+            return _Found(self.path, self.manifest, states, None)
+        kept: Any = self._state(f"of rank {self.team.place}", mine, {})
         if not isinstance(kept, dict) or not isinstance(kept.get("objects"), dict):
-            path = f"{self._path}/{manifest.NAME}"
-            raise refusal(path, "a rank's own state", "objects and random numbers", repr(kept))
-        for name in self._common_names(self._own, kept["objects"]):
+            expected = "objects and random numbers"
+            raise refusal(self.manifest_path, "a rank's own state", expected, repr(kept))
+        for name in self._common_names(self.rank_objects, kept["objects"]):
             states[name] = kept["objects"][name]
-            check_fits(self._path, name, self._own[name], states[name])
+            check_fits(self.path, name, self.rank_objects[name], states[name])
         if rng and not isinstance(kept.get("rng"), dict):
-            path = f"{self._path}/{manifest.NAME}"
-            raise refusal(path, "random numbers", "their state", "none: saved with rng=False")
-        return _Found(self._path, self._manifest, states, kept["rng"] if rng else None)
+            found = "none: saved with rng=False"
+            raise refusal(self.manifest_path, "random numbers", "their state", found)
+        return _Found(self.path, self.manifest, states, kept["rng"] if rng else None)
+
+    @property
+    def manifest_path(self) -> str:
+        """The manifest's file, for errors."""
+        return f"{self.path}/{manifest.NAME}"
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self.files.values():
+            file.close()
 
     def _check_world_size(self, any_world_size: bool) -> bool:
-        saved, here = len(self._manifest.ranks), len(self._team.ranks)
+        saved, here = len(self.manifest.ranks), len(self.team.ranks)
         if saved != here and not any_world_size:
             raise CheckpointError(
-                f"{self._path}/{manifest.NAME}: saved by {saved} ranks, and here are {here}: each "
+                f"{self.manifest_path}: saved by {saved} ranks, and here are {here}: each "
                 f"rank's random numbers and own objects would have no owner. Start {saved} ranks, "
                 f"or load with any_world_size=True, which leaves those as they are.",
-                path=f"{self._path}/{manifest.NAME}",
+                path=self.manifest_path,
             )
         return saved == here
 
     def _common_names(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-        if self._strict and here.keys() != saved.keys():
+        if self.strict and here.keys() != saved.keys():
             raise refusal(
-                f"{self._path}/{manifest.NAME}", "objects",
+                self.manifest_path, "objects",
                 f"{sorted(here)}, which are to be loaded", f"{sorted(saved, key=repr)}",
             )  # fmt: skip
         return [name for name in here if name in saved]
 
     def _open(self, mine: SavedState | None) -> None:
         """Open and check all files that this rank reads."""
-        names = {name for item in self._manifest.objects.values() for name in item.files}
-        for item in self._manifest.objects.values():
+        names = {name for item in self.manifest.objects.values() for name in item.files}
+        for item in self.manifest.objects.values():
             names |= {part[2] for parts in item.parts.values() for part in parts}
         names |= set(mine.files) if mine is not None else set()
         for name in sorted(names):
-            path = f"{self._path}/{name}"
-            file = self._files.enter_context(contextlib.closing(SafetensorsFile(path)))
-            self._opened[name] = file
-            self._manifest.files[name].check(path, file)
-        total = sum(file.size for file in self._opened.values())
+            path = f"{self.path}/{name}"
+            file = self.files[name] = SafetensorsFile(path)
+            self.manifest.files[name].check(path, file)
+        total = sum(file.size for file in self.files.values())
         with progress_bar("checking the state", total) as add:
-            for file in self._opened.values():
+            for file in self.files.values():
                 file.check_data(add)
 
     def _state(self, name: str, item: SavedState, targets: Mapping[str, DTensor]) -> Any:
-        where = {key: file for file in item.files for key in self._opened[file].entries}
+        where = {key: file for file in item.files for key in self.files[file].entries}
 
         def take(node: dict[str, Any]) -> torch.Tensor:
             key = node["key"]
             if node[KIND] == "sharded":
                 return self._assemble(node, f"{name}/{key}", item.parts[key], _target(targets, key))
-            return self._opened[where[key]].read_tensor(key)
+            return self.files[where[key]].read_tensor(key)
 
         try:
             return join_state(item.tree, take)
         except CheckpointError:
             raise
         except Exception as error:  # of any kind, if the tree is damaged
-            path = f"{self._path}/{manifest.NAME}"
-            raise refusal(path, f"state {name!r}", "a state", repr(error)) from error
+            what = f"state {name!r}"
+            raise refusal(self.manifest_path, what, "a state", repr(error)) from error
 
     def _assemble(
         self, node: dict[str, Any], label: str, parts: list[Any], target: DTensor | None
@@ -236,15 +234,15 @@ class _StateReader:
         made: torch.Tensor | None = None
         covered = 0
         for offset, size, file in parts:
-            saved = self._opened[file].read_tensor(label)
+            saved = self.files[file].read_tensor(label)
             if made is None:
                 made = torch.empty(shape, dtype=saved.dtype)
             covered += _overlay(made, begin, saved, offset, size)
         if made is None:
             made = torch.empty(shape)
         if covered != made.numel():
-            path = f"{self._path}/{manifest.NAME}"
-            raise refusal(path, f"parts of {label!r}", f"{made.numel()} numbers", f"{covered}")
+            what = f"parts of {label!r}"
+            raise refusal(self.manifest_path, what, f"{made.numel()} numbers", f"{covered}")
         return made if target is None else from_shard(made, target)
 
 

@@ -1,9 +1,9 @@
-"""Which tensors go into which file, and which rank writes it."""
+"""The plan of a save: which tensors go into which file, and which rank writes it."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .dtensor import is_dtensor
 from .integrity import digest
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     import torch
 
     Tensors = dict[str, torch.Tensor]
+
+
+class PlannedFile(NamedTuple):
+    """A file to write."""
+
+    name: str
+    writer: int  #: place of the rank that writes it
+    tensors: Mapping[str, torch.Tensor]
+
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
@@ -48,10 +57,11 @@ def split_by_size(tensors: Tensors, most: int) -> list[Tensors]:
     return groups
 
 
-def group_names(stem: str, ending: str, count: int) -> list[str]:
-    """Return the names of files for so many groups."""
+def group_names(name: str, count: int) -> list[str]:
+    """Return the names of the files of so many groups: `name` itself, or with numbers."""
     if count == 1:
-        return [f"{stem}.{ending}"]
+        return [name]
+    stem, _, ending = name.rpartition(".")
     return [f"{stem}-{number + 1:05d}-of-{count:05d}.{ending}" for number in range(count)]
 
 
@@ -68,8 +78,10 @@ def group_digests(groups: Sequence[Tensors]) -> list[str]:
     ]
 
 
-def assign_writers(groups: Sequence[Tensors], digests: Sequence[Sequence[str]]) -> list[int]:
-    """Return for each group the place of the rank that writes it.
+def assign_writers(
+    names: Sequence[str], groups: Sequence[Tensors], digests: Sequence[Sequence[str]]
+) -> list[PlannedFile]:
+    """Return the file of each group, and which rank writes it.
 
     `digests` are those of each rank's groups. A rank may write what equals main's, bit for bit. So
     what differs between ranks, as the running statistics of a batch norm, is always main's. The
@@ -83,4 +95,4 @@ def assign_writers(groups: Sequence[Tensors], digests: Sequence[Sequence[str]]) 
         writer = min(able, key=lambda rank: (load[rank], rank))
         writers[number] = writer
         load[writer] += sizes[number]
-    return writers
+    return [PlannedFile(*one) for one in zip(names, writers, groups, strict=True)]

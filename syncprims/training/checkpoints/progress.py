@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,10 @@ def progress_bar(
 
     if is_main() and not quiet and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - of a daemon
         with contextlib.suppress(Exception):
-            bar = _make_bar(doing, total)
+            bar = _bar_class()(
+                total=total, desc=doing, delay=_DELAY, leave=False,
+                unit="B", unit_scale=True, unit_divisor=1024,
+            )  # fmt: skip
     try:
         yield add
     finally:
@@ -46,11 +50,8 @@ def progress_bar(
                 bar.disable = True
 
 
-def _make_bar(doing: str, total: int) -> Any:
+@functools.cache
+def _bar_class() -> Any:
     from tqdm.auto import tqdm
 
-    without_thread: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
-    return without_thread(
-        total=total, desc=doing, delay=_DELAY, leave=False,
-        unit="B", unit_scale=True, unit_divisor=1024,
-    )  # fmt: skip
+    return type("Bar", (tqdm,), {"monitor_interval": 0})  # which starts no thread

@@ -11,6 +11,7 @@ pass. Format: https://github.com/huggingface/safetensors (README, "Format").
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -158,15 +159,12 @@ def begins_as_of_state(path: str) -> bool:
     :raises OSError: if it cannot be read.
     """
     try:
-        file = filesystem.ExistingFile(path)
+        with contextlib.closing(filesystem.ExistingFile(path)) as file:
+            return _STATE.encode() in file.read(0, min(file.size, _BEGINNING))
     except OSError as error:
         if error.errno == errno.ENODATA:  # it is still empty
             return True
         raise
-    try:
-        return _STATE.encode() in file.read(0, min(file.size, _BEGINNING))
-    finally:
-        file.close()
 
 
 def _make_header(
@@ -306,7 +304,8 @@ class SafetensorsFile:
         self._begin = _LENGTH.size + len(header)
         self.entries = {name: self._parse_entry(name, entry) for name, entry in fields.items()}
         self._check_coverage()
-        self._pairs = self._complex_names()
+        #: names of complex tensors that are stored as pairs of float64
+        self.pairs = self._complex_names()
 
     def close(self) -> None:
         """Close the file."""
@@ -382,14 +381,7 @@ class SafetensorsFile:
         dtype, shape, _, _ = self.entries[name]
         found = torch.empty(shape, dtype=dtype, device="cpu")
         self.read_into([(name, found)])
-        return torch.view_as_complex(found) if name in self._pairs else found
-
-    def dtype_and_shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return dtype and shape of a tensor."""
-        entry = self.entries[name]
-        if name in self._pairs:
-            return torch.complex128, entry.shape[:-1]
-        return entry.dtype, entry.shape
+        return torch.view_as_complex(found) if name in self.pairs else found
 
     def _read_header(self) -> bytes:
         if self.size < _LENGTH.size:
@@ -457,7 +449,9 @@ class StoredTensor:
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         self.file = file
         self.name = name  #: in the file
-        self.dtype, self.shape = file.dtype_and_shape(name)
+        self.dtype, self.shape, _, _ = file.entries[name]
+        if name in file.pairs:
+            self.dtype, self.shape = torch.complex128, self.shape[:-1]
 
     def tensor(self) -> torch.Tensor:
         """Return it in memory of its own.

@@ -14,7 +14,7 @@ import torch
 
 from syncprims import CheckpointError
 
-from . import filesystem, manifest
+from . import filesystem, manifest, partition
 from .commit import (
     commit,
     is_temporary,
@@ -23,6 +23,7 @@ from .commit import (
     unused_version,
     versioned,
     write_and_commit,
+    write_files,
 )
 from .coordination import (
     UNCHANGED,
@@ -34,29 +35,18 @@ from .coordination import (
     combine,
     coordinate,
 )
-from .dtensor import full_tensor
 from .integrity import digest, dump_with_digest
-from .partition import (
-    assign_writers,
-    describe,
-    group_digests,
-    group_names,
-    parse_size,
-    split_by_size,
-)
-from .progress import progress_bar
 from .safetensors_file import METADATA, byte_size, check_storable, write_safetensors
 from .torch_file import write_torch, write_torch_object
-from .weights import FIRST_FILES, SAFETENSORS, SHARDS, TORCH, is_model_file, tensors_of
+from .weights import FIRST_FILES, INDEX, SAFETENSORS, SHARDS, TORCH, is_model_file, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
 
-    from .partition import Tensors
+    from .partition import PlannedFile, Tensors
     from .safetensors_file import FileRecord
-    from .weights import WeightsFormat
 
 
 def save_model(
@@ -78,7 +68,7 @@ def save_model(
     :raises TypeError: if `directory` is neither a str nor a path.
     :raises ValueError: if `max_shard_size` is not a size, or `directory` is empty.
     """
-    most = parse_size(max_shard_size)
+    most = partition.parse_size(max_shard_size)
     where = Directory.of(directory)
     doing = f"save_model to {where.path}"
     team = Team.meet(doing, where)
@@ -93,10 +83,9 @@ def save_model(
     with cleanup_on_error(
         doing, lambda: filesystem.remove_empty_directories(made) if team.leads else None
     ):
-        writer = _ModelWriter(
-            plan, where.path, SAFETENSORS if safe_serialization else TORCH, team, taken, token,
-            [one["digests"] for one in summaries],
-        )  # fmt: skip
+        single = SAFETENSORS if safe_serialization else TORCH
+        every = [one["digests"] for one in summaries]
+        writer = _ModelWriter.of(plan, where.path, single, team, taken, token, every)
         write_and_commit(doing, team, writer.write, writer.commit, writer.remove_files)
 
 
@@ -143,82 +132,68 @@ class _ModelPlan(NamedTuple):
     def of(cls, model: nn.Module, most: int, team: Team) -> _ModelPlan:
         """Return the plan for a model."""
         tensors, ties = tensors_of(model)
-        groups = split_by_size(tensors, most)
+        groups = partition.split_by_size(tensors, most)
         shared = len(groups) > 1 and len(team.ranks) > 1
-        return cls(groups, ties, group_digests(groups) if shared else [""] * len(groups))
+        return cls(groups, ties, partition.group_digests(groups) if shared else [""] * len(groups))
 
     def summary(self) -> dict[str, Any]:
         """Return what the other ranks need to know."""
-        model = [[describe(group) for group in self.groups], self.ties]
+        model = [[partition.describe(group) for group in self.groups], self.ties]
         return {"model": digest(json.dumps(model).encode()), "digests": self.digests}
 
 
-class _ModelWriter:
+class _ModelWriter(NamedTuple):
     """Writes this rank's files of a model, and on the leading rank makes them current."""
 
-    def __init__(
-        self,
-        plan: _ModelPlan,
-        path: str,
-        form: WeightsFormat,
-        team: Team,
-        taken: Sequence[str],
-        token: str,
-        digests: Sequence[Sequence[str]],
-    ) -> None:
-        self._plan = plan
-        self._path = path
-        self._form = form
-        self._team = team
-        names = group_names(form.stem, form.ending, len(plan.groups))
-        self._sharded = len(names) > 1
-        self._first = (
-            form.index_file if self._sharded else form.single_file
-        )  #: the commit is its rename
-        self._waiting = temporary(self._first, token)
-        if self._sharded:
-            version = unused_version(names, taken)
-            self._files = [versioned(name, version) for name in names]
-            self._writers = assign_writers(plan.groups, digests)
-        else:
-            self._files, self._writers = [self._waiting], [0]
+    path: str
+    team: Team
+    first: str  #: the file whose rename is the commit: that of the model, or the index
+    waiting: str  #: its temporary name
+    files: list[PlannedFile]
+    ties: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, plan: _ModelPlan, path: str, single: str, team: Team, taken: Sequence[str],
+        token: str, digests: Sequence[Sequence[str]],
+    ) -> _ModelWriter:  # fmt: skip
+        """Return the writer for a plan: on every rank with the same files."""
+        names = partition.group_names(single, len(plan.groups))
+        first = single + INDEX if names[1:] else single
+        waiting = temporary(first, token)
+        version = unused_version(names, taken)
+        names = [versioned(name, version) for name in names] if names[1:] else [waiting]
+        files = partition.assign_writers(names, plan.groups, digests)
+        return cls(path, team, first, waiting, files, plan.ties)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all files except the index."""
+        return [file.name for file in self.files]
 
     def write(self) -> dict[str, list[Any]]:
         """Write this rank's files; return the file record of each."""
-        write = write_safetensors if self._form is SAFETENSORS else write_torch
-        jobs = list(zip(self._plan.groups, self._files, self._writers, strict=True))
-        place = self._team.place
-        size = sum(byte_size(group.values()) for group, _, writer in jobs if writer == place)
-        written: dict[str, list[Any]] = {}
-        failure: Exception | None = None
-        with progress_bar("saving the model", size) as add:
-            for group, file, writer in jobs:
-                # Gathering is collective: a rank that has failed still takes part.
-                tensors = {name: full_tensor(tensor) for name, tensor in group.items()}
-                if writer != place or failure is not None:
-                    continue
-                ties = {other: name for other, name in self._plan.ties.items() if name in tensors}
-                try:
-                    written[file] = list(write(f"{self._path}/{file}", tensors, ties, add))
-                except Exception as error:
-                    failure = error
-        if failure is not None:
-            raise failure
-        return written
+        write_file = write_safetensors if self.first.startswith(SAFETENSORS) else write_torch
+
+        def write(path: str, tensors: Any, on_progress: Any) -> FileRecord:
+            ties = {other: name for other, name in self.ties.items() if name in tensors}
+            return write_file(path, tensors, ties, on_progress)
+
+        return write_files(self.path, self.files, self.team.place, "saving the model", write)
 
     def remove_files(self) -> None:
         """Remove this rank's files; on the leading rank all, so that the directory can go."""
-        for name, writer in zip(self._files, self._writers, strict=True):
-            if self._team.leads or writer == self._team.place:
-                filesystem.remove_or_log(f"{self._path}/{name}")
+        for name, writer, _ in self.files:
+            if self.team.leads or writer == self.team.place:
+                filesystem.remove_or_log(f"{self.path}/{name}")
 
     def commit(self, records: dict[str, FileRecord]) -> None:
         """Make the new files the model, and remove the older ones."""
-        path, first = self._path, self._first
+        path, first = self.path, self.first
 
         def prepare() -> str | None:
-            if self._sharded:
-                filesystem.write_small(f"{path}/{self._waiting}", self._index(records))
+            if self.first.endswith(INDEX):
+                filesystem.write_small(f"{path}/{self.waiting}", self._index(records))
             filesystem.sync_directory(path)
             found = filesystem.names(path)
             preferred = [name for name in FIRST_FILES[: FIRST_FILES.index(first)] if name in found]
@@ -229,20 +204,19 @@ class _ModelWriter:
             return f"{path}/{preferred[0]}" if preferred else None
 
         def undo() -> None:
-            for name in (self._waiting, *self._files):
+            for name in (self.waiting, *self.names):
                 filesystem.remove_or_log(f"{path}/{name}")
 
-        commit("model", prepare, f"{path}/{self._waiting}", f"{path}/{first}", undo)
+        commit("model", prepare, f"{path}/{self.waiting}", f"{path}/{first}", undo)
         for name in filesystem.names_or_log(path):
-            old = is_model_file(name) and name != first and name not in self._files
+            old = is_model_file(name) and name != first and name not in self.names
             if old or any(is_temporary(name, one) for one in FIRST_FILES):
                 filesystem.remove_or_log(f"{path}/{name}")
 
     def _index(self, records: dict[str, FileRecord]) -> bytes:
-        groups = self._plan.groups
-        file_of = {n: f for group, f in zip(groups, self._files, strict=True) for n in group}
+        file_of = {name: file.name for file in self.files for name in file.tensors}
         metadata = {
-            "total_size": sum(byte_size(group.values()) for group in groups),
+            "total_size": sum(byte_size(file.tensors.values()) for file in self.files),
             SHARDS: {name: list(record) for name, record in records.items()},
         }
         return dump_with_digest({"metadata": metadata, "weight_map": file_of}, "metadata")[0]

@@ -12,23 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims import current
 
+from . import partition
 from .async_save import Saving, finish_earlier, is_saving, start_save
 from .commit import unused_version, versioned, write_and_commit
-from .coordination import (
-    UNCHANGED,
-    Directory,
-    Team,
-    check_equal,
-    cleanup_on_error,
-    coordinate,
-)
+from .coordination import UNCHANGED, Directory, Team, check_equal, cleanup_on_error, coordinate
 from .dtensor import is_dtensor, shard_region
 from .integrity import digest
 from .manifest import Manifest, SavedState
-from .partition import assign_writers, describe, group_digests, group_names, split_by_size
 from .safetensors_file import byte_size
 from .state_tree import State, split_state
-from .state_writer import Destination, StateFile, StateWriter
+from .state_writer import Destination, StateWriter
 from .stateful import capture_rng, check_objects, state_of
 from .weights import FIRST_FILES, is_model_file
 
@@ -38,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .partition import Tensors
+    from .partition import PlannedFile, Tensors
     from .stateful import Stateful
 
 _LARGE = 64 << 20  # bytes from which on the tensors of an object are worth splitting among ranks
@@ -144,13 +137,13 @@ class _StatePlan(NamedTuple):
         count = len(team.ranks)
         groups = {name: _split(state.tensors, count) for name, state in states.items()}
         every = [group for some in groups.values() for group in some]
-        digests = group_digests(every) if count > 1 else [""] * len(every)
+        digests = partition.group_digests(every) if count > 1 else [""] * len(every)
         return cls(states, split_state(own), groups, digests)
 
     def summary(self) -> dict[str, Any]:
         """Return what the other ranks need to know."""
         structure = [
-            [name, [list(group) for group in self.groups[name]], describe(state.tensors)]
+            [name, [list(group) for group in self.groups[name]], partition.describe(state.tensors)]
             for name, state in self.states.items()
         ]
         regions = {
@@ -173,10 +166,10 @@ class _StatePlan(NamedTuple):
         team: Team,
         destination: Destination,
         step: int | None,
-    ) -> tuple[list[StateFile], Manifest]:
+    ) -> tuple[list[PlannedFile], Manifest]:
         """Return which rank writes which file, and the manifest without the file records."""
         names = {
-            name: group_names(name, "safetensors", len(groups)) if groups else []
+            name: partition.group_names(f"{name}.safetensors", len(groups))
             for name, groups in self.groups.items()
         }
         own_names = [f"rank-{number:05d}.safetensors" for number in range(len(team.ranks))]
@@ -188,9 +181,8 @@ class _StatePlan(NamedTuple):
         own_names = [versioned(file, version) for file in own_names]
 
         groups = [group for some in self.groups.values() for group in some]
-        writers = assign_writers(groups, [one["digests"] for one in summaries])
         flat = [file for some in names.values() for file in some]
-        files = [StateFile(*one) for one in zip(flat, writers, groups, strict=True)]
+        files = partition.assign_writers(flat, groups, [one["digests"] for one in summaries])
         parts, own_shards = self._assign_shards(summaries, own_names, team)
         with_shards = {part[2] for some in parts.values() for part in some}
         ranks: list[SavedState] = []
@@ -198,7 +190,9 @@ class _StatePlan(NamedTuple):
             used = one["own_tensors"] or file in with_shards
             ranks.append(SavedState(json.loads(one["own"]), [file] if used else [], {}))
             if used and number == team.place:
-                files.append(StateFile(file, number, {**self.own.tensors, **own_shards}))
+                files.append(
+                    partition.PlannedFile(file, number, {**self.own.tensors, **own_shards})
+                )
         objects = {
             name: SavedState(
                 state.tree,
@@ -237,4 +231,4 @@ def _split(tensors: Mapping[str, torch.Tensor], count: int) -> list[Tensors]:
     if not plain:
         return []
     most = max(-(-byte_size(plain.values()) // count), _LARGE)
-    return split_by_size(plain, min(most, _LARGEST))
+    return partition.split_by_size(plain, min(most, _LARGEST))

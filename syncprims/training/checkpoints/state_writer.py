@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncprims import CheckpointError
 
 from . import filesystem, manifest
-from .commit import commit, is_temporary, new_token, temporary
+from .commit import commit, is_temporary, new_token, temporary, write_files
 from .integrity import parse
-from .progress import progress_bar
-from .safetensors_file import begins_as_of_state, byte_size, write_safetensors
+from .safetensors_file import begins_as_of_state, write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
-
     from .coordination import Team
+    from .partition import PlannedFile
     from .safetensors_file import FileRecord
 
 _VERSION = r"(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetensors"
@@ -76,42 +74,28 @@ class Destination(NamedTuple):
             filesystem.remove_directory_or_log(self.folder)
 
 
-class StateFile(NamedTuple):
-    """A file to write."""
-
-    name: str
-    writer: int  #: place of the rank that writes it
-    tensors: Mapping[str, torch.Tensor]
-
-
 class StateWriter(NamedTuple):
     """One rank's view of a save."""
 
     doing: str
     team: Team
     destination: Destination
-    files: list[StateFile]
+    files: list[PlannedFile]
     manifest: manifest.Manifest
     on_commit: Callable[[], None] | None = None  #: called on the leading rank
 
-    def own_files(self) -> list[StateFile]:
+    def own_files(self) -> list[PlannedFile]:
         """Return the files that this rank writes."""
         return [file for file in self.files if file.writer == self.team.place]
 
     def write(self, *, quiet: bool = False) -> dict[str, list[Any]]:
-        """Write this rank's files; return the file record of each. After an error, none is left."""
-        files, folder = self.own_files(), self.destination.folder
-        written: dict[str, list[Any]] = {}
-        size = sum(byte_size(file.tensors.values()) for file in files)
-        try:
-            with progress_bar("saving the state", size, quiet=quiet) as add:
-                for name, _, tensors in files:
-                    record = write_safetensors(f"{folder}/{name}", tensors, {}, add, of_state=True)
-                    written[name] = list(record)
-        except BaseException:
-            self.remove_own_files()
-            raise
-        return written
+        """Write this rank's files; return the file record of each."""
+
+        def write(path: str, tensors: Any, on_progress: Any) -> FileRecord:
+            return write_safetensors(path, tensors, {}, on_progress, of_state=True)
+
+        folder, place = self.destination.folder, self.team.place
+        return write_files(folder, self.own_files(), place, "saving the state", write, quiet=quiet)
 
     def remove_own_files(self) -> None:
         """Remove this rank's files."""

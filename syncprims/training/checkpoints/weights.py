@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -109,30 +109,13 @@ def storage_key(tensor: torch.Tensor) -> Any:
 # -- the files of a model's directory -------------------------------------------------------------
 
 
-class WeightsFormat(NamedTuple):
-    """The file names of a format."""
-
-    stem: str
-    ending: str
-
-    @property
-    def single_file(self) -> str:
-        """The file that holds a whole model."""
-        return f"{self.stem}.{self.ending}"
-
-    @property
-    def index_file(self) -> str:
-        """The file that lists the shard of each tensor."""
-        return f"{self.single_file}{_INDEX}"
-
-
-_INDEX = ".index.json"
-_LONGEST_INDEX = 512 << 20  # bytes
-SHARDS = "syncprims.files"  #: in an index's metadata: the file record of each shard
-SAFETENSORS = WeightsFormat("model", "safetensors")
-TORCH = WeightsFormat("pytorch_model", "bin")
+SAFETENSORS = "model.safetensors"
+TORCH = "pytorch_model.bin"
+INDEX = ".index.json"  #: appended to these, the file that lists the shard of each tensor
 #: The files that make a model, in the order in which readers look for them.
-FIRST_FILES = (SAFETENSORS.single_file, SAFETENSORS.index_file, TORCH.single_file, TORCH.index_file)
+FIRST_FILES = (SAFETENSORS, SAFETENSORS + INDEX, TORCH, TORCH + INDEX)
+SHARDS = "syncprims.files"  #: in an index's metadata: the file record of each shard
+_LONGEST_INDEX = 512 << 20  # bytes
 _SHARD = re.compile(r"(?:model|pytorch_model)-\d{5,}-of-\d{5,}(?:\.v\d+)?\.(?:safetensors|bin)")
 
 
@@ -167,7 +150,7 @@ def open_weights(path: str, *, follow: bool = False) -> Generator[dict[str, Stor
             path = _first_file(path)
     with contextlib.ExitStack() as files:
         reader = _WeightsReader(files, follow)
-        yield reader.shards(path) if path.endswith(_INDEX) else reader.file(path, None)
+        yield reader.shards(path) if path.endswith(INDEX) else reader.file(path, None)
 
 
 def _first_file(directory: str) -> str:
@@ -175,7 +158,7 @@ def _first_file(directory: str) -> str:
     for name in FIRST_FILES:
         if name in found:
             return f"{directory}/{name}"
-    others = [name for name in found if name.endswith(_INDEX)]
+    others = [name for name in found if name.endswith(INDEX)]
     if len(others) == 1:
         return f"{directory}/{others[0]}"
     expected = f"one of {', '.join(FIRST_FILES)}"
