@@ -249,7 +249,8 @@ def test_what_differs_between_ranks_is_mains(world: Ranks, tmp_path: Path) -> No
 @several(2)
 def test_ranks_with_other_models_are_told_so(world: Ranks, tmp_path: Path) -> None:
     def program() -> str:
-        with pytest.raises(sp.CheckpointError, match=r"ranks \[1\] have other models") as caught:
+        different = pytest.raises(sp.CheckpointError, match=r"ranks \[1\] have different models")
+        with different as caught:
             save_model(nn.Linear(2, 2 + sp.get_rank()), tmp_path / "m")
         return str(caught.value)
 

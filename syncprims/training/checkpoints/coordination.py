@@ -214,7 +214,7 @@ def check_equal(doing: str, ranks: Sequence[int], what: str, digests: Sequence[s
     other = [rank for rank, one in zip(ranks, digests, strict=True) if one != digests[0]]
     if other:
         raise CheckpointError(
-            f"{doing}: ranks {other} have other {what} than rank {ranks[0]}. Every rank passes the "
-            f"same objects under the same names, with the same tensors in them.",
+            f"{doing}: ranks {other} have different {what} than rank {ranks[0]}. Every rank passes "
+            f"the same objects under the same names, with the same tensors in them.",
             rank=other[0],
         )

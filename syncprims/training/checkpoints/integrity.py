@@ -1,7 +1,7 @@
 """Digests, JSON that carries its own, and the errors for files that are not what was written.
 
 The digest in a JSON document is its first field: XXH3-128 over the exact bytes, with zeros in the
-place of the digest itself. A digest finds damage and not malice: whoever can write the file can
+place of the digest itself. A digest finds damage and not malice: anyone who can write the file can
 also write a new digest.
 """
 

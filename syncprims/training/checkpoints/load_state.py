@@ -88,7 +88,7 @@ def _check_same_checkpoint(doing: str, team: Team, digests: Sequence[str]) -> No
     other = [rank for rank, one in zip(team.ranks, digests, strict=True) if one != digests[0]]
     if other:
         raise CheckpointError(
-            f"{doing}: ranks {other} have found another checkpoint than rank {team.ranks[0]}. "
+            f"{doing}: ranks {other} have found a different checkpoint than rank {team.ranks[0]}. "
             f"Every rank loads the same one: pass the same directory, and the same step; where "
             f"hosts have disks of their own, copy the checkpoint to each.",
             rank=other[0],
