@@ -74,7 +74,7 @@ def finish_earlier() -> None:
 
 
 def is_saving(extras: Mapping[str, Any]) -> bool:
-    """Return whether a world has a save that a thread has begun and nobody has waited for."""
+    """Return whether a world has a save that a thread has begun and no call has waited for."""
     saving = extras.get(_KEY)
     return isinstance(saving, _AsyncSaving) and saving.begun
 

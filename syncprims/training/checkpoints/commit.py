@@ -68,10 +68,10 @@ def write_and_commit(
     commit: Callable[[dict[str, FileRecord]], object],
     clean_up: Callable[[], object],
 ) -> None:
-    """Let every rank write its files, and then the leading rank commit them.
+    """Call ``write()`` on every rank, and then ``commit(records)`` on the leading rank.
 
-    ``write()`` returns a file record for each file. ``clean_up()`` is called on every rank if it
-    fails on one.
+    ``write()`` returns the record of each file that it has written. If it fails on any rank,
+    ``clean_up()`` is called on all.
 
     :raises CheckpointError: the same on all ranks, if one of them fails.
     """

@@ -35,7 +35,7 @@ _STEP = re.compile(r"0|[1-9][0-9]*")
 class Checkpoints:
     """The checkpoints of a run: ``<directory>/step-1000``, ``step-2000`` and so on.
 
-    Each is complete, since one rename creates it. Other files in the directory do not matter.
+    Each is complete, since one rename creates it. Other files in the directory are ignored.
     Of the complete ones, the last `keep_last` are kept (all, with None); the one just saved is
     always among them, and none is removed before that is durable.
 
