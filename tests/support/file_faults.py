@@ -24,7 +24,7 @@ from syncprims.training import (
     save_model,
     save_state,
 )
-from syncprims.training.checkpoints import disk
+from syncprims.training.checkpoints import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -66,7 +66,7 @@ class Watched:
 @contextlib.contextmanager
 def watched(at: Callable[[int, str, tuple[Any, ...]], object]) -> Generator[Watched]:
     """Make checkpoints use a watched `os`."""
-    module: Any = disk
+    module: Any = filesystem
     fake, real = Watched(at), module.os
     module.os = fake
     try:

@@ -9,7 +9,7 @@ import random
 import struct
 from typing import TYPE_CHECKING, Any
 
-from syncprims.training.checkpoints.seal import SEAL, sealed
+from syncprims.training.checkpoints.integrity import DIGEST_KEY, dump_with_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,8 @@ def mutate(document: Any, dice: random.Random) -> None:
     elif deed == 1:
         del container[key]
     elif deed == 2 and isinstance(container, dict):
-        container[dice.choice(["x", "..", "__metadata__", "$", SEAL, ""])] = container.pop(key)
+        other = dice.choice(["x", "..", "__metadata__", "$", DIGEST_KEY, ""])
+        container[other] = container.pop(key)
     elif isinstance(container[key], int):
         container[key] += dice.choice([-8, -1, 1, 8, 2**32])
     else:
@@ -70,8 +71,8 @@ def dumped(document: Any, under: str | None, dice: random.Random) -> bytes:
         try:
             bare = json.loads(json.dumps(document))
             inner = bare if under is None else bare[under]
-            inner.pop(SEAL, None)
-            return sealed(bare, under)[0]
+            inner.pop(DIGEST_KEY, None)
+            return dump_with_digest(bare, under)[0]
         except (ValueError, TypeError, AttributeError, KeyError):
             pass
     data = json.dumps(document, separators=(",", ":")).encode()

@@ -1,19 +1,19 @@
-"""Checkpoints: whole or not at all, without pickle, resumed bit for bit."""
+"""Checkpoints: saved atomically, without pickle, resumed bit for bit."""
 
 from __future__ import annotations
 
-from .loadmodel import load_model as load_model
-from .loadstate import Loaded as Loaded
-from .loadstate import load_state as load_state
-from .objects import Stateful as Stateful
-from .offering import LoadHook as LoadHook
-from .offering import SaveHook as SaveHook
-from .offering import offer_models as offer_models
-from .offering import offer_weights as offer_weights
-from .savemodel import save_model as save_model
-from .saveobject import save_object as save_object
-from .savestate import save_state as save_state
-from .saving import Saving as Saving
-from .steps import Checkpoints as Checkpoints
-from .steps import Registered as Registered
-from .steps import agreed_steps as agreed_steps
+from .async_save import Saving as Saving
+from .hooks import LoadHook as LoadHook
+from .hooks import Registered as Registered
+from .hooks import SaveHook as SaveHook
+from .hooks import offer_models as offer_models
+from .hooks import offer_weights as offer_weights
+from .load_model import load_model as load_model
+from .load_state import Loaded as Loaded
+from .load_state import load_state as load_state
+from .save_model import save_model as save_model
+from .save_model import save_object as save_object
+from .save_state import save_state as save_state
+from .stateful import Stateful as Stateful
+from .step_directory import Checkpoints as Checkpoints
+from .step_directory import agreed_steps as agreed_steps

@@ -1,4 +1,8 @@
-"""A model's tensors under the names that other programs know: unwrapped, and ties found."""
+"""A model's weights: its tensors under names that other programs know, and the files with them.
+
+A directory may hold a model in four ways. Readers take the first one that is there: a single
+safetensors file, an index of safetensors shards, and the same two in torch's format.
+"""
 
 # Torch is typed in part, and what comes out of JSON may be anything:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -6,25 +10,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .tensorfile import META, check_storable
+import torch
+from torch import nn
+
+from . import filesystem
+from .integrity import check_digest, check_file_name, has_digest, parse, reading, refusal
+from .progress import progress_bar
+from .safetensors_file import (
+    METADATA,
+    RESERVED,
+    FileRecord,
+    SafetensorsFile,
+    StoredTensor,
+    check_storable,
+)
+from .torch_file import read_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Generator, Iterable
 
-    import torch
-    from torch import nn
-
-_COMPILED = "_orig_mod."
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+# -- a model's tensors ----------------------------------------------------------------------------
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside of data-parallel and compiling wrappers."""
-    from torch import nn
-
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(
@@ -36,36 +50,36 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def portable(name: str) -> str:
-    """Return a parameter's name as it is without compiled parts."""
-    return name.replace(_COMPILED, "")
+def portable_name(name: str) -> str:
+    """Return a parameter's name without the marks of compiled submodules."""
+    return name.replace("_orig_mod.", "")
 
 
 def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return a model's tensors by name, each once, and the other names of tied ones.
 
-    :raises TypeError: if something in its state is no tensor that a file can hold.
+    :raises TypeError: if something in its state is not a tensor that a file can hold.
     """
-    import torch
-
     inner = unwrapped(model)
     declared = getattr(inner, "_tied_weights_keys", None) or ()
     kept: dict[str, torch.Tensor] = {}
     others: dict[str, str] = {}
     seen: dict[Any, str] = {}
     state: dict[str, Any] = inner.state_dict()
-    # The names that a model calls the copies are named last, so that the other one is kept.
-    for name in sorted(state, key=lambda name: _declared(name, declared)):
+    # Names that the model declares as copies come last, so that the other name is kept.
+    for name in sorted(state, key=lambda name: _is_declared(name, declared)):
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{name!r} in the model's state is a {type(tensor).__name__}: a weights file "
                 f"holds tensors only; save_state saves the rest, too"
             )
-        key = portable(name)
-        if key == META:
-            raise TypeError(f"a tensor of the model is called {META!r}, as is a file's own part")
-        same = identity(tensor)
+        key = portable_name(name)
+        if key == METADATA:
+            raise TypeError(
+                f"a tensor of the model is called {METADATA!r}, as is a file's own part"
+            )
+        same = storage_key(tensor)
         if same in seen:
             others[key] = seen[same]
             continue
@@ -73,50 +87,146 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
             seen[same] = key
         check_storable(key, tensor)
         kept[key] = tensor
-    order = [portable(name) for name in state]
+    order = [portable_name(name) for name in state]
     return {name: kept[name] for name in order if name in kept}, others
 
 
-def _declared(name: str, patterns: Iterable[str]) -> bool:
+def _is_declared(name: str, patterns: Iterable[str]) -> bool:
     return any(name == pattern or re.search(pattern, name) for pattern in patterns)
 
 
-def identity(tensor: torch.Tensor) -> Any:
-    """Return what equals for two tensors that are one, and None where that cannot be."""
+def storage_key(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for two tensors that are the same memory; None if unknown."""
     if tensor.numel() == 0 or tensor.is_meta:
         return None
     local = getattr(tensor, "_local_tensor", tensor)
+    if not local.numel():
+        return None
     place = local.data_ptr(), tuple(local.stride()), tuple(tensor.shape)
-    return (
-        (*place, tensor.dtype, tensor.device, local.is_conj(), local.is_neg())
-        if local.numel()
-        else None
-    )
+    return (*place, tensor.dtype, tensor.device, local.is_conj(), local.is_neg())
 
 
-def shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Return the names in groups of at most `most` bytes, in order; a larger tensor is alone."""
-    groups: list[list[str]] = [[]]
-    room = most
-    for name, size in sizes.items():
-        if size > room and groups[-1]:
-            groups.append([])
-            room = most
-        groups[-1].append(name)
-        room -= size
-    return groups
+# -- the files of a model's directory -------------------------------------------------------------
 
 
-def parse_size(size: int | str) -> int:
-    """Return a number of bytes, given as that or as ``"5GB"``, ``"500MB"``, ``"2GiB"``.
+SAFETENSORS = "model.safetensors"
+TORCH = "pytorch_model.bin"
+INDEX = ".index.json"  #: appended to these, the file that lists the shard of each tensor
+#: The files that make a model, in the order in which readers look for them.
+FIRST_FILES = (SAFETENSORS, SAFETENSORS + INDEX, TORCH, TORCH + INDEX)
+SHARDS = "syncprims.files"  #: in an index's metadata: the file record of each shard
+_LONGEST_INDEX = 512 << 20  # bytes
+_SHARD = re.compile(r"(?:model|pytorch_model)-\d{5,}-of-\d{5,}(?:\.v\d+)?\.(?:safetensors|bin)")
 
-    :raises ValueError: if it is neither, or not positive.
+
+def is_model_file(name: str) -> bool:
+    """Return whether a save of a model replaces, or removes, a file of this name."""
+    return name in FIRST_FILES or _SHARD.fullmatch(name) is not None
+
+
+class LoadedTensor:
+    """A tensor of a checkpoint that is already in memory, as those of torch's own files."""
+
+    def __init__(self, loaded: torch.Tensor) -> None:
+        self._loaded = loaded
+        self.dtype, self.shape = loaded.dtype, tuple(loaded.shape)
+
+    def tensor(self) -> torch.Tensor:
+        """Return it."""
+        return self._loaded
+
+
+Stored: TypeAlias = StoredTensor | LoadedTensor
+
+
+@contextlib.contextmanager
+def open_weights(path: str, *, follow: bool = False) -> Generator[dict[str, Stored]]:
+    """Yield the tensors of a weights file, index or directory, checked against their digests.
+
+    :raises CheckpointError: if anything is not as it was written.
     """
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size.strip())
-        if match is not None:
-            base = 1024 if match[3] else 1000
-            size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-    if not isinstance(size, int) or size <= 0:
-        raise ValueError(f"max_shard_size={size!r}: it takes a number of bytes, or as '5GB'")
-    return size
+    with reading(path):
+        if filesystem.is_directory(path):
+            path = _first_file(path)
+    with contextlib.ExitStack() as files:
+        reader = _WeightsReader(files, follow)
+        yield reader.shards(path) if path.endswith(INDEX) else reader.file(path, None)
+
+
+def _first_file(directory: str) -> str:
+    found = filesystem.names(directory)
+    for name in FIRST_FILES:
+        if name in found:
+            return f"{directory}/{name}"
+    others = [name for name in found if name.endswith(INDEX)]
+    if len(others) == 1:
+        return f"{directory}/{others[0]}"
+    expected = f"one of {', '.join(FIRST_FILES)}"
+    raise refusal(directory, "no model in it", expected, ", ".join(found) or "nothing")
+
+
+class _WeightsReader:
+    """Opens weights files. They stay open until `files` is closed."""
+
+    def __init__(self, files: contextlib.ExitStack, follow: bool) -> None:
+        self._files = files
+        self._follow = follow
+
+    def file(self, path: str, record: FileRecord | None) -> dict[str, Stored]:
+        """Return the tensors of one file; with `record`, of the one that was written."""
+        if not path.endswith(".safetensors"):
+            found = read_torch(path, record, follow=self._follow)
+            loaded = {id(tensor): LoadedTensor(tensor) for tensor in found.values()}
+            return {name: loaded[id(tensor)] for name, tensor in found.items()}
+        opened = SafetensorsFile(path, follow=self._follow)
+        file = self._files.enter_context(contextlib.closing(opened))
+        if record is not None:
+            record.check(path, file)
+        with progress_bar("checking weights", file.size) as add:
+            file.check_data(add)
+        tensors: dict[str, Stored] = {**file.tensors()}
+        for other, name in file.metadata.items():  # tied: the safetensors library notes it so, too
+            if other not in RESERVED and other not in tensors and name in tensors:
+                tensors[other] = tensors[name]
+        return tensors
+
+    def shards(self, path: str) -> dict[str, Stored]:
+        """Return the tensors of the files in an index."""
+        file_of, records = _read_index(path, self._follow)
+        by_file: dict[str, list[str]] = {}
+        for name, file in file_of.items():
+            by_file.setdefault(check_file_name(path, file), []).append(name)
+        if records and records.keys() != by_file.keys():
+            raise refusal(path, "files", ", ".join(sorted(records)), ", ".join(sorted(by_file)))
+        tensors: dict[str, Stored] = {}
+        directory = os.path.dirname(path) or os.curdir  # noqa: PTH120
+        for file, names in by_file.items():
+            found = self.file(f"{directory}/{file}", records.get(file))
+            lacking = [name for name in names if name not in found]
+            if lacking:
+                raise refusal(f"{directory}/{file}", "tensors", ", ".join(lacking), "none of these")
+            tensors |= {name: found[name] for name in names}
+            # What the index does not list is used only if it is tied to what it lists.
+            listed = {id(found[name]) for name in names}
+            ties = {n: t for n, t in found.items() if n not in file_of and id(t) in listed}
+            tensors |= ties
+        return tensors
+
+
+def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    """Return the file of each tensor, and the file records, which only our own indexes have."""
+    with reading(path):
+        data = filesystem.read_small(path, _LONGEST_INDEX, follow=follow)
+    index = parse(path, data)
+    file_of, metadata = index.get("weight_map"), index.get("metadata", {})
+    if not isinstance(metadata, dict) or not isinstance(file_of, dict):
+        raise refusal(path, "not an index", "metadata and weight_map", ", ".join(index))
+    if not has_digest(data, SHARDS):
+        return file_of, {}
+    check_digest(path, data, "metadata")
+    found: Any = metadata.get(SHARDS)
+    try:
+        records = {check_file_name(path, f): FileRecord(*facts) for f, facts in found.items()}
+    except (AttributeError, TypeError) as error:
+        raise refusal(path, "list of files", "size and digest of each", repr(found)) from error
+    return file_of, records

@@ -27,7 +27,7 @@ from syncprims.training import (
     save_model,
     save_state,
 )
-from syncprims.training.checkpoints import manifest, saving
+from syncprims.training.checkpoints import async_save, manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,15 +221,13 @@ def test_a_rank_without_memory_for_the_copy_is_told_of_on_all(world: Ranks, tmp_
     last = world.ranks - 1
 
     def program() -> tuple[str, list[str], int]:
-        from syncprims.training.checkpoints import saving
-
         def full(tensors: Any) -> Any:
             if sp.get_rank() == last:
                 raise MemoryError("not so much")
             return dict(tensors)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saving, "_copies", full)
+            patch.setattr(async_save, "_copy_to_host", full)
             with pytest.raises(sp.CheckpointError, match="MemoryError: not so much") as caught:
                 save_state(tmp_path / "s", {"it": Unsure()}, block=False)
         sp.barrier()
@@ -394,7 +392,7 @@ def test_what_cannot_be_saved_is_refused_in_whole_sentences(tmp_path: Path) -> N
 
     [said] = run_world(program, 1)
     assert said.endswith(". What was there before still stands, and nothing else is left. "
-                         "Mend this, and save again.")  # fmt: skip
+                         "Fix the cause, and save again.")  # fmt: skip
     assert ".." not in said.removeprefix(f"save_state to {tmp_path}")
 
 
@@ -408,10 +406,10 @@ def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
             start(self)
             raise KeyboardInterrupt
 
-        start, path = saving._Behind.start, tmp_path / "state"
+        start, path = async_save._AsyncSaving.start, tmp_path / "state"
         model = nn.Linear(100, 100)
         if sp.is_main():
-            saving._Behind.start = start_and_be_interrupted  # type: ignore[method-assign]
+            async_save._AsyncSaving.start = start_and_be_interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 save_state(path, {"model": model}, step=7, block=False)
         else:

@@ -25,7 +25,7 @@ from syncprims.training import (
     save_model,
     save_state,
 )
-from syncprims.training.checkpoints import disk
+from syncprims.training.checkpoints import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -357,7 +357,7 @@ def test_a_large_file_is_read_by_several_threads_and_none_is_left(
 
 def test_what_a_thread_of_a_load_meets_is_raised(tmp_path: Path, meeting_place: Path) -> None:
     saved(tmp_path / "m", meeting_place, nn.Linear(1000, 6001))
-    file = disk.OldFile(str(tmp_path / "m" / "model.safetensors"))
+    file = filesystem.ExistingFile(str(tmp_path / "m" / "model.safetensors"))
     begun = list[int]()
 
     def work(number: int) -> int:
@@ -366,11 +366,11 @@ def test_what_a_thread_of_a_load_meets_is_raised(tmp_path: Path, meeting_place: 
             raise OSError(errno.EIO, "worn out")
         return 1
 
-    from syncprims.training.checkpoints.threads import share
+    from syncprims.training.checkpoints.safetensors_file import run_parallel
 
     file.close()
     told = list[int]()
     with pytest.raises(OSError, match="worn out"):
-        share(work, 1000, told.append)
+        run_parallel(work, 1000, told.append)
     assert len(begun) < 1000
     assert sum(told) <= 2

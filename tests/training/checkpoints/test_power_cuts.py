@@ -13,7 +13,7 @@ from support.rank_worlds import Kind, Ranks
 from support.recording import tally
 
 import syncprims as sp
-from syncprims.training.checkpoints import disk
+from syncprims.training.checkpoints import filesystem
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,7 @@ def crash(
     elif empty:
         path.mkdir()
     weak, moments = WeakDisk(run), list[set[Any]]()
-    module: Any = disk
+    module: Any = filesystem
     real = module.os
     try:
         module.os = Recorder(weak, moments)
@@ -110,9 +110,9 @@ def test_a_save_that_forgets_to_sync_is_found_out(
     def program() -> bool:
         with pytest.MonkeyPatch.context() as patch:
             if call == "sync_directory":
-                patch.setattr(disk, "sync_directory", lambda path: None)
+                patch.setattr(filesystem, "sync_directory", lambda path: None)
             else:
-                patch.setattr(disk.NewFile, "finish", disk.NewFile.abandon)
+                patch.setattr(filesystem.NewFile, "finish", filesystem.NewFile.abandon)
             try:
                 crash(SETUPS[f"{name}-1"], True, tmp_path)
             except AssertionError:

@@ -20,7 +20,7 @@ SHORT = [
     ("single-1", False, 3), ("single-1", True, 2), ("shards-1", True, 2), ("to-shards-1", True, 2),
     ("from-shards-1", True, 2), ("state-1", False, 5), ("state-1", True, 4),
     ("shards-2", True, 5), ("state-2", False, 9), ("state-2", True, 8),
-    ("state-behind-2", True, 13), ("state-4", True, 31), ("object-1", True, 5),
+    ("state-behind-2", True, 13), ("state-4", True, 23), ("object-1", True, 5),
     ("safe-object-1", True, 4),
 ]  # fmt: skip
 LONG = [(name, overwrite, 1) for name in SETUPS for overwrite in (False, True)]

@@ -8,7 +8,6 @@ import json
 import os
 import stat
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,12 +142,21 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, meeting_place: 
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [{0o640}]
 
 
+def show_bars_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Eager(tqdm):  # type: ignore[type-arg]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options, mininterval=0)  # every update is written
+
+    monkeypatch.setattr("syncprims.training.checkpoints.progress._DELAY", 1e-9)
+    monkeypatch.setattr("syncprims.training.checkpoints.progress._bar_class", lambda: Eager)
+
+
 @several(2)
 @in_processes
 def test_what_takes_long_shows_a_bar_on_main(
     world: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
+    show_bars_at_once(monkeypatch)
 
     def program() -> None:
         save_model(nn.Linear(8, 8), tmp_path / "m")
@@ -181,8 +189,7 @@ def test_a_bar_that_cannot_be_shown_fails_nothing(
 ) -> None:
     from support.rank_worlds import Kind, Ranks
 
-    monkeypatch.setattr("syncprims.training.checkpoints.meter._PATIENCE", -1.0)
-    monkeypatch.setattr("tqdm.auto.tqdm", partial(tqdm, mininterval=0))  # every update is written
+    show_bars_at_once(monkeypatch)
 
     def save_and_load(stream: Any) -> None:
         model, other = Odd(1), Odd(2)
@@ -242,7 +249,8 @@ def test_what_differs_between_ranks_is_mains(world: Ranks, tmp_path: Path) -> No
 @several(2)
 def test_ranks_with_other_models_are_told_so(world: Ranks, tmp_path: Path) -> None:
     def program() -> str:
-        with pytest.raises(sp.CheckpointError, match=r"ranks \[1\] have other models") as caught:
+        different = pytest.raises(sp.CheckpointError, match=r"ranks \[1\] have different models")
+        with different as caught:
             save_model(nn.Linear(2, 2 + sp.get_rank()), tmp_path / "m")
         return str(caught.value)
 

@@ -25,7 +25,7 @@ from torch import nn
 
 import syncprims as sp
 from syncprims.training import Checkpoints, load_state, save_state
-from syncprims.training.checkpoints import tree
+from syncprims.training.checkpoints import state_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -208,7 +208,7 @@ def test_numpys_texts_come_back_to_the_last_character(
 
 def test_numpys_texts_of_older_checkpoints_are_read() -> None:
     older = {"$": "scalar", "dtype": "<U2", "bytes": base64.b64encode("hé".encode("utf-32-le"))}
-    assert tree.join([older], lambda _: torch.empty(0)) == [np.str_("hé")]
+    assert state_tree.join_state([older], lambda _: torch.empty(0)) == [np.str_("hé")]
 
 
 def test_numbers_of_others_types_are_refused_and_named(tmp_path: Path, meeting_place: Path) -> None:

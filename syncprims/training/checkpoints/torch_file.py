@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from . import disk
-from .refusal import reading, refusal
-from .tensorfile import Written
+from . import filesystem
+from .integrity import reading, refusal
+from .safetensors_file import FileRecord, byte_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
 class _Stream:
-    """What `torch.save` writes to: digested on its way to the disk."""
+    """The stream that `torch.save` writes to: it hashes the data on their way to the file."""
 
-    def __init__(self, file: disk.NewFile, tell: Callable[[int], object]) -> None:
+    def __init__(self, file: filesystem.NewFile, on_progress: Callable[[int], object]) -> None:
         self._file = file
-        self._tell = tell
+        self._on_progress = on_progress
         self.hashed = xxhash.xxh3_128()
         self.size = 0
         self.error: OSError | None = None
@@ -35,33 +35,37 @@ class _Stream:
             raw = view.cast("B")
             try:
                 self._file.write(raw)
-            except OSError as error:  # torch makes another error of it
+            except OSError as error:  # torch raises another error instead
                 self.error = error
                 raise
             self.hashed.update(raw)
             self.size += len(raw)
-            self._tell(len(raw))
+            self._on_progress(len(raw))
             return len(raw)
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing: there is no buffer."""
 
 
-def write(
+def write_torch(
     path: str,
     tensors: Mapping[str, torch.Tensor],
     ties: Mapping[str, str],
-    tell: Callable[[int], object],
-) -> Written:
-    """Make the file `path` hold these tensors, tied ones under all their names; sync it."""
+    on_progress: Callable[[int], object],
+) -> FileRecord:
+    """Write these tensors, tied ones under all their names, to the new file `path`, and sync it."""
     own = {name: _own_storage(tensor.detach()) for name, tensor in tensors.items()}
-    return write_any(path, {**own, **{other: own[name] for other, name in ties.items()}}, tell)
+    return write_torch_object(
+        path, {**own, **{other: own[name] for other, name in ties.items()}}, on_progress
+    )
 
 
-def write_any(path: str, obj: Any, tell: Callable[[int], object] = lambda done: None) -> Written:
-    """Make the file `path` hold what `torch.save` makes of `obj`; return when the disk has it."""
-    file = disk.NewFile(path)
-    stream = _Stream(file, tell)
+def write_torch_object(
+    path: str, obj: Any, on_progress: Callable[[int], object] = lambda done: None
+) -> FileRecord:
+    """Write what `torch.save` makes of `obj` to the new file `path`, and sync it."""
+    file = filesystem.NewFile(path)
+    stream = _Stream(file, on_progress)
     try:
         torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         file.finish()
@@ -71,37 +75,37 @@ def write_any(path: str, obj: Any, tell: Callable[[int], object] = lambda done: 
         raise
     finally:
         file.abandon()
-    return Written(stream.size, stream.hashed.hexdigest())
+    return FileRecord(stream.size, stream.hashed.hexdigest())
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose storage is no larger than itself: all of that would be saved."""
-    size = tensor.numel() * tensor.element_size()
-    return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
+    """Return a tensor whose storage is not larger than itself: torch saves the whole storage."""
+    same = tensor.untyped_storage().nbytes() == byte_size([tensor])
+    return tensor if same else tensor.clone()
 
 
-def _digest(file: disk.OldFile) -> str:
-    hashed, room = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
-    for start in range(0, file.size, len(room)):
-        some = room[: file.size - start]
+def _digest(file: filesystem.ExistingFile) -> str:
+    hashed, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
+    for start in range(0, file.size, len(buffer)):
+        some = buffer[: file.size - start]
         file.read_into(some, start)
         hashed.update(some)
     return hashed.hexdigest()
 
 
-def read(path: str, written: Written | None, *, follow: bool) -> dict[str, torch.Tensor]:
-    """Return the tensors in one of torch's files, and run none of the code that it may hold.
+def read_torch(path: str, record: FileRecord | None, *, follow: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors in one of torch's files. No code in it is run.
 
-    :raises CheckpointError: if it cannot be read, needs code, or is not the file `written`.
+    :raises CheckpointError: if it cannot be read, needs code, or is not the file of `record`.
     """
-    with reading(path), contextlib.closing(disk.OldFile(path, follow=follow)) as file:
+    with reading(path), contextlib.closing(filesystem.ExistingFile(path, follow=follow)) as file:
         zipped = file.read(0, min(4, file.size)) == b"PK\x03\x04"
-        found = Written(file.size, "" if written is None else _digest(file))
-    if written is not None and found != written:
-        raise refusal(path, "not what was written", str(written), str(found))
+        found = FileRecord(file.size, "" if record is None else _digest(file))
+    if record is not None and found != record:
+        raise refusal(path, "not what was written", str(tuple(record)), str(tuple(found)))
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # torch says many things of a file that it cannot read
+    except Exception as error:  # torch raises many kinds of errors
         first = str(error).strip().split("\n", 1)[0]
         raise refusal(path, "not a weights file", "tensors, and no code", first) from error
     if not isinstance(state, dict):

@@ -1,8 +1,8 @@
-"""State as JSON and tensors: everything that an object's ``state_dict()`` may reasonably hold.
+"""A state as JSON and tensors: what the ``state_dict()`` of an object may hold.
 
-None, bool, int, float, str, lists and dicts with plain keys stand for themselves in the JSON. All
-else is an object with a ``"$"`` that names its kind. Tensors and arrays are put aside under names.
-Types are kept exactly, so what would need code to be made again is refused when it is saved.
+None, bool, int, float, str, lists and dicts with str keys stand for themselves in the JSON. Every
+other value is an object whose ``"$"`` names its kind. Tensors and arrays are stored under names.
+Types are kept exactly. A value that only code could make again is refused when it is saved.
 """
 
 # Torch is typed in part, and what comes out of JSON may be anything:
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from .sharded import check_spread, is_sharded
-from .tensorfile import check_storable
-from .weights import identity
+from .dtensor import check_placements, is_dtensor
+from .safetensors_file import check_storable
+from .weights import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ _SEQUENCES: dict[str, Any] = {
 }  # fmt: skip
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _PATHS: dict[str, Any] = {"path": Path, "purepath": PurePosixPath}
-#: Texts of numpy, and how each is one of Python: its str() and arrays drop the NULs at its end.
+#: numpy's texts, and how to get Python's: str() and arrays would drop NULs at the end.
 _NUMPYS: dict[str, Any] = {"str_": (np.str_, str.__str__), "bytes_": (np.bytes_, bytes)}
 
 
@@ -44,11 +44,11 @@ class State(NamedTuple):
     """An object's state in two parts."""
 
     tree: Any  #: JSON
-    tensors: dict[str, torch.Tensor]  #: by the names that the tree calls them
+    tensors: dict[str, torch.Tensor]  #: by the names in the tree
 
 
-def split(state: Any) -> State:
-    """Return a state as JSON and tensors. One tensor in several places stays one.
+def split_state(state: Any) -> State:
+    """Return a state as JSON and tensors. A tensor in several places is stored once.
 
     :raises TypeError: naming the place of what cannot be saved without pickle.
     """
@@ -56,16 +56,16 @@ def split(state: Any) -> State:
     return State(splitter.node(state, ()), splitter.tensors)
 
 
-def join(tree: Any, take: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    """Return the state that a tree stands for; `take` finds the tensor for a tensor's node.
+def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """Return the state of a tree; ``load_tensor(node)`` returns the tensor of a tensor's node.
 
-    :raises Exception: of any kind, if the tree is none that :func:`split` has made.
+    :raises Exception: of any kind, if :func:`split_state` has not made the tree.
     """
-    return _Joiner(take).value(tree)
+    return _Joiner(load_tensor).value(tree)
 
 
 class _Splitter:
-    """Takes the tensors out of a state."""
+    """Replaces the tensors in a state by nodes."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -116,28 +116,30 @@ class _Splitter:
             [self.node(key, (*place, "key")), self.node(item, (*place, _word(key)))]
             for key, item in value.items()
         ]
-        versions = getattr(value, "_metadata", None)  # of a module's state: those of its classes
+        versions = getattr(
+            value, "_metadata", None
+        )  # of a module's state: the versions of its classes
         if versions is not None and name == "ordered":
             more["metadata"] = self.node(versions, (*place, "metadata"))
         return {KIND: name, **more, "items": items}
 
     def _tensor(self, value: torch.Tensor, place: tuple[str, ...]) -> dict[str, Any]:
         spelled = _spell(place)
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(value):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
             raise self._cannot(value, place)
-        if is_sharded(value):
-            check_spread(spelled, value)
+        if is_dtensor(value):
+            check_placements(spelled, value)
             check_storable(spelled, value.to_local())
         else:
             check_storable(spelled, value)
-        same = identity(value)
+        same = storage_key(value)
         key = self._seen.get(same) if same is not None else None
         if key is None:
             key = self._unused(spelled)
             self.tensors[key] = value.detach()
             if same is not None:
                 self._seen[same] = key
-        if is_sharded(value):
+        if is_dtensor(value):
             return {KIND: "sharded", "key": key, "shape": list(value.shape)}
         if type(value) is torch.nn.Parameter:
             return {KIND: "tensor", "key": key, "learns": value.requires_grad}
@@ -151,7 +153,7 @@ class _Splitter:
     def _array(self, value: Any, place: tuple[str, ...]) -> dict[str, Any]:
         kind = value.dtype
         known = type(value) in (np.ndarray, kind.type) and kind.itemsize and not kind.hasobject
-        if not known or np.dtype(kind.str) != kind:  # of structures and others' types it is |V2
+        if not known or np.dtype(kind.str) != kind:  # structures and foreign types become |V2
             raise self._cannot(value, place)
         raw = np.ascontiguousarray(value)
         if isinstance(value, np.generic):
@@ -202,10 +204,10 @@ def _text(data: bytes) -> str:
 
 
 class _Joiner:
-    """Puts the tensors back into a state."""
+    """Replaces the nodes of a tree by values."""
 
-    def __init__(self, take: Callable[[dict[str, Any]], torch.Tensor]) -> None:
-        self._take = take
+    def __init__(self, load_tensor: Callable[[dict[str, Any]], torch.Tensor]) -> None:
+        self._load_tensor = load_tensor
 
     def value(self, node: Any) -> Any:
         """Return the value of a node."""
@@ -218,17 +220,13 @@ class _Joiner:
         if kind is None:
             return {key: self.value(item) for key, item in found.items()}
         if kind in ("tensor", "sharded"):
-            tensor = self._take(found)
+            tensor = self._load_tensor(found)
             learns = found.get("learns")  # of a parameter only
             return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
         if kind in _MAPPINGS or kind == "default":
             return self._mapping(kind, found)
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind](self.value(found["items"]))
         if kind in ("array", "scalar"):
             return self._array(found)
-        if kind in _NUMPYS:
-            return _NUMPYS[kind][0](self.value(found["is"]))
         return self._other(kind, found)
 
     def _mapping(self, kind: str, node: dict[str, Any]) -> Any:
@@ -247,27 +245,32 @@ class _Joiner:
             raise ValueError("an array of objects")
         if node[KIND] == "scalar":
             return np.frombuffer(base64.b64decode(node["bytes"], validate=True), kind)[0]
-        raw = self._take(node).numpy().tobytes()
+        raw = self._load_tensor(node).numpy().tobytes()
         return np.frombuffer(raw, kind).reshape(node["shape"]).copy()
 
     def _other(self, kind: Any, node: dict[str, Any]) -> Any:
-        if kind == "int":
-            return int(node["hex"], 16)
-        if kind == "float":
-            return _DOUBLE.unpack(bytes.fromhex(node["bits"]))[0]
-        if kind == "complex":
-            return complex(*struct.unpack("<dd", bytes.fromhex(node["bits"])))
-        if kind == "deque":
-            return deque(self.value(node["items"]), node["most"])
-        if kind in ("bytes", "bytearray"):
-            data = base64.b64decode(node["bytes"], validate=True)
-            return data if kind == "bytes" else bytearray(data)
-        if kind == "dtype":
-            found = getattr(torch, node["name"])
-            if isinstance(found, torch.dtype):
-                return found
-        if kind == "device":
-            return torch.device(node["name"])
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](self.value(node["items"]))
+        if kind in _NUMPYS:
+            return _NUMPYS[kind][0](self.value(node["is"]))
         if kind in _PATHS:
             return _PATHS[kind](node["name"])
-        raise ValueError(f"a kind {kind!r} of value that this version does not know")
+        match kind:
+            case "int":
+                return int(node["hex"], 16)
+            case "float":
+                return _DOUBLE.unpack(bytes.fromhex(node["bits"]))[0]
+            case "complex":
+                return complex(*struct.unpack("<dd", bytes.fromhex(node["bits"])))
+            case "deque":
+                return deque(self.value(node["items"]), node["most"])
+            case "bytes":
+                return base64.b64decode(node["bytes"], validate=True)
+            case "bytearray":
+                return bytearray(base64.b64decode(node["bytes"], validate=True))
+            case "dtype" if isinstance(found := getattr(torch, node["name"]), torch.dtype):
+                return found
+            case "device":
+                return torch.device(node["name"])
+            case _:
+                raise ValueError(f"a kind {kind!r} of value that this version does not know")

@@ -1,6 +1,6 @@
-"""Models and their weights, offered to the user's hooks before a state is saved or loaded.
+"""Accelerate's hooks around a save or load of a state.
 
-As Accelerate's hooks have it: a hook takes out of a list what it saves, or loads, by itself.
+A hook gets a list of models or weights, and removes from it what it saves or loads itself.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from .directory import Directory
-from .objects import state_of
-from .together import Team, check_alike, together
+from .coordination import Directory, Team, check_equal, coordinate
+from .stateful import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,8 +22,22 @@ SaveHook: TypeAlias = Callable[[list[nn.Module], list[Weights], str], object]
 LoadHook: TypeAlias = Callable[[list[nn.Module], str], object]
 
 
-class _AsLeft:
-    """A model's weights as the hooks have left them."""
+class Registered:
+    """A hook that is called until it is removed."""
+
+    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
+        self._hooks = hooks
+        self._hook = hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        """Stop calling the hook. A second call does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class _SavedWeights:
+    """A model's weights, as the hooks leave them."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -34,7 +47,7 @@ class _AsLeft:
         return self._weights
 
     def load_state_dict(self, state_dict: Weights) -> None:
-        """Raise: it is made to be saved."""
+        """Raise: this object is only saved."""
         raise NotImplementedError
 
 
@@ -44,7 +57,7 @@ def offer_weights(
     models: Mapping[str, nn.Module],
     objects: dict[str, Any],
 ) -> None:
-    """Let `objects` hold of the models what the hooks leave to be saved.
+    """Replace the models in `objects` by the weights that the hooks leave to be saved.
 
     :raises CheckpointError: on all ranks, if a hook raises on one.
     """
@@ -52,26 +65,26 @@ def offer_weights(
         return
     where = Directory.of(directory)
     directory, doing = where.path, f"save_state to {where.path}"
-    Team.met(doing, where)
-    offered = [state_of(model) for model in models.values()]
+    Team.meet(doing, where)
+    originals = [state_of(model) for model in models.values()]
 
-    def offer() -> dict[int, Weights]:
+    def call_hooks() -> dict[int, Weights]:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        some, weights = list(models.values()), list(offered)
+        some, weights = list(models.values()), list(originals)
         for hook in list(hooks):
             hook(some, weights, directory)
-        if len(weights) == len(offered):
-            return dict(enumerate(weights))  # perhaps others in their places
-        left = {i: one for i, one in enumerate(offered) if any(one is each for each in weights)}
-        if len(left) < len(weights):
+        if len(weights) == len(originals):
+            return dict(enumerate(weights))  # possibly replaced by other weights
+        kept = {i: one for i, one in enumerate(originals) if any(one is each for each in weights)}
+        if len(kept) < len(weights):
             raise ValueError("a hook that puts other weights into the list takes none out of it")
-        return left
+        return kept
 
-    told = together(doing, offer, list)
-    own = told.own
+    result = coordinate(doing, call_hooks, list)
+    own = result.own
     for number, name in enumerate(models):
-        if number in told.by_rank[0]:
-            objects[name] = _AsLeft(own[number] if number in own else offered[number])
+        if number in result.by_rank[0]:
+            objects[name] = _SavedWeights(own[number] if number in own else originals[number])
         else:
             del objects[name]
 
@@ -82,7 +95,7 @@ def offer_models(
     models: Mapping[str, nn.Module],
     objects: dict[str, Any],
 ) -> None:
-    """Let `objects` hold those of the models that the hooks leave to be loaded.
+    """Remove from `objects` the models that the hooks load themselves.
 
     :raises CheckpointError: on all ranks, if a hook raises on one, or they leave different ones.
     """
@@ -91,14 +104,14 @@ def offer_models(
     directory = Directory.of(directory).path
     doing = f"load_state from {directory}"
 
-    def offer() -> list[str]:
+    def call_hooks() -> list[str]:
         some = list(models.values())
         for hook in list(hooks):
             hook(some, directory)
         return [name for name, model in models.items() if any(model is each for each in some)]
 
-    told = together(doing, offer, list)
-    ranks = Team.met(doing).ranks
-    check_alike(doing, ranks, "models that hooks left to be loaded", list(map(str, told.by_rank)))
-    for name in models.keys() - set(told.own):
+    result = coordinate(doing, call_hooks, list)
+    ranks = Team.meet(doing).ranks
+    check_equal(doing, ranks, "models that hooks left to be loaded", list(map(str, result.by_rank)))
+    for name in models.keys() - set(result.own):
         del objects[name]

@@ -12,50 +12,35 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims import CheckpointError
 
-from . import disk, manifest
-from .directory import Directory
-from .job import remove_directory_or_report
-from .loadstate import Loaded, load_state
-from .savestate import begin
-from .saving import finish_earlier
-from .together import Team, log, together
-from .weightfiles import temporary, unique
+from . import filesystem, manifest
+from .async_save import finish_earlier
+from .commit import new_token, temporary
+from .coordination import Directory, Team, coordinate
+from .hooks import Registered
+from .load_state import Loaded, load_state
+from .save_state import save_to
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-    from .objects import Stateful
-    from .saving import Saving
+    from .async_save import Saving
+    from .stateful import Stateful
 
     Hook = Callable[[str, dict[str, Stateful]], object]
 
 _STEP = re.compile(r"0|[1-9][0-9]*")
 
 
-class Registered:
-    """A hook that is called until it is removed."""
-
-    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
-        self._hooks = hooks
-        self._hook = hook
-        hooks.append(hook)
-
-    def remove(self) -> None:
-        """Do not call it any more. Nothing happens the second time."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
 class Checkpoints:
     """The checkpoints of a run: ``<directory>/step-1000``, ``step-2000`` and so on.
 
-    Each is complete, since it comes by one rename. What else is in the directory does not matter.
+    Each is complete, since one rename creates it. Other files in the directory are ignored.
     Of the complete ones, the last `keep_last` are kept (all, with None); the one just saved is
-    always among them, and nothing goes before that is durable.
+    always among them, and none is removed before that is durable.
 
-    :raises TypeError: if `keep_last` is no whole number.
-    :raises ValueError: if `keep_last` is below 1, or `prefix` is no beginning of a file's name.
+    :raises TypeError: if `keep_last` is not a whole number.
+    :raises ValueError: if `keep_last` is below 1, or `prefix` cannot begin a file's name.
     """
 
     def __init__(
@@ -78,21 +63,21 @@ class Checkpoints:
         self._before_load: list[Hook] = []
 
     def path(self, step: int) -> str:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the directory of a step's checkpoint, whether it exists or not."""
         return f"{self.directory}/{self.prefix}{step}"
 
     def steps(self) -> list[int]:
-        """Return the steps of which there is a complete checkpoint, ascending. Local: a listing."""
+        """Return the steps with a complete checkpoint, ascending. Not collective."""
         found: list[int] = []
-        for name in disk.names(self.directory):
+        for name in filesystem.names(self.directory):
             number = name.removeprefix(self.prefix)
             whole = name.startswith(self.prefix) and _STEP.fullmatch(number)
-            if whole and disk.exists(f"{self.directory}/{name}/{manifest.NAME}"):
+            if whole and filesystem.exists(f"{self.directory}/{name}/{manifest.NAME}"):
                 found.append(int(number))
         return sorted(found)
 
     def latest(self) -> int | None:
-        """Return the highest step with a complete checkpoint, or None. Local: a listing."""
+        """Return the highest step with a complete checkpoint, or None. Not collective."""
         return max(self.steps(), default=None)
 
     def save(
@@ -104,7 +89,7 @@ class Checkpoints:
         rng: bool = True,
         block: bool = True,
     ) -> Saving:
-        """Save a step as :func:`save_state` does, then remove what is more than `keep_last`.
+        """Save a step as :func:`save_state` does, then remove the oldest beyond `keep_last`.
 
         :raises CheckpointError: on all ranks, if a rank's part fails; no older one is lost.
         """
@@ -113,19 +98,19 @@ class Checkpoints:
             raise ValueError(f"step={step}: steps are counted from 0")
         finish_earlier()
         common, path = dict(objects), self.path(step)
-        _call(f"save_state to {path}", self._before_save, path, common)
-        return begin(
+        _call_hooks(f"save_state to {path}", self._before_save, path, common)
+        return save_to(
             self._where.joined(f"{self.prefix}{step}"), common, rank_objects or {},
-            step=step, rng=rng, block=block, after=lambda: self._prune(step),
+            step=step, rng=rng, block=block, on_commit=lambda: self._prune(step),
         )  # fmt: skip
 
     def load(
         self, objects: Mapping[str, Stateful], step: int | None = None, **options: Any
     ) -> Loaded:
-        """Load the checkpoint of a step, else the latest. Options as those of :func:`load_state`.
+        """Load the checkpoint of a step, by default the latest. Options as of :func:`load_state`.
 
         :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
-            message then names an older one, which is not loaded by itself.
+            message then names an older one, which is not loaded automatically.
         """
         steps = agreed_steps(self, f"Checkpoints.load from {self.directory}")
         if step is None:
@@ -133,11 +118,11 @@ class Checkpoints:
         if step is None:
             raise CheckpointError(
                 f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: expected "
-                f"one, found none. Save one, or begin anew.",
+                f"one, found none. Save one, or start from the beginning.",
                 path=self.directory,
             )
         common, path = dict(objects), self.path(step)
-        _call(f"load_state from {path}", self._before_load, path, common)
+        _call_hooks(f"load_state from {path}", self._before_load, path, common)
         try:
             return load_state(path, common, **options)
         except CheckpointError as error:
@@ -155,7 +140,7 @@ class Checkpoints:
         return Registered(self._before_load, hook)
 
     def _prune(self, saved: int) -> None:
-        """Remove the oldest, and what killed saves of such have left; report what cannot be."""
+        """Remove the oldest steps, and what killed saves of such steps left; log failures."""
         if self.keep_last is None:
             return
         try:
@@ -164,39 +149,39 @@ class Checkpoints:
             gone = others[: max(0, len(others) - self.keep_last + 1)]
             for step in gone:
                 self._remove(step)
-            # Of later steps somebody else may be saving one, right now.
+            # Another process may be saving one of the later steps now.
             oldest = min((step for step in steps if step not in gone), default=saved)
             left = re.compile(rf"\.{re.escape(self.prefix)}([0-9]+)\.tmp-[0-9a-f]{{16}}")
-            for name in disk.names(self.directory):
+            for name in filesystem.names(self.directory):
                 match = left.fullmatch(name)
                 if match is not None and int(match[1]) < oldest:
-                    remove_directory_or_report(f"{self.directory}/{name}")
+                    filesystem.remove_directory_or_log(f"{self.directory}/{name}")
         except OSError as error:
-            log().warning("older checkpoints in %s stay: %s", self.directory, error)
+            filesystem.LOG.warning("older checkpoints in %s stay: %s", self.directory, error)
 
     def _remove(self, step: int) -> None:
-        """Take a checkpoint's name first, so that no half of one is ever found."""
+        """Rename a checkpoint first, so that no reader finds half of one."""
         name = f"{self.prefix}{step}"
-        away = f"{self.directory}/{temporary(name, unique())}"
-        disk.rename(f"{self.directory}/{name}", away)
-        remove_directory_or_report(away)
+        away = f"{self.directory}/{temporary(name, new_token())}"
+        filesystem.rename(f"{self.directory}/{name}", away)
+        filesystem.remove_directory_or_log(away)
 
 
 def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
-    """Return the steps that the leading rank finds, once no save is under way. Collective."""
+    """Return the steps that the leading rank finds, once no save is in progress. Collective."""
     finish_earlier()
-    team = Team.met(doing)
-    told = together(doing, checkpoints.steps, lambda found: found if team.leads else None)
-    steps: list[int] = told.by_rank[0]
+    team = Team.meet(doing)
+    found = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
+    steps: list[int] = found.by_rank[0]
     return steps
 
 
-def _call(doing: str, hooks: list[Hook], path: str, objects: dict[str, Stateful]) -> None:
-    """Call hooks on every rank; if one fails, all ranks fail alike."""
+def _call_hooks(doing: str, hooks: list[Hook], path: str, objects: dict[str, Stateful]) -> None:
+    """Call hooks on every rank. If one fails, all ranks raise the same error."""
 
     def call() -> None:
         for hook in list(hooks):
             hook(path, objects)
 
     if hooks:
-        together(doing, call)
+        coordinate(doing, call)

@@ -1,0 +1,290 @@
+"""A save that runs in a thread beside the training, and the handle of any save.
+
+In such a save the ranks cannot communicate with collectives: they are training. So each rank writes
+a file that reports the outcome of its part, and the leading rank looks until all are there.
+
+An empty file, the leading rank's own report, says that it is waiting. When it gives up, it removes
+that file first, and then everything that the save has made. When it has all reports, it removes
+that file last. So a rank that finds this file gone, and its own report still there, knows that the
+save was abandoned.
+"""
+
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from syncprims import CheckpointError, current
+from syncprims._world.runtime import active_group
+
+from . import filesystem
+from .commit import merge_records
+from .coordination import UNCHANGED, Outcome, cleanup_on_error, combine, coordinate
+from .integrity import check_digest, dump_with_digest, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .partition import PlannedFile
+    from .state_writer import StateWriter
+
+_KEY = "training.saving"  # of the save in progress, among the world's extras
+_WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
+_LONGEST_REPORT = 64 << 20  # bytes
+_GRACE = 60.0  # seconds that a program that has ended waits for the other ranks
+
+
+def start_save(writer: StateWriter) -> Saving:
+    """Copy what this rank writes, and return while a thread writes it."""
+
+    def copy() -> list[PlannedFile]:
+        if writer.team.leads:
+            filesystem.write_small(writer.report_path(0), b"")
+        return [f._replace(tensors=_copy_to_host(f.tensors)) for f in writer.own_files()]
+
+    extras = current().extras
+    try:
+        copied = coordinate(writer.doing, copy, lambda _: None, advice=UNCHANGED).own
+        saving = extras[_KEY] = _AsyncSaving(writer._replace(files=copied))
+        saving.start()
+    except BaseException:
+        if writer.team.leads and not is_saving(extras):
+            writer.abandon()
+        raise
+    return saving
+
+
+def finish_earlier() -> None:
+    """Wait for the save in progress, if there is one.
+
+    :raises CheckpointError: if it has failed.
+    """
+    earlier = current().extras.get(_KEY)
+    if isinstance(earlier, Saving):
+        earlier.wait()
+
+
+def is_saving(extras: Mapping[str, Any]) -> bool:
+    """Return whether a world has a save that a thread has begun and no call has waited for."""
+    saving = extras.get(_KEY)
+    return isinstance(saving, _AsyncSaving) and saving.begun
+
+
+class Saving:
+    """The handle of a save. It is also the path of the checkpoint's directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path  #: the checkpoint's directory
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has finished its part. Does not wait."""
+        return True
+
+    def wait(self) -> None:
+        """Return when the checkpoint is durable. All ranks that save it call it.
+
+        :raises CheckpointError: on all ranks, if a rank's part has failed; once.
+        """
+
+
+class _AsyncSaving(Saving):
+    """A save that a thread of each rank writes."""
+
+    def __init__(self, writer: StateWriter) -> None:
+        super().__init__(writer.destination.path)
+        self._writer = writer
+        self._group = active_group()  # wait() uses it, wherever it is called
+        self._written: Outcome[Any] | None = None
+        self._committed: Outcome[Any] | None = None
+        self._has_written = threading.Event()
+        self._has_ended = threading.Event()
+        self._cancelled = threading.Event()
+        self._abandoned = False
+        self.begun = False  #: then only the thread removes what it has not finished
+        # Not a daemon: a program that ends lets its last checkpoint finish.
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,  # of the same rank
+            args=(self._run,),
+            name="syncprims-save",
+        )
+
+    def start(self) -> None:
+        """Start to write."""
+        self.begun = True  # first: a signal handler may raise in `start`, and the thread runs on
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has finished its part. Does not wait."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is durable. All ranks that save it call it.
+
+        :raises CheckpointError: on all ranks, if a rank's part has failed; once.
+        """
+        extras = current().extras
+        if extras.get(_KEY) is not self:
+            return  # an earlier call has waited
+        del extras[_KEY]
+        doing, leads = self._writer.doing, self._writer.team.leads
+        self._has_written.wait()
+        with self._group, cleanup_on_error(doing, self._cancel):
+            coordinate(doing, lambda: _unwrap(self._written), call=_WAIT, advice=UNCHANGED)
+            self._join()
+            coordinate(
+                doing, lambda: _unwrap(self._committed) if leads else None, call=_WAIT,
+                advice=UNCHANGED,
+            )  # fmt: skip
+
+    def _cancel(self) -> None:
+        self._cancelled.set()
+        self._join()
+        if self._abandoned:
+            self._writer.abandon()  # once more: now all ranks have stopped writing
+
+    def _join(self) -> None:
+        """Return when the thread has done everything it has to."""
+        # If `join` raises, as a signal handler may, Python up to 3.12 forgets the running thread,
+        # and does not wait for it at exit.
+        self._has_ended.wait()
+        self._thread.join()
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._save()
+        finally:
+            self._has_written.set()
+            self._has_ended.set()
+
+    def _save(self) -> None:
+        writer = self._writer
+        self._written = written = Outcome.of(self._write, lambda result: result)
+        self._has_written.set()
+        if writer.team.leads:
+            self._committed = Outcome.of(lambda: self._commit(written), lambda _: None)
+        error = (self._committed or written).error
+        if error is not None:  # the program may end without calling wait()
+            filesystem.LOG.error("%s, in the background, has failed: %s", writer.doing, error)
+
+    def _write(self) -> Any:
+        writer = self._writer
+        written = Outcome.of(lambda: writer.write(quiet=True), lambda result: result)
+        if written.error is not None:
+            writer.remove_own_files()
+        if not writer.team.leads:
+            if written.error is not None and not _is_awaited(writer):
+                return None  # the leading rank has failed, and removed what this one wrote to
+            _report(writer, written.message)
+        return written.unwrap()
+
+    def _commit(self, written: Outcome[Any]) -> None:
+        writer = self._writer
+        try:
+            reports = _collect_reports(writer, written.message, self._cancelled)
+            by_rank = combine(writer.doing, written, reports).by_rank
+        except BaseException:
+            self._abandoned = True
+            writer.abandon()
+            raise
+        writer.commit(merge_records(by_rank))
+
+
+def _unwrap(outcome: Outcome[Any] | None) -> Any:
+    assert outcome is not None, "the thread has ended"
+    return outcome.unwrap()
+
+
+def _is_awaited(writer: StateWriter) -> bool:
+    """Return whether the leading rank waits for reports."""
+    return filesystem.exists(writer.report_path(0))
+
+
+def _report(writer: StateWriter, message: dict[str, Any]) -> None:
+    """Report the outcome of this rank's part to the leading rank.
+
+    If that has given up, nothing is left of the save, and the leading rank raises the reason.
+    """
+    part, report = (writer.report_path(writer.team.place, suffix) for suffix in ("-part", ""))
+    try:
+        filesystem.write_small(part, dump_with_digest(message)[0])
+        filesystem.rename(part, report)
+    except Exception:
+        filesystem.remove_or_log(part)
+        if _is_awaited(writer):
+            raise
+        return  # the directory was removed meanwhile
+    with contextlib.suppress(OSError):  # the report is written: not an error of this rank
+        # Remove it, and do not only look: what a network file system shows may be gone, and only
+        # one rank can remove a file.
+        if not _is_awaited(writer) and filesystem.remove(report):
+            writer.abandon()
+
+
+def _collect_reports(
+    writer: StateWriter, own: dict[str, Any], cancelled: threading.Event
+) -> list[dict[str, Any]]:
+    """Return the reports of all ranks once they are there, and remove their files.
+
+    :raises CheckpointError: if the save is cancelled, or this program ended long ago.
+    """
+    doing, ranks = writer.doing, writer.team.ranks
+    reports = {writer.team.place: own}
+    pause, ended = 0.005, 0.0
+    while True:
+        for place in range(len(ranks)):
+            path = writer.report_path(place)
+            if place not in reports and filesystem.exists(path):
+                data = filesystem.read_small(path, _LONGEST_REPORT)
+                report = parse(path, data)
+                check_digest(path, data)
+                reports[place] = report
+        if len(reports) == len(ranks):
+            break
+        if cancelled.wait(pause):
+            raise CheckpointError(f"{doing}: given up, since a rank's part has failed")
+        if not _is_awaited(writer):
+            raise CheckpointError(
+                f"{doing}: another save, or a person, has removed {writer.destination.folder} or "
+                f"files in it while ranks still wrote there"
+            )
+        pause = min(2 * pause, 0.1)
+        if not threading.main_thread().is_alive():
+            ended = ended or time.monotonic()
+            if time.monotonic() - ended > _GRACE:
+                late = [rank for place, rank in enumerate(ranks) if place not in reports]
+                raise CheckpointError(f"{doing}: ranks {late} have not finished their part")
+    for place in sorted(reports, reverse=True):  # the leading rank's last
+        filesystem.remove(writer.report_path(place))
+    return [reports[place] for place in sorted(reports)]
+
+
+def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies in host memory: pinned, if they come from a GPU."""
+    copies: dict[str, torch.Tensor] = {}
+    devices: set[torch.device] = set()
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cuda":
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[name].copy_(tensor, non_blocking=True)
+            devices.add(tensor.device)
+        else:
+            copies[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return copies

@@ -1,0 +1,220 @@
+"""How ranks save and load together: one directory, one outcome of each step, one error on all."""
+
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+
+from syncprims import CheckpointError, Failure, SyncError, get_node_rank, get_rank
+from syncprims._world.runtime import active_group
+
+from . import filesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+T = TypeVar("T")
+
+#: What the error of a save says that failed before its commit.
+UNCHANGED = (
+    "What was there before still stands, and nothing else is left. Fix the cause, and save again."
+)
+
+
+class Directory(NamedTuple):
+    """A directory: the name that was passed, and its absolute path."""
+
+    given: str
+    path: str  #: does not depend on a later chdir
+
+    @classmethod
+    def of(cls, directory: str | os.PathLike[str]) -> Directory:
+        """Return the directory of this name.
+
+        :raises TypeError: if it is neither a str nor a path.
+        :raises ValueError: if it is empty.
+        """
+        given = os.fspath(cast("Any", directory))
+        if not isinstance(given, str):
+            raise TypeError(f"directory={directory!r}: it takes a str or a path")
+        if not given:
+            raise ValueError("directory='': it takes a name; '.' is the working directory")
+        return cls(given, filesystem.absolute(given))
+
+    def joined(self, name: str) -> Directory:
+        """Return the directory of this name in this one."""
+        return Directory(f"{self.given}/{name}", f"{self.path}/{name}")
+
+
+class Team(NamedTuple):
+    """The ranks that save or load together: those of the group that is entered, else all."""
+
+    ranks: list[int]  #: world ranks
+    place: int  #: index of this rank among them
+
+    @classmethod
+    def meet(cls, doing: str, directory: Directory | None = None) -> Team:
+        """Return the team, once all its ranks have called this.
+
+        :raises CheckpointError: on all ranks, if they pass different directories.
+        """
+        call = _call_name(doing)
+        group = active_group()  # first: a running world may know more about its hosts
+        given, path = directory or ("", "")
+        gathered = group.gather(call, [get_rank(), get_node_rank(), given, path])
+        members = cast("list[tuple[int, int, str, str]]", gathered)
+        _check_same_directory(call, members)
+        ranks = [member[0] for member in members]
+        return cls(ranks, ranks.index(get_rank()))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that does what only one rank may do."""
+        return self.place == 0
+
+
+def _check_same_directory(call: str, members: Sequence[tuple[int, int, str, str]]) -> None:
+    """Raise if members, each (rank, host, name, path), mean different directories.
+
+    Hosts may have different working directories and mounts: between them, one name is enough.
+    """
+    first, first_host, first_given, first_path = members[0]
+    for rank, host, given, path in members:
+        if path != first_path and (host == first_host or given != first_given):
+            raise CheckpointError(
+                f"{call}: rank {rank} saves to {path}, and rank {first} to {first_path}. Every "
+                f"rank passes the same directory: broadcast a name that comes from a clock or a "
+                f"random number.",
+                path=path,
+                rank=rank,
+            )
+
+
+class Results(NamedTuple, Generic[T]):
+    """What a step returned on this rank, and its summary from each rank."""
+
+    own: T
+    by_rank: list[Any]  #: in rank order
+
+
+class Outcome(NamedTuple, Generic[T]):
+    """The result of one rank's part, or its error."""
+
+    result: T | None
+    error: Exception | None  #: as it was raised here
+    message: dict[str, Any]  #: what the other ranks receive
+
+    @classmethod
+    def of(cls, part: Callable[[], T], summarize: Callable[[T], Any]) -> Outcome[T]:
+        """Return the outcome of ``part()``."""
+        rank = get_rank()
+        try:
+            result = part()
+            return cls(result, None, _message(rank, summary=summarize(result)))
+        except Exception as error:
+            return cls(None, error, _message(rank, error=error))
+
+    def unwrap(self) -> T:
+        """Return the result, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return cast("T", self.result)
+
+
+def _message(rank: int, summary: Any = None, error: Exception | None = None) -> dict[str, Any]:
+    message = {"rank": rank, "summary": summary, "failure": None}
+    if error is None:
+        return message
+    path, number = getattr(error, "filename", None), getattr(error, "errno", None)
+    return {
+        **message,
+        "failure": list(Failure.of(rank, error)),
+        "complete": isinstance(error, CheckpointError),  # its text needs no addition
+        "path": None if path is None else str(path),
+        "errno": number if isinstance(number, int) else None,
+    }
+
+
+def coordinate(
+    doing: str,
+    part: Callable[[], T],
+    summarize: Callable[[T], Any] = lambda result: result,
+    *,
+    call: str = "",
+    advice: str = "",
+) -> Results[T]:
+    """Run ``part()`` on every rank, and return its result and every rank's summary of it.
+
+    `part` does not communicate. There is no timeout. Ranks wait under the name `call`, by default
+    the first word of `doing`. `advice` is appended to an error that is not a CheckpointError.
+
+    :raises CheckpointError: the same on all ranks, if `part` raised on any.
+    """
+    own = Outcome.of(part, summarize)
+    messages = active_group().gather(call or _call_name(doing), own.message)
+    return combine(doing, own, messages, advice)
+
+
+def combine(
+    doing: str, own: Outcome[T], messages: Sequence[dict[str, Any]], advice: str = ""
+) -> Results[T]:
+    """Return the results in the ranks' messages.
+
+    :raises CheckpointError: if one of them is a failure.
+    """
+    failed = [message for message in messages if message["failure"] is not None]
+    if failed:
+        raise _common_error(doing, failed, advice) from own.error
+    return Results(cast("T", own.result), [message["summary"] for message in messages])
+
+
+def _common_error(doing: str, failed: Sequence[dict[str, Any]], advice: str) -> CheckpointError:
+    first = failed[0]
+    failures = {message["rank"]: Failure(*message["failure"]) for message in failed}
+    ranks = list(failures)
+    cause = failures[ranks[0]]
+    text = cause.message if first["complete"] else f"{cause.type}: {cause.message}"
+    text = f"{doing}: rank {ranks[0]}: {text}"
+    if len(ranks) > 1:
+        text += f" (ranks {ranks[1:]} failed, too)"
+    if advice and not first["complete"]:
+        text = f"{text.removesuffix('.')}. {advice}"
+    return CheckpointError(
+        text, path=first["path"], errno=first["errno"], rank=ranks[0], failures=failures
+    )
+
+
+def _call_name(doing: str) -> str:
+    return doing.partition(" ")[0]
+
+
+@contextlib.contextmanager
+def cleanup_on_error(doing: str, clean_up: Callable[[], object]) -> Generator[None]:
+    """Run ``clean_up()`` if the block raises. A common error is raised when all have done so."""
+    try:
+        yield
+    except BaseException as error:
+        clean_up()
+        if isinstance(error, CheckpointError):  # on all ranks: they are in step
+            with contextlib.suppress(SyncError):
+                active_group().gather(_call_name(doing), None)
+        raise
+
+
+def check_equal(doing: str, ranks: Sequence[int], what: str, digests: Sequence[str]) -> None:
+    """Raise if the ranks pass different objects.
+
+    :raises CheckpointError: on all ranks.
+    """
+    other = [rank for rank, one in zip(ranks, digests, strict=True) if one != digests[0]]
+    if other:
+        raise CheckpointError(
+            f"{doing}: ranks {other} have different {what} than rank {ranks[0]}. Every rank passes "
+            f"the same objects under the same names, with the same tensors in them.",
+            rank=other[0],
+        )

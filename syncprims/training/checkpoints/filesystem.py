@@ -1,0 +1,327 @@
+"""The file system as checkpoints use it: every call that touches it is made in this module.
+
+A test that replaces this module's ``os`` sees each call: it can record it, make it fail, or kill
+the process before it. Errors are `OSError` and carry the path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+CHUNK = 4 << 20  #: bytes per write: what was just hashed is then still in the processor's cache
+LOG = logging.getLogger("syncprims")
+_WRITEBACK = 16 << 20  # bytes after which the kernel is asked to start writing to the disk
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not block
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Generator[None]:
+    """Add the path to an OSError: `write` and `fsync` know only a file descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+class NewFile:
+    """A new file, open for writing. The umask decides its mode.
+
+    :raises OSError: if there is already something of that name.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, _NEW, 0o666)
+        self._size = 0
+        self._started = 0  # bytes whose write-back was started
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append all of `data`."""
+        left = memoryview(data)
+        with _naming(self.path):
+            while left:
+                done = os.write(self._fd, left)
+                left, self._size = left[done:], self._size + done
+        if self._size - self._started >= _WRITEBACK:
+            self._start_writeback()
+
+    def _start_writeback(self) -> None:
+        """Ask the kernel to start writing to the disk, so that the final sync waits less.
+
+        On Linux, `POSIX_FADV_DONTNEED` does that. It is only a hint: the sync reports errors.
+        """
+        started, self._started = self._started, self._size
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, started, self._size - started, os.POSIX_FADV_DONTNEED)
+
+    def write_at(self, data: bytes, offset: int) -> None:
+        """Overwrite the bytes at `offset` with all of `data`."""
+        with _naming(self.path):
+            while data:
+                done = os.pwrite(self._fd, data, offset)
+                data, offset = data[done:], offset + done
+
+    def finish(self) -> None:
+        """Sync and close the file. A failed sync is not retried: that could wrongly succeed."""
+        fd, self._fd = self._fd, -1
+        with _naming(self.path):
+            try:
+                os.fsync(fd)
+            except OSError:
+                _close(fd)
+                raise
+            os.close(fd)
+
+    def abandon(self) -> None:
+        """Close the file if it is still open. The content is not synced."""
+        fd, self._fd = self._fd, -1
+        _close(fd)
+
+
+def write_small(path: str, data: bytes) -> None:
+    """Write a new file `path` with this content, and sync it."""
+    file = NewFile(path)
+    try:
+        file.write(data)
+        file.finish()
+    finally:
+        file.abandon()
+
+
+class ExistingFile:
+    """A regular file, open for reading. It stays the same file if its name is replaced.
+
+    It is read and not memory-mapped: a disk error is then an exception, not a signal.
+
+    :raises OSError: also if it is a link (unless `follow`), not a regular file, or empty.
+    """
+
+    def __init__(self, path: str, *, follow: bool = False) -> None:
+        self.path = path
+        self._fd = os.open(path, _READ if follow else _READ | os.O_NOFOLLOW)
+        try:
+            with _naming(path):
+                found = os.fstat(self._fd)
+                if not stat.S_ISREG(found.st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file")
+                if found.st_size == 0:
+                    raise OSError(errno.ENODATA, "the file is empty")
+        except BaseException:
+            self.close()
+            raise
+        self.size = found.st_size
+        self._modified = found.st_mtime_ns
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes from `offset` on. Several threads may call it at once."""
+        with _naming(self.path):
+            while buffer:
+                done = os.preadv(self._fd, [buffer], offset)
+                if done == 0:
+                    raise OSError(errno.ENODATA, "the file was cut off while it was read")
+                buffer, offset = buffer[done:], offset + done
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on."""
+        data = bytearray(size)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def check_unchanged(self) -> None:
+        """Raise if the file was written to since it was opened.
+
+        :raises OSError: with ``ESTALE``.
+        """
+        with _naming(self.path):
+            found = os.fstat(self._fd)
+            if (found.st_size, found.st_mtime_ns) != (self.size, self._modified):
+                raise OSError(errno.ESTALE, "the file was changed while it was read")
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        fd, self._fd = self._fd, -1
+        _close(fd)
+
+
+def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
+    """Return the content of a regular file of at most `most` bytes.
+
+    :raises OSError: as :class:`ExistingFile`, and if it is longer.
+    """
+    with contextlib.closing(ExistingFile(path, follow=follow)) as file:
+        if file.size > most:
+            what = f"the file has {file.size} bytes, and may have {most}"
+            raise OSError(errno.EFBIG, what, path)
+        return file.read(0, file.size)
+
+
+def names(directory: str) -> list[str]:
+    """Return the sorted names in a directory; an empty list if there is no directory."""
+    try:
+        return sorted(os.listdir(directory))  # noqa: PTH208 - through this module's `os`
+    except FileNotFoundError:
+        return []
+
+
+def exists(path: str) -> bool:
+    """Return whether anything has this name, a dangling link included."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a name. A later chdir then does not matter.
+
+    ``..`` after a link is the parent of the link's target, as for every program that opens it.
+    """
+    above = os.pardir in path.split("/")
+    return os.path.realpath(path) if above else os.path.abspath(path)  # noqa: PTH100
+
+
+def resolve_target(path: str) -> str:
+    """Return the file that a write to `path` replaces: the target, if `path` is a link.
+
+    :raises OSError: if there is something there that is not a regular file.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+            what = "not a regular file, and would be replaced: to write into it, open it, pass that"
+            raise OSError(errno.EINVAL, what, path)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            return os.path.realpath(path)
+    return path
+
+
+def is_directory(path: str) -> bool:
+    """Return whether this is a directory, or a link to one."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def make_directory(path: str) -> list[str]:
+    """Make a directory and its missing parents, durably; return the ones made, parents first.
+
+    :raises OSError: if something else has that name. Then none of them is left.
+    """
+    if is_directory(path):
+        return []
+    parent = os.path.dirname(path) or os.curdir  # noqa: PTH120
+    made = make_directory(parent) if parent != path else []
+    try:
+        try:
+            os.mkdir(path)  # noqa: PTH102
+            made.append(path)
+        except FileExistsError:
+            if not is_directory(path):  # else another process just made it
+                what = "there is something else in place of a directory"
+                raise OSError(errno.ENOTDIR, what, path) from None
+        sync_directory(parent)
+    except BaseException:
+        remove_empty_directories(made)
+        raise
+    return made
+
+
+def remove_empty_directories(made: list[str]) -> None:
+    """Remove the directories that :func:`make_directory` made, except those not empty now."""
+    for path in reversed(made):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # noqa: PTH106
+
+
+def sync_directory(path: str) -> None:
+    """Sync a directory: the names in it then survive a power loss."""
+    with _naming(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems do not support it
+                raise
+        finally:
+            os.close(fd)
+
+
+def rename(source: str, target: str) -> None:
+    """Rename atomically. An existing `target` is replaced."""
+    os.rename(source, target)  # noqa: PTH104
+
+
+def remove(path: str) -> bool:
+    """Remove a file; return whether there was one."""
+    try:
+        os.unlink(path)  # noqa: PTH108
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def remove_directory(path: str) -> None:
+    """Remove a directory and everything in it. A missing directory is not an error."""
+    for name in names(path):
+        inner = f"{path}/{name}"
+        with contextlib.suppress(FileNotFoundError):  # its writer may be removing it, too
+            if stat.S_ISDIR(os.lstat(inner).st_mode):
+                remove_directory(inner)
+            else:
+                remove(inner)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)  # noqa: PTH106
+
+
+# -- clean-up, whose failure is logged and not raised ---------------------------------------------
+
+
+def remove_or_log(path: str) -> None:
+    """Remove a file that is no longer needed; log a failure."""
+    try:
+        remove(path)
+    except OSError as error:
+        _log_leftover(path, error)
+
+
+def remove_directory_or_log(path: str) -> None:
+    """Remove a directory that is no longer needed; log a failure."""
+    try:
+        remove_directory(path)
+    except OSError as error:
+        _log_leftover(path, error)
+
+
+def _log_leftover(path: str, error: OSError) -> None:
+    LOG.warning("could not remove %s (%s): it is no longer needed, remove it", path, error)
+
+
+def names_or_log(directory: str) -> list[str]:
+    """Return the names in a directory that is to be cleaned up; after a failure, log it: none."""
+    try:
+        return names(directory)
+    except OSError as error:
+        LOG.warning("files that are no longer needed stay in %s: %s", directory, error)
+        return []

@@ -1,0 +1,327 @@
+"""Load a model's weights, written here or by another program: checked first, then used.
+
+A parameter that lies in the CPU's memory as it does in the file is read into in place, by several
+threads: there is no other copy. All other tensors are copied, one after the other.
+"""
+
+# Torch is typed in part, and what comes out of JSON may be anything:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from syncprims import CheckpointError
+
+from .dtensor import distribute, is_dtensor
+from .filesystem import LOG
+from .integrity import refusal
+from .progress import progress_bar
+from .safetensors_file import SafetensorsFile, StoredTensor, byte_size
+from .weights import open_weights, portable_name, unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+
+    from .weights import Stored
+
+
+def load_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | str | int | torch.device | None,
+    dtype: torch.dtype | str | None,
+    *,
+    strict: bool,
+    allow_links: bool,
+) -> None:
+    """Load the weights of a checkpoint into the model. See ``load_checkpoint_in_model``."""
+    path = os.fspath(cast("Any", checkpoint))
+    if not isinstance(path, str):
+        raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
+    with open_weights(path, follow=allow_links) as weights:
+        _load_weights(unwrapped(model), weights, path, device_map, dtype, strict)
+    empty = _unset_buffers(model)
+    if empty:
+        LOG.warning(
+            "%s: %sthese are in no checkpoint, and still on the meta device: compute them again",
+            path, _listed("buffers without values", empty),
+        )  # fmt: skip
+
+
+def _load_weights(
+    model: nn.Module,
+    weights: Mapping[str, Stored],
+    path: str,
+    device_map: Any,
+    dtype: torch.dtype | str | None,
+    strict: bool,
+) -> None:
+    own: dict[str, Any] = model.state_dict(keep_vars=True)
+    state, missing, unexpected = _matched(own, weights)
+    custom = _has_custom_loading(model)
+    if (missing or unexpected) and strict and not custom:
+        expected = f"the model's {len(own)} tensors"
+        found = f"{_listed('missing', missing)}{_listed('not in the model', unexpected)}"
+        raise refusal(path, "another model", expected, found.strip("; "))
+    for name, stored in state.items():
+        target = own.get(name)
+        if isinstance(target, torch.Tensor) and target.shape != stored.shape:
+            what = f"shape of {name!r}"
+            raise refusal(path, what, f"{tuple(target.shape)}, the model's", str(stored.shape))
+    if missing or unexpected:
+        LOG.warning("%s: %s%s", path, _listed("missing", missing), _listed("unused", unexpected))
+    _place(model, state, device_map, dtype)
+    try:
+        if custom:
+            own = model.state_dict(keep_vars=True)
+            read = {name: _read_for(stored, own.get(name)) for name, stored in state.items()}
+        else:
+            read = _load_in_place(model, {name: state[name] for name in own if name in state})
+        # Only torch can distinguish what a module renames or converts from what is missing.
+        model.load_state_dict(read, strict=strict)
+    except (CheckpointError, RuntimeError) as error:
+        text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
+        number = error.errno if isinstance(error, CheckpointError) else None
+        raise CheckpointError(
+            f"{text} The model has been loaded in part: do not go on with it.",
+            path=path, errno=number,
+        ) from error  # fmt: skip
+
+
+def _read_for(stored: Stored, target: Any) -> torch.Tensor:
+    """Return a tensor of a checkpoint in memory, distributed over ranks as its target is."""
+    tensor = stored.tensor()
+    return distribute(tensor, target) if is_dtensor(target) else tensor
+
+
+def _matched(
+    own: dict[str, Any], weights: Mapping[str, Stored]
+) -> tuple[dict[str, Stored], list[str], list[str]]:
+    """Return the weights under the model's names, the names that are missing, and those unused."""
+    names = {portable_name(name): name for name in own}
+    state = {names.get(name, name): tensor for name, tensor in weights.items()}
+    unexpected = [name for name in state if name not in own]
+    loaded = {id(own[name]): state[name] for name in state if name in own}
+    missing: list[str] = []
+    for name, tensor in own.items():
+        if name in state or not isinstance(tensor, torch.Tensor):
+            continue
+        if id(tensor) in loaded:  # tied in the model to one that is loaded
+            state[name] = loaded[id(tensor)]
+        else:
+            missing.append(name)
+    return state, missing, unexpected
+
+
+def _has_custom_loading(model: nn.Module) -> bool:
+    """Return whether a module handles names or values itself when it is loaded."""
+    return any(
+        module._load_state_dict_pre_hooks  # pyright: ignore[reportPrivateUsage]
+        or not _is_torchs(type(module)._load_from_state_dict)  # pyright: ignore[reportPrivateUsage]
+        or not _is_torchs(type(module).load_state_dict)
+        for module in model.modules()
+    )
+
+
+def _is_torchs(method: Any) -> bool:
+    return str(getattr(method, "__module__", "")).startswith("torch.nn.")
+
+
+def _listed(what: str, names: list[str]) -> str:
+    return f"{what}: {_first_of(names)}; " if names else ""
+
+
+def _first_of(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
+
+
+# -- into the model's memory ----------------------------------------------------------------------
+
+
+def _load_in_place(model: nn.Module, state: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    """Load a state into a model; return what ``load_state_dict`` is to be called with.
+
+    For a tensor that is loaded that is the model's own, which torch then does not copy. The others
+    are new tensors that the model loads.
+
+    :raises CheckpointError: if a file cannot be read.
+    :raises RuntimeError: if the model cannot take a tensor.
+    """
+    plain = torch.Tensor, nn.Parameter  # not classes derived from them
+    places: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    places |= dict(model.named_buffers(remove_duplicate=False))
+    targets = {name: places[name] for name in state if type(places.get(name)) in plain}
+    result = {
+        name: _read_for(state[name], places.get(name)) for name in state if name not in targets
+    }
+    separate = _are_separate(state, targets)
+    direct = [name for name, t in targets.items() if separate and _is_alike(t, state[name])]
+    with torch.no_grad(), progress_bar("loading weights", byte_size(targets.values())) as add:
+        _read_directly(direct, state, targets, add)
+        for name in targets.keys() - set(direct) if separate else targets:
+            targets[name].copy_(state[name].tensor())
+            add(byte_size([targets[name]]))
+    return {**result, **targets}
+
+
+def _is_alike(target: torch.Tensor, stored: Stored) -> bool:
+    """Return whether a tensor lies in the CPU's memory just as it does in a file."""
+    return (
+        isinstance(stored, StoredTensor)
+        and target.device.type == "cpu"
+        and target.layout == torch.strided
+        and target.dtype == stored.dtype
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg() or target.is_inference())
+        and _has_memory(target)
+    )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    # Some wrappers remove it temporarily.
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() >= end
+
+
+def _are_separate(state: Mapping[str, Stored], targets: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether no two tensors share memory, except tied ones that get the same values.
+
+    Other tensors that share memory must be loaded one after the other: the last one wins.
+    """
+    places: dict[tuple[str, int, int], Stored] = {}
+    for name, target in targets.items():
+        if target.numel() and target.layout == torch.strided:
+            last = sum(
+                (n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True)
+            )
+            begin = target.data_ptr()
+            place = str(target.device), begin, begin + (last + 1) * target.element_size()
+            if places.setdefault(place, state[name]) is not state[name]:
+                return False
+    found = sorted(places)
+    return all(one[0] != other[0] or one[2] <= other[1] for one, other in itertools.pairwise(found))
+
+
+def _read_directly(
+    names: Sequence[str],
+    state: Mapping[str, Stored],
+    targets: Mapping[str, torch.Tensor],
+    on_progress: Callable[[int], object],
+) -> None:
+    files: dict[SafetensorsFile, list[tuple[str, torch.Tensor]]] = {}
+    for name in names:
+        stored = cast("StoredTensor", state[name])
+        files.setdefault(stored.file, []).append((stored.name, targets[name]))
+    # Torch does not see this change, and a backward pass in progress has to notice it.
+    torch.autograd.graph.increment_version([targets[name] for name in names])
+    for file, some in files.items():
+        file.read_into(some, on_progress)
+
+
+# -- devices and dtypes ---------------------------------------------------------------------------
+
+
+def _place(
+    model: nn.Module, names: Collection[str], device_map: Any, dtype: torch.dtype | str | None
+) -> None:
+    """Move the parameters and buffers of these names to the devices of the map, in that dtype.
+
+    Tied parameters stay tied. Parameters on the meta device have no values: they are replaced by
+    new ones, and so optimizers must be made afterwards.
+
+    :raises ValueError: for a dtype or a device that cannot be used, or a map that gives none for
+        some of them; then nothing was moved.
+    """
+    kind = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: torch has no such type")
+    slots = [slot for slot in _slots(model) if slot.full in names]
+    devices = {} if device_map is None else _devices(_device_table(device_map), slots)
+    made: dict[int, torch.Tensor] = {}
+    for _, table, name, tensor, _ in slots:
+        if id(tensor) not in made:
+            made[id(tensor)] = _moved(tensor, devices.get(id(tensor)), kind)
+        table[name] = made[id(tensor)]
+
+
+def _unset_buffers(model: nn.Module) -> list[str]:
+    """Return the buffers on the meta device that no checkpoint holds."""
+    return [
+        slot.full
+        for slot in _slots(model)
+        if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    ]
+
+
+class _Slot(NamedTuple):
+    """The place of a parameter or buffer in a module."""
+
+    module: nn.Module
+    table: dict[str, Any]  #: the module's own
+    name: str
+    tensor: torch.Tensor
+    full: str  #: its name in the model
+
+
+def _slots(model: nn.Module) -> Generator[_Slot]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
+
+
+def _devices(table: Mapping[str, torch.device], slots: Sequence[_Slot]) -> dict[int, torch.device]:
+    """Return the device of each tensor by its identity: that of the first name the map covers."""
+    found: dict[int, torch.device] = {}
+    for slot in slots:
+        device = _device(table, portable_name(slot.full))
+        if device is not None:
+            found.setdefault(id(slot.tensor), device)
+    lacking = [slot.full for slot in slots if id(slot.tensor) not in found]
+    if lacking:
+        raise ValueError(
+            f"device_map gives no device for {_first_of(lacking)}: name the parts that hold them, "
+            f"or all others by ''"
+        )
+    return found
+
+
+def _moved(
+    tensor: torch.Tensor, device: torch.device | None, kind: torch.dtype | None
+) -> torch.Tensor:
+    kind = kind if kind is not None and tensor.is_floating_point() else tensor.dtype
+    if tensor.is_meta:
+        made = torch.empty_like(tensor, device=device or "cpu", dtype=kind)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+    device = device or tensor.device
+    if tensor.device != device or tensor.dtype != kind:
+        tensor.data = tensor.data.to(device, kind)
+    return tensor
+
+
+def _device_table(device_map: Any) -> Mapping[str, torch.device]:
+    table: Mapping[str, Any] = device_map if hasattr(device_map, "items") else {"": device_map}
+    for name, device in table.items():
+        if device in ("disk", "meta", "auto", "balanced", "sequential"):
+            raise ValueError(
+                f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
+                f"'cpu', 0 or 'cuda:1'; nothing is offloaded here"
+            )
+    return {portable_name(name): torch.device(device) for name, device in table.items()}
+
+
+def _device(table: Mapping[str, torch.device], name: str) -> torch.device | None:
+    """Return the device of the longest prefix of `name` in the map."""
+    prefixes = [p for p in table if p == "" or name == p or name.startswith(f"{p}.")]
+    return table[max(prefixes, key=len)] if prefixes else None
