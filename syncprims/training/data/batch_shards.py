@@ -29,6 +29,8 @@ class ShardPlan(NamedTuple):
     ranks: int
     even: bool = True
     split: bool = False  #: each batch is cut into one part per rank
+    drop_last: bool = False  #: of a stream: a last round that is not full is left out
+    dispatch: bool = False  #: rank 0 reads for all
 
 
 class BatchShard:
@@ -77,7 +79,7 @@ class BatchShard:
         return islice(draw(dealt, self.batches, self.seed, self.epoch), self.skip, None)
 
     def _deal(self, real: dict[int, int]) -> Iterator[Any]:
-        rank, ranks, even, _ = self.plan
+        rank, ranks, even, *_ = self.plan
         first: list[Any] = []  # the first round, which pads the last one
         size = self.batch_size  # of all batches except the last; None if unknown or mixed
         rounds = 0
@@ -116,7 +118,7 @@ class BatchShard:
         ]
 
     def _split(self, real: dict[int, int]) -> Iterator[Any]:
-        rank, ranks, even, _ = self.plan
+        rank, ranks, even, *_ = self.plan
         first: list[Any] = []
         size = self.batch_size
         parts = 0
@@ -179,17 +181,16 @@ class StreamShard(IterableDataset[Any]):
     so a stream with several workers must split itself among them, as always in torch.
     """
 
-    def __init__(self, dataset: Any, plan: ShardPlan, size: int, drop_last: bool) -> None:
+    def __init__(self, dataset: Any, plan: ShardPlan, size: int) -> None:
         self.dataset = dataset
         self.plan = plan
         self.size = size  #: of this rank's batches
-        self.drop_last = drop_last
 
     def __len__(self) -> int:
         """Return how many items this rank gets, if the dataset has a length."""
-        rank, ranks, even, _ = self.plan
+        rank, ranks, even, *_ = self.plan
         rounds, rest = divmod(len(self.dataset), self.size * ranks)
-        if self.drop_last or not rest:
+        if self.plan.drop_last or not rest:
             more = 0
         elif even and ranks > 1:
             more = self.size
@@ -211,7 +212,7 @@ class StreamShard(IterableDataset[Any]):
             first = first or round_
             real = None
             if len(round_) < size * ranks:
-                if self.drop_last:
+                if self.plan.drop_last:
                     return
                 if self.plan.even and ranks > 1:
                     real = len(round_)

@@ -25,24 +25,18 @@ class _DealtBatches(NamedTuple):
     is_last: bool = False  #: it is known that no other follows
 
 
-def dispatch(
-    begin: Callable[[], Iterator[Any]], plan: ShardPlan, *, drop_last: bool, done: int
-) -> Iterator[Any]:
+def dispatch(begin: Callable[[], Iterator[Any]], plan: ShardPlan, done: int) -> Iterator[Any]:
     """Yield this rank's batches of those that `begin` yields on rank 0. Collective each time.
 
     The first `done` batches are left out. Rank 0 reads them all the same: they may pad the last.
 
     :raises PeerFailed: on the others, if reading fails on rank 0.
     """
-    reader = _Reader(plan, drop_last)
+    dealt = islice(_deal(begin, plan), done, None)
 
     @on_main(share=True)
     def read() -> _DealtBatches | None:
-        if reader.batches is None:
-            reader.batches = begin()
-            for _ in range(done):
-                reader.next()
-        return reader.next()
+        return next(dealt, None)
 
     while (found := read()) is not None:
         if plan.rank < len(found.parts):
@@ -51,76 +45,57 @@ def dispatch(
             return  # a rank that got no batch does not call again, so the others must not
 
 
-class _Reader:
-    """Deals the batches that rank 0 reads."""
+def _deal(begin: Callable[[], Iterator[Any]], plan: ShardPlan) -> Iterator[_DealtBatches]:
+    """Yield the batches that `begin` yields, one per rank.
 
-    def __init__(self, plan: ShardPlan, drop_last: bool) -> None:
-        self.batches: Iterator[Any] | None = None
-        self._plan = plan
-        self._drop_last = drop_last
-        self._ahead: list[Any] = []  # read to see whether there are more
-        self._first: list[Any] = []  # the first batches, which pad the last ones
-        self._size = 0  # items of the first batch
-        self._mixed = False  # a batch that is not the last has another size
-
-    def next(self) -> _DealtBatches | None:
-        """Return the next batches, one per rank; None after the last ones.
-
-        Batches of mixed sizes are dealt as by :class:`.batch_shards.BatchShard`.
-        """
-        ranks, split = self._plan.ranks, self._plan.split
-        held = self._take(1 if split else ranks)
-        if not held:
-            return None
+    Batches of mixed sizes are dealt as by :class:`.batch_shards.BatchShard`.
+    """
+    batches = (batch.value if isinstance(batch, Counted) else batch for batch in begin())
+    ranks, at_once = plan.ranks, 1 if plan.split else plan.ranks
+    first: list[Any] = []  # the first batches, which pad the last ones
+    ahead: list[Any] = []  # read to see whether there are more
+    size = 0  # items of the first batch
+    mixed = False  # a batch that is not the last has another size
+    while held := [*ahead, *islice(batches, at_once - len(ahead))]:
         sizes = [_length(batch) for batch in held]
-        if not self._first:
-            self._first, self._size = held, sizes[0]
+        if not first:
+            first, size = held, sizes[0]
         *others, last = sizes
-        is_odd = last != self._size or (not split and len(held) < ranks)
-        is_last = is_odd and self._is_over()  # otherwise do not wait for the batch after
-        self._mixed |= any(size != self._size for size in others)
-        self._mixed |= last > self._size or (last < self._size and not is_last)
-        if split:
-            return self._split(held[0], last, is_last)
-        if len(held) == ranks and (self._mixed or last == self._size):
-            return _DealtBatches(held, None, is_last)
-        if self._drop_last and len(held) < ranks:
-            return None
-        if not self._mixed:
-            whole, count = _join(held), sum(sizes)
-            return self._cut(whole, count, self._size, _join(self._first), is_last)
-        if not self._plan.even:
-            return _DealtBatches(held, None, is_last)
-        more = islice(cycle(self._first), ranks - len(held))
-        return _DealtBatches([*held, *more], sum(sizes), is_last)
+        is_odd = last != size or len(held) < at_once
+        ahead = list(islice(batches, 1)) if is_odd else []  # otherwise do not wait for it
+        is_last = is_odd and not ahead
+        mixed |= any(other != size for other in others)
+        mixed |= last > size or (last < size and not is_last)
+        if plan.split:
+            usual, more = (last, held[0]) if mixed else (size, first[0])
+            yield _cut(held[0], last, -(-usual // ranks), more, plan, is_last)
+        elif len(held) == ranks and (mixed or last == size):
+            yield _DealtBatches(held, None, is_last)
+        elif plan.drop_last and len(held) < ranks:
+            return
+        elif not mixed:
+            yield _cut(_join(held), sum(sizes), size, _join(first), plan, is_last)
+        elif not plan.even:
+            yield _DealtBatches(held, None, is_last)
+        else:
+            padded = [*held, *islice(cycle(first), ranks - len(held))]
+            yield _DealtBatches(padded, sum(sizes), is_last)
 
-    def _take(self, number: int) -> list[Any]:
-        assert self.batches is not None
-        taken = [*self._ahead, *islice(self.batches, number - len(self._ahead))]
-        self._ahead = []
-        return [batch.value if isinstance(batch, Counted) else batch for batch in taken]
 
-    def _is_over(self) -> bool:
-        self._ahead = self._take(1)
-        return not self._ahead
-
-    def _split(self, batch: Any, count: int, is_last: bool) -> _DealtBatches:
-        size, more = (count, batch) if self._mixed else (self._size, self._first[0])
-        return self._cut(batch, count, -(-size // self._plan.ranks), more, is_last)
-
-    def _cut(self, whole: Any, count: int, part: int, more: Any, is_last: bool) -> _DealtBatches:
-        """Return parts of `part` items; `more` pads the last one if parts are to be even."""
-        part = max(1, part)
-        full, real = part * self._plan.ranks, None
-        if 0 < count < full and self._plan.even:
-            real = count
-            while count < full:
-                added = _slice(more, 0, full - count)
-                count += _length(added)
-                whole = _join([whole, added])
-        starts = range(0, count, part)
-        parts = [_slice(whole, at, min(at + part, count)) for at in starts]
-        return _DealtBatches(parts, real, is_last)
+def _cut(
+    whole: Any, count: int, part: int, more: Any, plan: ShardPlan, is_last: bool
+) -> _DealtBatches:
+    """Return parts of `part` items; `more` pads the last one if parts are to be even."""
+    part = max(1, part)
+    full, real = part * plan.ranks, None
+    if 0 < count < full and plan.even:
+        real = count
+        while count < full:
+            added = _slice(more, 0, full - count)
+            count += _length(added)
+            whole = _join([whole, added])
+    parts = [_slice(whole, at, min(at + part, count)) for at in range(0, count, part)]
+    return _DealtBatches(parts, real, is_last)
 
 
 def _length(batch: Any) -> int:

@@ -47,8 +47,6 @@ class PreparedLoader(DataLoader[T]):
         seed: int,
         loaders: OpenLoaders,
         non_blocking: bool = False,
-        dispatch: bool = False,
-        drop_last: bool = False,
     ) -> None:
         # Not DataLoader.__init__: the wrapped loader has everything already.
         self.loader = loader
@@ -58,8 +56,8 @@ class PreparedLoader(DataLoader[T]):
         self._skip = 0  # of every iteration: a view of :func:`skip_first_batches`
         self._loaders = loaders
         self._non_blocking = non_blocking
-        self._dispatch = dispatch  # rank 0 reads for all
-        self._drop_last = drop_last
+        samplers: tuple[Any, ...] = (loader.batch_sampler, loader.sampler)
+        self._shard = next((one for one in samplers if isinstance(one, BatchShard)), None)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: the object is being copied
@@ -68,10 +66,10 @@ class PreparedLoader(DataLoader[T]):
 
     def __len__(self) -> int:
         count = len(self.loader)
-        if self._dispatch and not self._plan.split:
-            count, rest = divmod(count, self._plan.ranks)
-            whole = self._plan.even or self._plan.rank < rest
-            count += bool(rest) and whole and not self._drop_last
+        plan = self._plan
+        if plan.dispatch and not plan.split:
+            count, rest = divmod(count, plan.ranks)
+            count += bool(rest) and (plan.even or plan.rank < rest) and not plan.drop_last
         return max(0, count - self._skip)
 
     @property
@@ -133,13 +131,6 @@ class PreparedLoader(DataLoader[T]):
         progress.batch = progress.resume = state["batch"]
         progress.stream = state.get("stream")
 
-    @property
-    def _shard(self) -> BatchShard | None:
-        for sampler in (self.loader.batch_sampler, self.loader.sampler):
-            if isinstance(sampler, BatchShard):
-                return sampler
-        return None
-
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         progress = self._progress
         epoch, done = progress.epoch, max(self._skip, progress.resume)
@@ -147,10 +138,9 @@ class PreparedLoader(DataLoader[T]):
         cursor = Cursor(self)
         self._loaders.enter(cursor)
         try:
-            if self._dispatch:
-                batches = dispatch(
-                    lambda: self._begin(epoch, 0), self._plan, drop_last=self._drop_last, done=done
-                )
+            dispatched = self._plan.dispatch
+            if dispatched:
+                batches = dispatch(lambda: self._begin(epoch, 0), self._plan, done)
             else:
                 batches = self._begin(epoch, done)
             device = self.device
@@ -158,7 +148,7 @@ class PreparedLoader(DataLoader[T]):
                 device = None  # batches cannot be anywhere else
             shard = self._shard
             streamed = isinstance(self.loader.dataset, IterableDataset)
-            stateful = streamed and not self._dispatch and hasattr(self.loader, "state_dict")
+            stateful = streamed and not dispatched and hasattr(self.loader, "state_dict")
             after = next(batches, _END)
             while (batch := after) is not _END:
                 # torchdata's state of a stream, before the batch ahead is read
@@ -254,29 +244,32 @@ def prepare_data_loader(
             f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
             f"in which no rank could resume its place or know the padding; leave in_order out"
         )
-    plan = ShardPlan(get_rank(), get_world_size(), even_batches, split_batches)
+    ranks = get_world_size()
+    plan = ShardPlan(
+        get_rank(), ranks, even_batches, split_batches, loader.drop_last,
+        dispatch=dispatch_batches and ranks > 1,
+    )  # fmt: skip
     own = loader.generator or getattr(loader.sampler, "generator", None)
     seed = common_seed(seed, own if isinstance(own, torch.Generator) else None)
-    dispatches = dispatch_batches and plan.ranks > 1
-    if dispatches and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
+    if plan.dispatch and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
             "of the data only; drop the sampler, or dispatch_batches"
         )
     return PreparedLoader(
-        _rebuild(loader, ShardPlan(0, 1, even_batches) if dispatches else plan),
+        _rebuild(loader, plan),
         plan,
         device=device,
         seed=seed,
         loaders=loaders or OpenLoaders(),
         non_blocking=non_blocking,
-        dispatch=dispatches,
-        drop_last=loader.drop_last,
     )
 
 
 def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
     """Return a loader with the options of `loader` that reads this rank's batches."""
+    undealt = ShardPlan(0, 1, plan.even, drop_last=plan.drop_last)
+    plan = undealt if plan.dispatch else plan
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in _KEPT
@@ -292,7 +285,7 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
         size = size // plan.ranks if plan.split else size
         stateful = hasattr(loader.dataset, "state_dict")
         shard_kind = StatefulStreamShard if stateful else StreamShard
-        stream = shard_kind(loader.dataset, plan, size, loader.drop_last)
+        stream = shard_kind(loader.dataset, plan, size)
         options["collate_fn"] = CountingCollate(loader.collate_fn)
         options["batch_size"] = None if loader.batch_size is None else size
         return kind(stream, **options)
@@ -300,7 +293,7 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
     sampler = copy_sampler(loader.batch_sampler if batched else loader.sampler)
     sharded = is_sharded(sampler)
     if batched:
-        shard = BatchShard(sampler, ShardPlan(0, 1, plan.even) if sharded else plan)
+        shard = BatchShard(sampler, undealt if sharded else plan)
         return kind(loader.dataset, batch_sampler=shard, **options)
     sampler = sampler if sharded else BatchShard(sampler, plan)
     return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
