@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 from collections.abc import Callable, Generator, Iterable
@@ -188,9 +187,8 @@ class Accelerator(Trackers, Checkpointing):
         """Make a function run on one rank only. With or without the function."""
         if process_index is None:
             raise ValueError("on_process takes the rank: on_process(process_index=1)")
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        return syncprims.on_rank(process_index)(function)
+        decorator = syncprims.on_rank(process_index)
+        return decorator if function is None else decorator(function)
 
     def on_local_process(
         self,
@@ -203,9 +201,8 @@ class Accelerator(Trackers, Checkpointing):
         index = local_process_idx if local_process_index is None else local_process_index
         if index is None:
             raise ValueError("on_local_process takes the rank: local_process_index=1")
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=index)
-        return syncprims.on_local_rank(index)(function)
+        decorator = syncprims.on_local_rank(index)
+        return decorator if function is None else decorator(function)
 
     def print(self, *args: Any, **options: Any) -> None:
         """Print once per node."""
