@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar, cast
 
@@ -141,17 +142,13 @@ def remove_autocast(model: nn.Module) -> None:
 
 
 def _check_autocast(device: torch.device, dtype: torch.dtype, source: str, mode: str) -> None:
-    possible = torch.amp.autocast_mode.is_autocast_available(device.type)
-    if possible and device.type == "cuda" and dtype is torch.bfloat16:
-        possible = torch.cuda.is_bf16_supported()
-    if possible:
-        import warnings
-
-        with warnings.catch_warnings(record=True) as caught:  # torch warns, and then goes on
-            warnings.simplefilter("always")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # some devices only warn, and compute in full precision
             with torch.autocast(device.type, dtype=dtype):
                 possible = torch.is_autocast_enabled(device.type)
-        possible = possible and not caught
+    except (RuntimeError, Warning):
+        possible = False
     if not possible:
         raise ConfigurationError(
             f"{source}={mode!r}: torch {torch.__version__} has no autocast to {dtype} on "
