@@ -115,14 +115,15 @@ class Preparation:
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Return `scheduler` wrapped; with `schedule` it advances once per optimizer step."""
-        known, options = self.accumulator.schedules, self.options
-        if not isinstance(scheduler, PreparedScheduler):
-            advance = options.schedule_advance if options.schedule else 1
-            optimizers = self.accumulator.optimizers
-            scheduler = PreparedScheduler(scheduler, optimizers, advance, follow=options.schedule)
-        if not any(scheduler is one for one in known):
-            known.append(scheduler)
-        return scheduler
+        accumulator, options = self.accumulator, self.options
+        if isinstance(scheduler, PreparedScheduler):
+            prepared = scheduler
+        else:
+            advance, follow = options.schedule_advance if options.schedule else 1, options.schedule
+            prepared = PreparedScheduler(scheduler, accumulator.optimizers, advance, follow=follow)
+        if not any(prepared is known for known in accumulator.schedules):
+            accumulator.schedules.append(prepared)
+        return prepared
 
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `objects` prepared, in their order; objects of other kinds stay as they are.
