@@ -20,7 +20,7 @@ from table import head, row
 from torch import nn
 
 from syncprims import all_reduce, barrier, get_rank, get_world_size, print_main
-from syncprims.training import average_gradients, share_model
+from syncprims.training import average_gradients, broadcast_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def model_of(width: int = 1024, depth: int = 4) -> nn.Module:
     torch.manual_seed(0)
     layers = [part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU())]
     model = nn.Sequential(*layers)
-    share_model(model)
+    broadcast_model(model)
     return model
 
 

@@ -1,103 +1,61 @@
-"""Where a rank computes, and how batches get there."""
+"""The device of this rank, and how batches are moved to it."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from syncprims import get_local_rank
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from .pytree import map_tensors
+
+
+def own_device(kind: str, local_rank: int) -> torch.device:
+    """Return this rank's device of `kind` (``"cuda"``, ``"xpu"``, ...); the CPU if there is none.
+
+    It is the current device if the program has chosen one by ``set_device``. The first device is
+    current by default, so it does not count as chosen: then each local rank has a device of its
+    own, and ranks share the devices in turn if there are fewer devices than ranks.
+    """
+    module: Any = getattr(torch, kind, None)
+    if kind == "cpu" or module is None or not module.is_available():
+        return torch.device("cpu")
+    if not hasattr(module, "current_device"):  # of this kind there is only one
+        return torch.device(kind, 0)
+    index = module.current_device() or local_rank % max(1, module.device_count())
+    return torch.device(kind, index)
 
 
 def rank_device(*, cpu: bool = False) -> torch.device:
-    """Return this rank's device: one accelerator per local rank where there are any, else the CPU.
+    """Return this rank's device, and make it the current one; the CPU if there is no accelerator.
 
-    With fewer accelerators than ranks on the node, ranks share them in turn.
+    It is the device that the program has made current. If that is the first one, the default, it is
+    the device of the local rank. Ranks share the devices in turn if there are fewer than ranks.
     """
-    if cpu or not torch.accelerator.is_available():
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if cpu or found is None:
         return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
-    if found is None:
-        return torch.device("cpu")
-    return torch.device(found.type, get_local_rank() % max(1, torch.accelerator.device_count()))
-
-
-def _is_tensor(tree: Any) -> bool:
-    return isinstance(tree, torch.Tensor)
-
-
-def map_tensors(
-    function: Callable[[Any], Any], tree: Any, is_one: Callable[[Any], bool] = _is_tensor
-) -> Any:
-    """Return `tree` with every tensor replaced by ``function(tensor)``; other leaves stay.
-
-    Lists, tuples, named tuples, mappings and dataclasses keep their types. Where `is_one` says that
-    something is to be replaced, it is not looked into.
-    """
-    if is_one(tree):
-        return function(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, part, is_one) for part in tree))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(function, part, is_one) for part in tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(tree, Mapping):
-        mapped = {key: map_tensors(function, part, is_one) for key, part in tree.items()}  # pyright: ignore[reportUnknownVariableType]
-        return like(tree, mapped)  # pyright: ignore[reportUnknownArgumentType]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        made = copy.copy(tree)
-        for field in fields(tree):
-            if hasattr(tree, field.name):
-                part = map_tensors(function, getattr(tree, field.name), is_one)
-                object.__setattr__(made, field.name, part)  # frozen ones, too
-        return made
-    return tree
-
-
-def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what :func:`map_tensors` sees as leaves of `tree`, each with its place in ``name``."""
-    parts: list[tuple[str, Any]] = []
-    if isinstance(tree, list | tuple):
-        parts = [(f"{name}[{i}]", part) for i, part in enumerate(tree)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    elif isinstance(tree, Mapping):
-        parts = [(f"{name}[{key!r}]", part) for key, part in tree.items()]  # pyright: ignore[reportUnknownVariableType]
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        held = (field.name for field in fields(tree) if hasattr(tree, field.name))
-        parts = [(f"{name}.{field}", getattr(tree, field)) for field in held]
-    else:
-        yield name, tree
-    for place, part in parts:
-        yield from leaves(part, place)
-
-
-def like(tree: Any, mapped: dict[Any, Any]) -> Any:
-    """Return `mapped` as the mapping type of `tree`: transformers' outputs and batches are such."""
-    if type(tree) is dict:
-        return mapped
-    try:
-        return type(tree)(mapped)
-    except TypeError:
-        return mapped
+    device = own_device(found.type, get_local_rank())
+    module: Any = getattr(torch, device.type)
+    if hasattr(module, "set_device"):  # whatever asks torch for the current device agrees
+        module.set_device(device)
+    return device
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     """Return `batch` with its tensors on `device`, in lists, tuples, mappings and dataclasses.
 
-    Anything else in it that has ``.to(device)`` is asked to move itself.
+    Any other object in it that has ``.to(device)`` is moved by that method.
     """
 
-    def move(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            return one.to(device, non_blocking=non_blocking)
-        return one.to(device)
+    def move(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, non_blocking=non_blocking)
+        return part.to(device)
 
-    return map_tensors(move, batch, _moves)
+    return map_tensors(move, batch, _can_move)
 
 
-def _moves(tree: Any) -> bool:
-    return callable(getattr(tree, "to", None)) and not isinstance(tree, type)
+def _can_move(part: Any) -> bool:
+    return callable(getattr(part, "to", None)) and not isinstance(part, type)

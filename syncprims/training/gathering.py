@@ -1,32 +1,32 @@
-"""Tensors and objects of all ranks: gathered, reduced, padded, without the padding of loaders."""
+"""Collectives over nested tensors: gather, reduce, broadcast and pad."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import syncprims
 
-from .devices import leaves, map_tensors
-from .likeness import check_alike, kind_of
-
-if TYPE_CHECKING:
-    from .tracking import OpenLoaders
+from .data.cursors import OpenLoaders
+from .gradient_sync import check_alike, describe
+from .pytree import has_only_tensors, map_tensors, named_leaves
 
 
-def gather(tree: Any) -> Any:
-    """Return all ranks' tensors, joined along the first dimension, in rank order, on every rank.
+def gather(tensor: Any) -> Any:
+    """Return all ranks' tensors, concatenated along the first dimension in rank order. Collective.
 
-    `tree` is a tensor, or lists, tuples and mappings of them; one without dimensions counts as one
-    item. Sizes may differ in the first dimension only. Collective.
+    `tensor` may also be lists, tuples and mappings of tensors; a tensor without dimensions counts
+    as one item. Only the first dimension may differ between ranks.
 
     :raises TypeError: if a leaf is no tensor.
     :raises RankMismatch: on all ranks, if structures, dtypes or other dimensions differ.
     """
-    mine = _leaves(tree)
-    places = [place for place, _ in leaves(tree, "tensor")]
-    kinds = [(p, str(t.dtype), list(t.shape[1:])) for p, t in zip(places, mine, strict=True)]
+    if not has_only_tensors(tensor):
+        raise TypeError("gather() takes tensors, and lists, tuples and mappings of them only")
+    mine = [leaf.detach().reshape(leaf.shape or (1,)) for _, leaf in named_leaves(tensor)]
+    paths = [path for path, _ in named_leaves(tensor)]
+    kinds = [(p, str(t.dtype), list(t.shape[1:])) for p, t in zip(paths, mine, strict=True)]
     rows = syncprims.all_gather((kinds, [leaf.cpu() for leaf in mine]))
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
@@ -36,118 +36,96 @@ def gather(tree: Any) -> Any:
             f"Pad them with pad_across_processes(), or gather objects."
         )
     joined = iter([torch.cat([row[i] for _, row in rows]) for i in range(len(mine))])
-    return map_tensors(lambda tensor: next(joined).to(tensor.device), tree)
+    return map_tensors(lambda one: next(joined).to(one.device), tensor)
 
 
-def _leaves(tree: Any) -> list[torch.Tensor]:
-    if not only_tensors(tree):
-        raise TypeError("gather() takes tensors, and lists, tuples and mappings of them only")
-    return [t.reshape(1) if t.ndim == 0 else t for t in _plain_leaves(tree)]
+def gather_for_metrics(
+    tensor: Any, loaders: OpenLoaders, *, use_gather_object: bool = False
+) -> Any:
+    """Return what :func:`gather` does, without items that only pad the last batches. Collective.
 
-
-def only_tensors(tree: Any) -> bool:
-    """Tell whether every leaf is a tensor."""
-    if isinstance(tree, torch.Tensor):
-        return True
-    if isinstance(tree, list | tuple):
-        return all(map(only_tensors, tree))  # pyright: ignore[reportUnknownArgumentType]
-    return hasattr(tree, "values") and all(map(only_tensors, tree.values()))
-
-
-def gather_for_metrics(tree: Any, loaders: OpenLoaders, *, use_gather_object: bool = False) -> Any:
-    """Return what :func:`gather` does, less the items that only fill up the last batches.
-
-    Of the loader that is being iterated. What is no tensor is gathered as a list of all ranks'
-    objects, lists joined. Collective.
+    The padding is that of the loader that is being iterated. Objects other than tensors are
+    gathered into a list of all ranks' objects; lists are concatenated.
     """
-    if use_gather_object or not only_tensors(tree):
-        rows = syncprims.all_gather(tree)
-        joined: Any = [item for row in rows for item in row] if isinstance(tree, list) else rows
+    if use_gather_object or not has_only_tensors(tensor):
+        rows = syncprims.all_gather(tensor)
+        joined: Any = [item for row in rows for item in row] if isinstance(tensor, list) else rows
     else:
-        joined = gather(tree)
+        joined = gather(tensor)
     cursor = loaders.innermost
     if cursor is None or cursor.real is None:
         return joined
     real = cursor.real
-    if isinstance(joined, list) and not only_tensors(joined):
+    if isinstance(joined, list) and not has_only_tensors(joined):
         return joined[:real]  # pyright: ignore[reportUnknownVariableType]
-    return map_tensors(lambda tensor: tensor[:real], joined)
+    return map_tensors(lambda one: one[:real], joined)
 
 
-def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
     """Return the tensors' ``sum``, ``mean``, ``min``, ``max`` or ``prod`` over all ranks, scaled.
 
-    With ``none`` the tensors are returned as they are. Collective otherwise.
+    Collective, except with ``none``, which returns the tensors unchanged.
 
     :raises ValueError: if the reduction is none of these.
     """
     if reduction == "none":
-        return tree
-    reduced = syncprims.all_reduce(_plain(tree), reduction)
-    return reduced if scale == 1.0 else map_tensors(lambda tensor: tensor * scale, reduced)
+        return tensor
+    detached = map_tensors(lambda one: one.detach(), tensor)
+    reduced = syncprims.all_reduce(detached, reduction)
+    return reduced if scale == 1.0 else map_tensors(lambda one: one * scale, reduced)
 
 
-def _plain(tree: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.detach(), tree)
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Fill the tensors of `tensor` with those of one rank, and return `tensor`. Collective.
 
-
-def broadcast(tree: Any, from_process: int = 0) -> Any:
-    """Fill the tensors of `tree` with those of one rank, and return it. Collective.
-
-    A None among them stays one. Entries of mappings go by their names, in any order.
+    A leaf may also be None on all ranks. The order of a mapping's keys does not matter.
 
     :raises RankMismatch: on all ranks, if structures, shapes or dtypes differ; nothing is filled.
     :raises TypeError: on all ranks, if a leaf is something else.
     """
-    places = sorted(leaves(tree, "tensor"), key=lambda found: found[0])
+    leaves = sorted(named_leaves(tensor), key=lambda found: found[0])
     check_alike(
         "what broadcast() fills",
-        [f"{place}: {_kind(leaf)}" for place, leaf in places],
+        [
+            f"{path}: {describe(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
+            for path, leaf in leaves
+        ],
         "Pass tensors of the same shapes and dtypes everywhere, or use syncprims.broadcast().",
     )
-    for place, leaf in places:
+    for path, leaf in leaves:
         if leaf is not None and not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"broadcast() fills tensors in place, and {place} is of type "
+                f"broadcast() fills tensors in place, and {path} is of type "
                 f"{type(leaf).__name__}; syncprims.broadcast() returns any object"
             )
-    tensors = [leaf.detach() for _, leaf in places if leaf is not None]
+    tensors = [leaf.detach() for _, leaf in leaves if leaf is not None]
     sends = syncprims.get_rank() == from_process
     sent = syncprims.broadcast([t.cpu() for t in tensors] if sends else [], from_process)
     with torch.no_grad():
         for mine, theirs in zip(tensors, sent, strict=True):
             mine.copy_(theirs)
-    return tree
-
-
-def _kind(leaf: Any) -> str:
-    return kind_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-
-
-def _plain_leaves(tree: Any) -> list[torch.Tensor]:
-    found = (leaf for _, leaf in leaves(tree, ""))
-    return [leaf.detach() for leaf in found if isinstance(leaf, torch.Tensor)]
+    return tensor
 
 
 def pad_across_processes(
-    tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Any:
-    """Return the tensors, filled up with `pad_index` in `dim` to the longest of all ranks.
+    """Return the tensors, padded with `pad_index` in `dim` to the longest of all ranks. Collective.
 
-    One without that dimension stays as it is. Collective.
+    A tensor without that dimension is returned unchanged.
     """
-    mine = [t.shape[dim] for t in _plain_leaves(tree) if -t.ndim <= dim < t.ndim]
+    leaves = [leaf for _, leaf in named_leaves(tensor) if isinstance(leaf, torch.Tensor)]
+    mine = [leaf.shape[dim] for leaf in leaves if -leaf.ndim <= dim < leaf.ndim]
     longest = iter([max(sizes) for sizes in zip(*syncprims.all_gather(mine), strict=True)])
 
-    def pad(tensor: torch.Tensor) -> torch.Tensor:
-        if not -tensor.ndim <= dim < tensor.ndim:
-            return tensor
-        missing = next(longest) - tensor.shape[dim]
-        if not missing:
-            return tensor
-        shape = list(tensor.shape)
-        shape[dim] = missing
-        more = tensor.new_full(shape, pad_index)
-        return torch.cat([more, tensor] if pad_first else [tensor, more], dim=dim)
+    def pad(one: torch.Tensor) -> torch.Tensor:
+        if not -one.ndim <= dim < one.ndim:
+            return one
+        shape = list(one.shape)
+        shape[dim] = next(longest) - one.shape[dim]
+        if not shape[dim]:
+            return one
+        more = one.new_full(shape, pad_index)
+        return torch.cat([more, one] if pad_first else [one, more], dim=dim)
 
-    return map_tensors(pad, tree)
+    return map_tensors(pad, tensor)

@@ -1,65 +1,50 @@
-"""An optimizer that steps when its window is full, and clears only what a step has used."""
+"""Prepared optimizers and schedules: they advance when a window is closed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from .averaging import average_gradients
+from .gradient_sync import average_gradients
+from .window import Window, WindowSet, parameters_of
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
-if TYPE_CHECKING:
-    from .accumulation import Accumulator
-    from .window import Window
-
 
 class PreparedOptimizer(Optimizer):
-    """Stands before an optimizer: `step` and `zero_grad` do nothing between windows.
+    """Wraps an optimizer: `step` and `zero_grad` do nothing between windows.
 
-    Everything else (`state`, `param_groups`, hooks, state dicts) is that of the optimizer itself,
-    :attr:`optimizer`.
+    Everything else (`state`, `param_groups`, hooks, state dicts) is that of :attr:`optimizer`.
     """
 
-    def __init__(self, optimizer: Optimizer, accumulator: Accumulator) -> None:
-        # Not Optimizer.__init__: there is nothing to hold but the optimizer and its window.
+    def __init__(self, optimizer: Optimizer, windows: WindowSet) -> None:
+        # Not Optimizer.__init__: the wrapped optimizer holds everything already.
         self.optimizer = optimizer
         self.steps_taken = 0
         self.steps_skipped = 0
         self.step_was_skipped = False  #: the last step met an overflow, on some rank
-        self._accumulator = accumulator
-        self._inner = _Recorder(optimizer)
-        self._used = False  # the gradients, by a step
-        self._ready = False  # unscaled, and whole
-        # Of earlier micro-batches, where other optimizers' losses reach these parameters, too.
-        self._aside: dict[torch.Tensor, torch.Tensor] = {}
-        self._put = False
+        self._precision = windows.precision
+        self._shared = windows
+        self._recorder = _StepRecorder(optimizer)
+        self._used = False  # a step has used the gradients
+        self._ready = False  # the gradients are unscaled, and whole
+        # Gradients of earlier micro-batches, if other optimizers' losses reach these parameters.
+        self._held: dict[torch.Tensor, torch.Tensor] = {}
+        self._is_holding = False
         self._windows: list[Window] = []
         self._known_windows = self._known_groups = -1
-        # Somebody's own way to clear is left to do so.
+        # An optimizer's own zero_grad() is always called.
         self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
+        windows.held.append((optimizer, self._held))
 
     # -- the optimizer's own ------------------------------------------------------------------
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The optimizer's state by parameter."""
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The optimizer's parameters, in groups."""
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The optimizer's options."""
-        return self.optimizer.defaults
-
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet: a copy in the making
+        if name == "optimizer":  # not set yet: the object is being copied
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -77,58 +62,46 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with another optimizer's state."""
+        """Load the optimizer's state."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""
         self.optimizer.add_param_group(param_group)
 
-    def train(self) -> None:
-        """Switch an optimizer without schedule to training."""
-        self.optimizer.train()  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-
-    def eval(self) -> None:
-        """Switch an optimizer without schedule to evaluation."""
-        self.optimizer.eval()  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-
-    # -- at the right time --------------------------------------------------------------------
+    # -- steps of closed windows ----------------------------------------------------------------
 
     @property
-    def parameters(self) -> list[torch.Tensor]:
-        """All parameters of all groups."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+    def sync_gradients(self) -> bool:
+        """Whether the window of these parameters is closed, so that the next step passes."""
+        window = self._window()
+        return window is None or window.sync
 
-    def window(self) -> Window | None:
-        """Return the window of these parameters, the last entered if there are many."""
-        accumulator, groups = self._accumulator, len(self.optimizer.param_groups)
-        if self._known_windows != accumulator.number_of_windows or self._known_groups != groups:
-            # Looked for once: it is asked several times per step.
-            self._known_windows, self._known_groups = accumulator.number_of_windows, groups
-            self._windows = accumulator.windows_of(self.parameters)
+    def _window(self) -> Window | None:
+        """Return the window of these parameters; of several, the last entered one."""
+        shared, groups = self._shared, len(self.optimizer.param_groups)
+        if self._known_windows != len(shared.entered) or self._known_groups != groups:
+            # Searched once: a step asks for it several times.
+            self._known_windows, self._known_groups = len(shared.entered), groups
+            self._windows = shared.owning(parameters_of(self.optimizer))
         windows = self._windows
         if len(windows) > 1:
-            return accumulator.last_entered(windows)
+            return next(window for window in reversed(shared.entered) if window in windows)
         return windows[0] if windows else None
 
-    @property
-    def aside(self) -> list[torch.Tensor]:
-        """Gradients of this window that wait outside of ``.grad``."""
-        return list(self._aside.values())
-
     def step(self, closure: Any = None) -> Any:
-        """Step if the window is closed; otherwise keep the gradients for the step to come.
+        """Step if the window is closed; otherwise keep the gradients for the next step.
 
         Under fp16 a step whose gradients overflowed on any rank is skipped on all.
         """
-        window = self.window()
+        window = self._window()
         if window is not None and not window.sync:
-            if self._accumulator.has_several_optimizers:
-                self._put_aside()
+            if len(self._shared.held) > 1:
+                self._hold_gradients()
             return None
-        scaled = self._accumulator.precision.scaler is not None
-        if scaled or self._put:
-            self.ready()
+        scaled = self._precision.scaler is not None
+        if scaled or self._is_holding:
+            self.unscale_gradients()
         if scaled:
             self._step_scaled(closure)
             result = None
@@ -137,7 +110,7 @@ class PreparedOptimizer(Optimizer):
             self.step_was_skipped = False
         self._ready, self._used = False, True
         if window is not None:
-            window.spent = True
+            window.stepped = True
         if self.step_was_skipped:
             self.steps_skipped += 1
         else:
@@ -148,88 +121,169 @@ class PreparedOptimizer(Optimizer):
         if closure is not None:
             raise ValueError("under fp16 a step takes no closure: its loss would not be scaled")
         self.step_was_skipped = False
-        if any(p.grad is not None for p in self.parameters):
-            self._inner.called = False
-            self._accumulator.precision.step(self._inner)
-            self.step_was_skipped = not self._inner.called
+        if any(p.grad is not None for p in parameters_of(self.optimizer)):
+            self._recorder.called = False
+            self._precision.step(self._recorder)
+            self.step_was_skipped = not self._recorder.called
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients that a step has used; those that wait for one stay.
+        """Clear the gradients that a step has used; those that wait for a step stay.
 
-        What other losses have left since this optimizer's last `step` is dropped, as ever.
+        What other losses have left in them since this optimizer's last `step` is dropped.
         """
         if not self._used:
-            window = self.window()
+            window = self._window()
             if window is not None and window.begun and (not window.sync or window.count > 1):
-                if self._put:
-                    for p in self.parameters:
-                        p.grad = self._aside.pop(p, None)
-                    self._put = False
+                if self._is_holding:
+                    for p in parameters_of(self.optimizer):
+                        p.grad = self._held.pop(p, None)
+                    self._is_holding = False
                 return
         if set_to_none and self._plain and not _is_profiled():
-            # What torch does, less a mark for its profiler that takes longer than all the rest.
+            # As torch does, without its profiler's mark, which takes longer than all the rest.
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._used = self._ready = self._put = False
-        self._aside.clear()
+        self._used = self._ready = self._is_holding = False
+        self._held.clear()
 
-    def ready(self) -> None:
-        """Leave in ``.grad`` what the step will use: whole and unscaled. Once per step."""
+    def unscale_gradients(self) -> None:
+        """Leave in ``.grad`` what the step will use: whole and unscaled. Acts once per step."""
         if self._ready:
             return
         self._ready = True
-        if self._put:
-            self._take_back()
-        scaler = self._accumulator.precision.scaler
-        if scaler is not None and any(p.grad is not None for p in self.parameters):
-            if self._accumulator.precision.has_stepped(self._inner):
-                self._begin_again(scaler)
-            scaler.unscale_(self._inner)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+        if self._is_holding:
+            self._add_held_gradients()
+        scaler = self._precision.scaler
+        if scaler is not None and any(p.grad is not None for p in parameters_of(self.optimizer)):
+            if self._precision.has_stepped(self._recorder):
+                self._update_scale(scaler)
+            scaler.unscale_(self._recorder)
 
-    def _put_aside(self) -> None:
-        """Keep what this step would have used from losses that are not this optimizer's."""
-        for p in self.parameters:
+    def _hold_gradients(self) -> None:
+        """Move gradients out of ``.grad``: other optimizers' losses will write there."""
+        for p in parameters_of(self.optimizer):
             if p.grad is not None:
-                before = self._aside.get(p)
-                self._aside[p] = p.grad if before is None else before.add_(p.grad)
+                before = self._held.get(p)
+                self._held[p] = p.grad if before is None else before.add_(p.grad)
                 p.grad = None
-        self._put = True
+        self._is_holding = True
 
-    def _take_back(self) -> None:
-        """Add what was put aside: averaged here, since the backward pass did not see it."""
-        now = {p: p.grad for p in self.parameters}
-        for p in self.parameters:
-            p.grad = self._aside.pop(p, None)
-        average_gradients(p for p in self.parameters if isinstance(p, torch.nn.Parameter))
+    def _add_held_gradients(self) -> None:
+        """Add held gradients to ``.grad``, averaged, which the last backward pass did not do."""
+        parameters = parameters_of(self.optimizer)
+        now = {p: p.grad for p in parameters}
+        for p in parameters:
+            p.grad = self._held.pop(p, None)
+        average_gradients(p for p in parameters if isinstance(p, torch.nn.Parameter))
         for p, gradient in now.items():
             if gradient is not None:
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
-        self._put = False
+        self._is_holding = False
 
-    def _begin_again(self, scaler: torch.amp.GradScaler) -> None:
-        """Let this optimizer step for a second time before the window ends."""
+    def _update_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Update the scaler before this optimizer's second step in a window; rescale gradients."""
         before = scaler.get_scale()
-        self._accumulator.precision.settle()
+        self._precision.update_scaler()
         after = scaler.get_scale()
-        there = [p.grad for p in self.parameters if p.grad is not None]
+        there = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
         if there and after != before:
             torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-class _Recorder:
-    """What a scaler steps: it tells whether it did, and hides that fused kernels could skip."""
+class _StepRecorder(Optimizer):
+    """The optimizer that a scaler steps: it records the call.
+
+    It hides from the scaler whether the kernels are fused: those could skip a step unseen.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        # Not Optimizer.__init__: there is one already.
         self._optimizer = optimizer
         self.called = False
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self._optimizer.param_groups
 
-    def step(self) -> Any:
+    def step(self, closure: Any = None) -> Any:
         self.called = True
         return self._optimizer.step()
+
+
+class PreparedScheduler(LRScheduler):
+    """Wraps a schedule: `step` does nothing if its optimizer did not step.
+
+    That is so between windows, and after a step that was skipped for an overflow. It advances by
+    `advance`, whatever the number of ranks. With `follow` False it advances at every call, and is
+    wrapped only to be saved with the rest. Everything else is that of :attr:`scheduler`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        advance: int = 1,
+        *,
+        follow: bool = True,
+    ) -> None:
+        # Not LRScheduler.__init__: the schedule has begun already.
+        self.scheduler: LRScheduler = scheduler  # or an object with the same methods
+        self._optimizers = optimizers
+        self._advance = advance
+        self._follow = follow
+        self._seen = (0, 0)  # steps taken and skipped at the last call
+        self._found: PreparedOptimizer | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not set yet: the object is being copied
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"Prepared({self.scheduler!r})"
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule, if its optimizer has stepped."""
+        optimizer = self._found = self._found or self._find_optimizer()
+        if optimizer is not None:
+            if not optimizer.sync_gradients:
+                return
+            taken, skipped = self._seen
+            self._seen = optimizer.steps_taken, optimizer.steps_skipped
+            if optimizer.steps_skipped > skipped and optimizer.steps_taken == taken:
+                return
+        for _ in range(self._advance):
+            self.scheduler.step(*args, **kwargs)
+
+    def _find_optimizer(self) -> PreparedOptimizer | None:
+        """Return the prepared optimizer whose rates this schedule sets, or the only one."""
+        if not self._follow:
+            return None
+        own = getattr(self.scheduler, "optimizer", None)
+        if isinstance(own, PreparedOptimizer):
+            return own
+        for optimizer in self._optimizers:
+            if optimizer.optimizer is own:
+                return optimizer
+        return self._optimizers[0] if own is None and len(self._optimizers) == 1 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the schedule's state."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def get_last_lr(self) -> list[float]:  # type: ignore[override]
+        """Return the learning rates that the last step has set."""
+        rates: list[Any] = self.scheduler.get_last_lr()
+        return rates
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """Return the learning rates of the next step."""
+        rates: list[Any] = self.scheduler.get_lr()
+        return rates

@@ -1,21 +1,20 @@
-"""In which numbers a model computes: full, or half with autocast and, for fp16, a loss scaler."""
+"""Mixed precision: autocast and, for fp16, a loss scaler."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar, cast
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from syncprims import ConfigurationError, current
 
-from .devices import map_tensors
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch import nn
+from .pytree import map_tensors
 
 M = TypeVar("M", bound="nn.Module")
 Mode = Literal["no", "fp16", "bf16"]
@@ -23,13 +22,13 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Precision:
-    """The numbers of one job: ``"no"`` (as the model is), ``"bf16"``, or ``"fp16"`` with a scaler.
+    """The precision of a job: ``"no"`` (the model's own), ``"bf16"``, or ``"fp16"`` with a scaler.
 
-    Without a `mode`, ``SYNCPRIMS_MIXED_PRECISION`` decides, else ``"no"``. `scaler` holds options
+    If `mode` is None, ``SYNCPRIMS_MIXED_PRECISION`` is used, else ``"no"``. `scaler` holds options
     of :class:`torch.amp.GradScaler`.
 
-    :raises ConfigurationError: for an unknown mode, and where the device has no such autocast or
-        scaler: nothing falls back to full precision in silence.
+    :raises ConfigurationError: for an unknown mode, and if the device has no such autocast or
+        scaler: there is no silent fallback to full precision.
     """
 
     def __init__(
@@ -39,19 +38,24 @@ class Precision:
         *,
         scaler: dict[str, Any] | None = None,
     ) -> None:
-        said = "mixed_precision"
+        source = "mixed_precision"
         if mode is None:
-            mode, said = _from_environment()
+            mode, source = current().settings.mixed_precision or "no", "SYNCPRIMS_MIXED_PRECISION"
         if mode not in ("no", "fp16", "bf16"):
-            raise ConfigurationError(f"{said}={mode!r}: it takes 'no', 'fp16' or 'bf16'")
+            raise ConfigurationError(f"{source}={mode!r}: it takes 'no', 'fp16' or 'bf16'")
         self.mode: Mode = cast("Mode", mode)  # pyright: ignore[reportUnnecessaryCast]
         self.device = torch.device(device)
         self.scaler: torch.amp.GradScaler | None = None  #: of the loss; fp16 only
         self._stepped: set[int] = set()
         if mode != "no":
-            _check_autocast(self.device, _DTYPES[mode], said, mode)
+            _check_autocast(self.device, _DTYPES[mode], source, mode)
         if mode == "fp16":
-            self.scaler = _make_scaler(self.device, said, scaler or {})
+            self.scaler = torch.amp.GradScaler(self.device.type, **(scaler or {}))
+            if not self.scaler.is_enabled():
+                raise ConfigurationError(
+                    f"{source}='fp16': torch has no working loss scaler on {self.device.type}, and "
+                    f"fp16 without one loses small gradients; choose 'bf16' or 'no'"
+                )
 
     def __repr__(self) -> str:
         return f"Precision({self.mode!r}, {str(self.device)!r})"
@@ -63,25 +67,25 @@ class Precision:
         return torch.autocast(self.device.type, dtype=_DTYPES[self.mode])
 
     def apply(self, model: M) -> M:
-        """Let `model` compute in this precision by itself and return float32; return `model`."""
-        if self.mode != "no" and not isinstance(model.forward, AutocastForward):
-            model.forward = AutocastForward(model, self.device.type, _DTYPES[self.mode])
+        """Make the forward pass of `model` autocast and return float32; return `model`."""
+        if self.mode != "no" and not isinstance(model.forward, _AutocastForward):
+            model.forward = _AutocastForward(model, self.device.type, _DTYPES[self.mode])
         return model
 
-    def step(self, optimizer: Steppable) -> None:
-        """Let `optimizer` step, unless its gradients overflowed; :meth:`settle` is then due."""
+    def step(self, optimizer: Optimizer) -> None:
+        """Step `optimizer`, unless its gradients overflowed; :meth:`update_scaler` must follow."""
         assert self.scaler is not None
-        self.scaler.step(optimizer)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+        self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
 
-    def has_stepped(self, optimizer: Steppable) -> bool:
-        """Tell whether `optimizer` has stepped since the scaler was last updated."""
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Return whether `optimizer` has stepped since the scaler was last updated."""
         return id(optimizer) in self._stepped
 
-    def settle(self) -> None:
-        """Update the scaler once for all optimizers that have stepped since the last time.
+    def update_scaler(self) -> None:
+        """Update the scaler once for all optimizers that have stepped since the last update.
 
-        Several optimizers share a factor: it must not change between their steps.
+        Several optimizers share a factor, which must not change between their steps.
         """
         if self.scaler is not None and self._stepped:
             self._stepped.clear()
@@ -89,13 +93,13 @@ class Precision:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state; empty without one."""
-        self.settle()
+        self.update_scaler()
         return self.scaler.state_dict() if self.scaler is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with a scaler's state.
+        """Continue with the scaler's state of a saved job.
 
-        :raises ConfigurationError: if the state is of a job with another precision.
+        :raises ConfigurationError: if only one of the two jobs has a loss scaler.
         """
         if bool(state) != (self.scaler is not None):
             saved = "with" if state else "without"
@@ -107,23 +111,10 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-class Steppable(Protocol):
-    """What a scaler needs of an optimizer."""
+class _AutocastForward:
+    """A model's forward method, in half precision inside; its results are float32.
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters, in groups."""
-        ...
-
-    def step(self) -> Any:
-        """Move the parameters."""
-        ...
-
-
-class AutocastForward:
-    """A model's forward, in half precision inside and float32 outside.
-
-    Stands in for the method on the instance, so it is pickled and copied with the model.
+    It is an attribute of the instance, so it is pickled and copied with the model.
     """
 
     def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
@@ -133,51 +124,33 @@ class AutocastForward:
         functools.update_wrapper(self, self.before, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the forward pass's result, half precision widened."""
+        """Return the result of the forward pass, half precision converted to float32."""
         with torch.autocast(self._device_type, dtype=self._dtype):
             result = self.before(*args, **kwargs)
-        return map_tensors(_widened, result)
+        return map_tensors(_to_float32, result)
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
     half = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.float() if half else tensor
 
 
-def plain_forward(model: nn.Module) -> None:
-    """Take an autocast forward off `model` again."""
-    if isinstance(model.__dict__.get("forward"), AutocastForward):
+def remove_autocast(model: nn.Module) -> None:
+    """Undo :meth:`Precision.apply`."""
+    if isinstance(model.__dict__.get("forward"), _AutocastForward):
         del model.__dict__["forward"]
 
 
-def _from_environment() -> tuple[str, str]:
-    return current().settings.mixed_precision or "no", "SYNCPRIMS_MIXED_PRECISION"
-
-
-def _check_autocast(device: torch.device, dtype: torch.dtype, said: str, mode: str) -> None:
-    possible = torch.amp.autocast_mode.is_autocast_available(device.type)
-    if possible and device.type == "cuda" and dtype is torch.bfloat16:
-        possible = torch.cuda.is_bf16_supported()
-    if possible:
-        import warnings
-
-        with warnings.catch_warnings(record=True) as said_by_torch:  # it warns, and then goes on
-            warnings.simplefilter("always")
+def _check_autocast(device: torch.device, dtype: torch.dtype, source: str, mode: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # some devices only warn, and compute in full precision
             with torch.autocast(device.type, dtype=dtype):
                 possible = torch.is_autocast_enabled(device.type)
-        possible = possible and not said_by_torch
+    except (RuntimeError, Warning):
+        possible = False
     if not possible:
         raise ConfigurationError(
-            f"{said}={mode!r}: torch {torch.__version__} has no autocast to {dtype} on "
+            f"{source}={mode!r}: torch {torch.__version__} has no autocast to {dtype} on "
             f"{device.type}; choose another precision or device"
         )
-
-
-def _make_scaler(device: torch.device, said: str, options: dict[str, Any]) -> torch.amp.GradScaler:
-    scaler = torch.amp.GradScaler(device.type, **options)
-    if not scaler.is_enabled():
-        raise ConfigurationError(
-            f"{said}='fp16': torch has no working loss scaler on {device.type}, and fp16 without "
-            f"one loses small gradients; choose 'bf16' or 'no'"
-        )
-    return scaler

@@ -1,8 +1,9 @@
-"""One call that makes models, optimizers, loaders and schedules ready for this rank."""
+"""One call that prepares models, optimizers, loaders and schedules for this rank."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
@@ -15,19 +16,19 @@ from torch.utils.data import DataLoader
 from syncprims import current, get_world_size
 
 from .accumulation import Accumulator
-from .averaging import share_model
 from .data import PreparedLoader, prepare_data_loader
 from .devices import rank_device
-from .precision import plain_forward
-from .schedule import PreparedScheduler
-from .window import syncs_itself
+from .gradient_sync import broadcast_model
+from .optimizer import PreparedScheduler
+from .precision import remove_autocast
+from .wrappers import averages_gradients_itself, unwrap
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 M = TypeVar("M", bound=nn.Module)
 
 
-#: DDP's word for copying buffers before each forward pass, which torch 2.13 has renamed.
+#: DDP's option to copy buffers before each forward pass, which torch 2.13 has renamed.
 _BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -35,95 +36,102 @@ _BUFFERS = (
 )
 
 
-class Preparation:
-    """What is common to the objects of one job: its device, accumulator, and how data is dealt."""
+@dataclass(kw_only=True)
+class JobOptions:
+    """Options for everything that one job prepares, with their defaults."""
 
-    def __init__(
-        self,
-        accumulator: Accumulator,
-        device: torch.device | None = None,
-        *,
-        device_placement: bool = True,
-        even_batches: bool = True,
-        split_batches: bool = False,
-        dispatch_batches: bool = False,
-        seed: int | None = None,
-        non_blocking: bool = False,
-        schedule: bool = True,
-        schedule_advance: int = 1,
-        ddp: dict[str, Any] | None = None,
-    ) -> None:
+    device_placement: bool = True  #: models and batches are moved to the device
+    even_batches: bool = True
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    seed: int | None = None
+    non_blocking: bool = False
+    schedule: bool = True  #: schedules follow the optimizers' steps
+    schedule_advance: int = 1  #: per step of the optimizer
+    ddp: dict[str, Any] | None = None  #: options for DDP
+
+
+class Preparation:
+    """Prepares the objects of one job: for one device, one accumulator, with the same options."""
+
+    def __init__(self, accumulator: Accumulator, device: torch.device, options: JobOptions) -> None:
         self.accumulator = accumulator
-        self.device = device or rank_device()
-        self.device_placement = device_placement
-        self.even_batches = even_batches
-        self.split_batches = split_batches
-        self.dispatch_batches = dispatch_batches
-        self.seed = seed
-        self.non_blocking = non_blocking
-        self.schedule = schedule  #: schedules follow the optimizers' steps
-        self.schedule_advance = schedule_advance
-        self.ddp = ddp or {}
-        # There models come in DDP, which averages while gradients are computed.
+        self.device = device
+        self.options = options
+        self.loaders: list[PreparedLoader[Any]] = []
+        # With a torch.distributed group models are wrapped in DDP, which averages gradients while
+        # they are computed.
         current().open_process_group()
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Return `model` on the device, as rank 0 has it, computing in the job's precision.
+        """Return `model` on the device, with rank 0's values, in the job's precision. Collective.
 
-        On the torch backend, and where the program runs a ``torch.distributed`` group of all ranks,
-        it comes wrapped in DDP. Collective.
+        On the torch backend, and if the program runs a ``torch.distributed`` group of all ranks, it
+        is wrapped in DDP.
 
         :raises RankMismatch: on all ranks, if the models differ in more than their values.
         """
         if any(model is known for known in self.accumulator.models):
             return model
-        if self.device_placement and not _is_placed(model):
+        wrapped = averages_gradients_itself(model)
+        is_spread = getattr(model, "hf_device_map", None) is not None  # over several devices
+        if self.options.device_placement and not wrapped and not is_spread:
             model.to(self.device)
-        trained = any(p.requires_grad for p in model.parameters())
-        if not syncs_itself(model):
-            share_model(model)
+        if not wrapped:
+            broadcast_model(model)
         self.accumulator.precision.apply(
             model.module if isinstance(model, DistributedDataParallel) else model
         )
-        if trained and not syncs_itself(model) and _is_grouped():
-            model = self._wrapped(model)
+        trained = any(p.requires_grad for p in model.parameters())
+        if trained and not wrapped and _has_process_group():
+            model = self._wrap(model)
         self.accumulator.models.append(model)
         return model
 
-    def _wrapped(self, model: nn.Module) -> nn.Module:
-        # Buffers are shared after each step, by us: then ranks agree when they evaluate, and a
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        # The window broadcasts buffers after each step: then ranks agree when they evaluate, and a
         # model may run twice before its backward pass.
-        options: dict[str, Any] = {_BUFFERS: False, **self.ddp}
+        options: dict[str, Any] = {_BUFFERS: False, **(self.options.ddp or {})}
         if self.device.type == "cuda":
             options.setdefault("device_ids", [self.device.index])
         return DistributedDataParallel(model, **options)
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:
         """Return a loader of this rank's batches. Collective."""
-        return prepare_data_loader(
+        options = self.options
+        prepared = prepare_data_loader(
             loader,
-            device=self.device if self.device_placement else None,
-            even_batches=self.even_batches,
-            split_batches=self.split_batches,
-            dispatch_batches=self.dispatch_batches,
-            seed=self.seed,
+            device=self.device if options.device_placement else None,
+            even_batches=options.even_batches,
+            split_batches=options.split_batches,
+            dispatch_batches=bool(options.dispatch_batches),
+            seed=options.seed,
             loaders=self.accumulator.loaders,
-            non_blocking=self.non_blocking,
+            non_blocking=options.non_blocking,
         )
+        if not any(prepared is known for known in self.loaders):
+            self.loaders.append(prepared)
+        return prepared
 
-    def scheduler(self, scheduler: Any) -> Any:
-        """Return `scheduler`, advancing once per step of its optimizer if it is to follow that."""
+    def scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Return `scheduler` wrapped; with `schedule` it advances once per optimizer step."""
+        accumulator, options = self.accumulator, self.options
         if isinstance(scheduler, PreparedScheduler):
-            return scheduler
-        advance = self.schedule_advance if self.schedule else 1
-        return PreparedScheduler(scheduler, self.accumulator, advance, follow=self.schedule)
+            prepared = scheduler
+        else:
+            advance, follow = options.schedule_advance if options.schedule else 1, options.schedule
+            prepared = PreparedScheduler(scheduler, accumulator.optimizers, advance, follow=follow)
+        if not any(prepared is known for known in accumulator.schedules):
+            accumulator.schedules.append(prepared)
+        return prepared
 
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return `objects` prepared, in their order; what is none of these kinds stays.
+        """Return `objects` prepared, in their order; objects of other kinds stay as they are.
 
-        Models come first: moving one keeps its parameters, so an optimizer made before stays right.
+        Models come first. Moving a model keeps its parameters, so an optimizer made before it still
+        has them.
         """
-        current()  # the world runs, and with it the group that models are wrapped for
+        current()  # starts the world, and with it the group that models are wrapped for
         made: dict[int, Any] = {}
         for index, obj in enumerate(objects):
             if isinstance(obj, nn.Module):
@@ -143,36 +151,35 @@ class Preparation:
 def prepare(obj: T, /, *, accumulator: Accumulator, **options: Any) -> T: ...
 @overload
 def prepare(*objects: *Ts, accumulator: Accumulator, **options: Any) -> tuple[*Ts]: ...
-def prepare(*objects: Any, accumulator: Accumulator, **options: Any) -> Any:  # type: ignore[misc]
-    """Return the objects prepared for this rank, in their order; a single one bare. Collective.
+def prepare(  # type: ignore[misc]
+    *objects: Any, accumulator: Accumulator, device: torch.device | None = None, **options: Any
+) -> Any:
+    """Return the objects prepared for this rank, in their order. Collective.
 
-    Models, optimizers, loaders and schedules, in any order; `options` are :class:`Preparation`'s.
+    Models, optimizers, loaders and schedules, in any order; a single object is returned without a
+    tuple. `options` are those of :class:`JobOptions`.
     """
-    made = Preparation(accumulator, **options).all(objects)
+    preparation = Preparation(accumulator, device or rank_device(), JobOptions(**options))
+    made = preparation.all(objects)
     return made[0] if len(made) == 1 else made
 
 
 def unwrap_model(model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> M:
-    """Return the model inside of DDP and of what is compiled.
+    """Return the model inside of data-parallel wrappers and of `torch.compile`.
 
-    With `keep_fp32_wrapper` False its autocast is taken off, too: of the very model in training.
-    With `keep_torch_compile` what is compiled inside of DDP is returned compiled.
+    If `keep_fp32_wrapper` is False, autocast is removed from it, too: also from the model that is
+    being trained, which is the same object. With `keep_torch_compile` a model compiled inside of
+    DDP is returned compiled.
     """
-    found: Any = model
-    while True:
-        if isinstance(found, DistributedDataParallel):
-            found = found.module
-        elif hasattr(found, "_orig_mod") and not keep_torch_compile:
-            found = found._orig_mod
-        else:
-            break
+    found: Any = unwrap(model, keep_torch_compile=keep_torch_compile)
     if not keep_fp32_wrapper:
         for part in (found, getattr(found, "_orig_mod", found)):
-            plain_forward(part)
+            remove_autocast(part)
     return found  # type: ignore[no-any-return]
 
 
-def _is_grouped() -> bool:
+def _has_process_group() -> bool:
+    """Return whether a ``torch.distributed`` group of all ranks runs."""
     return (
         distributed.is_available()
         and distributed.is_initialized()
@@ -180,13 +187,8 @@ def _is_grouped() -> bool:
     )
 
 
-def _is_placed(model: nn.Module) -> bool:
-    """Tell whether somebody has spread the model over devices already."""
-    return getattr(model, "hf_device_map", None) is not None or syncs_itself(model)
-
-
 def _is_scheduler(obj: Any) -> bool:
-    """Tell whether `obj` is a schedule, torch's or one that quacks like it."""
+    """Return whether `obj` is a schedule, of torch or with the same methods."""
     if isinstance(obj, LRScheduler):
         return True
     return hasattr(obj, "optimizer") and hasattr(obj, "step") and hasattr(obj, "state_dict")

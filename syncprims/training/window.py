@@ -1,70 +1,176 @@
-"""One window: the micro-batches whose gradients make one step, for one set of models."""
+"""Windows: the micro-batches whose gradients make one step, for one set of models."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from syncprims import all_gather, all_reduce, get_world_size
 
-from .averaging import average_gradients, share_buffers
+from .data.cursors import Cursor, OpenLoaders
+from .gradient_sync import average_gradients, broadcast_buffers
+from .precision import Precision
+from .wrappers import averages_gradients_itself, sends_buffers_in_forward, without_gradient_sync
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+#: How ranks name a window to each other: by its prepared models, else by its number.
+WindowName = int | tuple[int, ...]
 
-    from .accumulation import Accumulator
-    from .tracking import Cursor
+
+class WindowSet:
+    """The windows of one accumulator, and what they and the prepared optimizers share."""
+
+    def __init__(self, steps: int, precision: Precision, *, sync_with_dataloader: bool) -> None:
+        self.set_steps(steps)
+        self.precision = precision
+        self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
+        self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
+        self.models: list[nn.Module] = []  #: prepared models, for a block that names none
+        self.entered: list[Window] = []  #: in the order of their latest blocks
+        #: per prepared optimizer, gradients that are kept outside of ``.grad`` until its step
+        self.held: list[tuple[Optimizer, dict[torch.Tensor, torch.Tensor]]] = []
+        #: with unequal inputs: sends what this rank does, returns what the ranks that train sent
+        self.announce: Callable[[str, Any], list[Any]] | None = None
+        self.first_active = 0  #: the lowest rank that still trains
+        self._by_models: dict[tuple[nn.Module, ...], Window] = {}
+        self._loaded: list[dict[str, Any]] = []  # states of windows that no block has entered yet
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of micro-batches per step; it counts from the next window on."""
+        if operator.index(steps) < 1:
+            raise ValueError(f"steps={steps!r}: a window holds a whole number of micro-batches")
+        self.steps = steps
+
+    def get(self, models: tuple[nn.Module, ...]) -> Window:
+        """Return the window of `models` as the last entered one; it is made at the first call."""
+        window = self._by_models.get(models)
+        if window is not None:
+            self.entered.remove(window)
+        else:
+            chosen = models or self.models
+            if not chosen:
+                raise ValueError(
+                    "accumulate() takes the models whose gradients add up, or prepare one"
+                )
+            window = self._by_models[models] = Window(chosen, models, self)
+            if self._loaded:
+                window.load_state_dict(self._loaded.pop(0))
+        self.entered.append(window)
+        return window
+
+    def all(self) -> list[Window]:
+        """Return the windows in the order in which they were first entered."""
+        return list(self._by_models.values())
+
+    def owning(self, parameters: Iterable[torch.Tensor]) -> list[Window]:
+        """Return the windows that hold gradients of these parameters, the last entered one last."""
+        ids = {id(p) for p in parameters}
+        return [window for window in self.entered if window.owns(ids)]
+
+    def held_gradients(self, window: Window) -> list[torch.Tensor]:
+        """Return the gradients of `window` that optimizers keep outside of ``.grad``."""
+        return [
+            gradient
+            for optimizer, held in self.held
+            if held and window.owns({id(p) for p in parameters_of(optimizer)})
+            for gradient in held.values()
+        ]
+
+    def update_scaler(self, opened: Window) -> None:
+        """Update the loss scaler, unless another window than `opened` holds scaled gradients."""
+        if all(w.sync or not w.count for w in self.entered if w is not opened):
+            self.precision.update_scaler()
+
+    def name_of(self, window: Window) -> WindowName:
+        """Return the name of `window` for other ranks."""
+        prepared = {id(model): i for i, model in enumerate(self.models)}
+        if all(id(model) in prepared for model in window.given):
+            return tuple(prepared[id(model)] for model in window.given)
+        return self.all().index(window)
+
+    def named(self, name: WindowName) -> Window:
+        """Return the window that another rank calls `name`, even if no block here has entered it.
+
+        :raises ValueError: if `name` is a number that this rank does not know.
+        """
+        if not isinstance(name, int):
+            return self.get(tuple(self.models[i] for i in name))
+        windows = self.all()
+        if name >= len(windows):
+            raise ValueError(
+                "join_uneven_inputs(): a rank without any batch cannot know models that are not "
+                "prepared; prepare them"
+            )
+        return windows[name]
+
+    def clear(self) -> None:
+        """Forget all models and windows."""
+        for container in (self.models, self.entered, self.held, self._by_models, self._loaded):
+            container.clear()
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the states of all windows, in the order in which they were first entered."""
+        return [window.state_dict() for window in self._by_models.values()]
+
+    def load_state_dicts(self, states: Iterable[dict[str, Any]]) -> None:
+        """Continue windows, matched in the order in which they are first entered."""
+        self._loaded = list(states)
+        for window in self._by_models.values():
+            if self._loaded:
+                window.load_state_dict(self._loaded.pop(0))
 
 
 class Window:
     """The gradients of some models, from one step to the next.
 
-    Micro-batches add up unscaled. The one that closes the window knows how many it holds, or how
-    many items, so it scales what is there, and then its own loss alike. Entered once per
-    micro-batch.
+    Gradients of micro-batches add up unscaled. The micro-batch that closes the window knows how
+    many there are, or how many items. It scales what has added up, and its own loss by the same
+    factor. The object is the context manager of each micro-batch.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], given: tuple[nn.Module, ...], accumulator: Accumulator
+        self, models: Sequence[nn.Module], given: tuple[nn.Module, ...], shared: WindowSet
     ) -> None:
         self.models = tuple(models)
-        self.given = given  #: the models that its blocks name: none, for all that are prepared
-        self.count = 0  #: micro-batches in it, with the current one
-        self.sync = False  #: it is closed, or closes with the current micro-batch: steps may pass
-        self.begun = False  #: something has been added to it
-        self.spent = False  #: an optimizer has stepped with it
+        self.given = given  #: the models that its blocks name: none stands for all prepared ones
+        self.count = 0  #: its micro-batches, the current one included
+        self.sync = False  #: it is closed, or closes with the current micro-batch: a step follows
+        self.begun = False  #: gradients have been added to it
+        self.stepped = False  #: an optimizer has stepped with it
         self.inside = False  #: the current code is in its block
-        self.alone = get_world_size() == 1  #: nobody is to be averaged with
+        self.alone = get_world_size() == 1  #: there is no other rank to average with
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
-        self._accumulator = accumulator
-        self._loaders = accumulator.loaders
-        self._scaled = accumulator.precision.scaler is not None
-        self._serial = 0
-        self._driver: Cursor | None = None
-        self._chunked = False  # one batch has made several micro-batches
-        self._weights: list[float] = []  # per backward of a micro-batch: its items so far
+        self._shared = shared
+        self._loaders = shared.loaders
+        self._scaled = shared.precision.scaler is not None
+        self._serial = 0  # of the latest batch that it has seen
+        self._driver: Cursor | None = None  # the loader whose last batch closes it
+        self._chunked = False  # one batch makes several micro-batches
+        self._weights: list[float] = []  # per backward pass of a micro-batch: its items so far
         self._weighted: bool | None = None
-        self._backward = 0  # of the current micro-batch
-        self._factor: float | None = None  # what is there has been scaled by it
-        self._held = contextlib.ExitStack()
+        self._backward = 0  # passes of the current micro-batch
+        self._factor: float | None = None  # what earlier micro-batches left is scaled by it
+        self._unsynced = contextlib.ExitStack()
         self._ids = {id(p) for p in self.parameters}
         self._joining = False  # ranks may be out of batches: gradients are averaged here
-        self._wrapped = [m for m in models if syncs_itself(m)]
+        self._wrapped = [m for m in models if averages_gradients_itself(m)]
         self._buffered = [m for m in models if any(True for _ in m.buffers())]
-        self._shares = bool(self._buffered) and not self.alone  # something is due at the end
+        self._sends_buffers = bool(self._buffered) and not self.alone
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters of all models, each once; looked up each time, for models may grow."""
+        """All parameters of all models, each once. Not cached: models may grow."""
         return list(dict.fromkeys(p for m in self.models for p in m.parameters()))
 
-    def holds(self, ids: Collection[int]) -> bool:
-        """Tell whether these are the ids of some parameters of these models."""
+    def owns(self, ids: Collection[int]) -> bool:
+        """Return whether any of these is the id of a parameter of its models."""
         if self._ids.isdisjoint(ids):
             self._ids = {id(p) for p in self.parameters}
         return not self._ids.isdisjoint(ids)
@@ -82,79 +188,74 @@ class Window:
         self.count += 1
         self._backward = 0
         at_end = self._at_end()
-        accumulator = self._accumulator
-        self._joining = accumulator.meet is not None
-        if self._joining:
-            self._refuse_unjoinable()
-            said = accumulator.tell(self, "enter", at_end)
-            at_end = all(end for _, end in said)
-        self.sync = at_end or self.count >= accumulator.steps
+        shared = self._shared
+        self._joining = shared.announce is not None
+        if shared.announce is not None:
+            self._check_joinable()
+            at_end = all(end for _, end in shared.announce("enter", (shared.name_of(self), at_end)))
+        self.sync = at_end or self.count >= shared.steps
         self.inside = True
         if self._wrapped and (self._joining or not self.sync):
             for model in self._wrapped:
-                self._held.enter_context(without_sync(model))
+                self._unsynced.enter_context(without_gradient_sync(model))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.inside = False
         if self._wrapped:
-            self._held.close()
-        if self._accumulator.meet is not None and kind is None:
-            self._accumulator.tell(self, "leave", None)
-        if self._shares and kind is None:
-            self.leave()
+            self._unsynced.close()
+        if self._shared.announce is not None and kind is None:
+            self._shared.announce("leave", None)
+        if self._sends_buffers and kind is None:
+            self.end_micro_batch()
 
-    def leave(self) -> None:
-        """End a micro-batch: after a step's last one, buffers are the same on all ranks."""
-        if self._shares and self.sync:
-            self.share_buffers()
+    def end_micro_batch(self) -> None:
+        """Make buffers equal on all ranks if the micro-batch was the last of its window."""
+        if self._sends_buffers and self.sync:
+            for model in self._buffered:
+                broadcast_buffers(model, self._shared.first_active)
 
-    def follow(self, at_end: bool) -> None:
-        """Begin a micro-batch of others, to which this rank adds nothing."""
+    def enter_without_batch(self, *, at_end: bool) -> None:
+        """Begin a micro-batch of other ranks, to which this rank adds zeros."""
         self._joining = True
-        self._refuse_unjoinable()
+        self._check_joinable()
         if self.sync or not self.count:
             self.open()
-            for p in self.parameters:  # nobody steps here, so nobody clears the last step's
+            for p in self.parameters:  # this rank does not step, so no call clears the last step's
                 p.grad = None
         self.count += 1
         self._backward = 0
-        self.sync = self.count >= self._accumulator.steps or at_end
+        self.sync = at_end or self.count >= self._shared.steps
 
-    def _refuse_unjoinable(self) -> None:
-        """Refuse models whose very forward pass needs all ranks."""
+    def _check_joinable(self) -> None:
+        """Raise ValueError for models whose forward pass needs all ranks."""
         for model in self._wrapped:
             if not isinstance(model, DistributedDataParallel):
                 raise ValueError(
                     f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
                     f"ranks, also those without a batch; use loaders with even batches"
                 )
-            if forward_syncs_buffers(model):
+            if sends_buffers_in_forward(model):
                 raise ValueError(
                     "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
                     "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
                 )
 
     def open(self) -> None:
-        """Begin anew."""
+        """Begin a new window of the same models."""
         if self._scaled:
-            self._accumulator.opens(self)
-        self.count, self.sync, self.begun, self.spent = 0, False, False, False
+            self._shared.update_scaler(self)
+        self.count, self.sync, self.begun, self.stepped = 0, False, False, False
         self._weights, self._weighted, self._factor = [], None, None
         self._backward = 0
 
-    def share_buffers(self) -> None:
-        """Leave the first rank's running means and counts on all ranks."""
-        for model in self._buffered:
-            share_buffers(model, self._accumulator.first)
-
     def _at_end(self) -> bool:
-        """Tell whether the current micro-batch is the last of its loader."""
+        """Return whether the current micro-batch is the last of its loader."""
         loaders = self._loaders
         if loaders.serial == self._serial and self._driver is None:
-            return False  # nobody's loader gives these batches
+            return False  # these batches come from no prepared loader
         fresh = loaders.since(self._serial)
         if not fresh:
-            # A batch cut into pieces: only counting, or flush(), tells which is the last one.
+            # A batch is cut into pieces: only counting, or flush(), shows which one is the last.
             self._chunked = self._chunked or loaders.is_open(self._driver)
             return False
         self._serial = loaders.serial
@@ -162,15 +263,15 @@ class Window:
         driver = same[-1] if same else fresh[-1]
         if driver is not self._driver:
             self._driver, self._chunked = driver, False
-        if not self._accumulator.sync_with_dataloader:
+        if not self._shared.sync_with_dataloader:
             return False
         over = driver.at_end or any(c.at_end for c in fresh if c in driver.beside)
         return over and not self._chunked
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def weigh(self, weight: float | None) -> int:
-        """Take note of a backward pass and its weight; return its number in the micro-batch.
+    def add_weight(self, weight: float | None) -> int:
+        """Count a backward pass and its weight; return its number in the micro-batch.
 
         :raises ValueError: if the window mixes sums with means, or `weight` is no count of items.
         """
@@ -191,9 +292,9 @@ class Window:
         return number
 
     def factor(self, number: int) -> float:
-        """Return what sums of backward pass `number` are scaled by. Collective if weighted.
+        """Return the factor for sums of backward pass `number`. Collective if weighted.
 
-        :raises ValueError: if sums that need other factors stand in the same gradients already.
+        :raises ValueError: if the same gradients hold sums that need another factor.
         """
         if self._weighted:
             total = all_reduce(self._weights[number])
@@ -208,35 +309,31 @@ class Window:
             )
         return found
 
-    def settle(self, factor: float, aside: Iterable[torch.Tensor]) -> None:
+    def scale_earlier(self, factor: float) -> None:
         """Scale what earlier micro-batches left, once."""
         if self._factor is None:
-            self._factor = factor
-            self._scale(factor, aside)
+            self._scale(factor)
 
-    def _scale(self, factor: float, aside: Iterable[torch.Tensor]) -> None:
+    def _scale(self, factor: float) -> None:
+        self._factor = factor
         there = [p.grad for p in self.parameters if p.grad is not None] if self.begun else []
-        there += aside
+        there += self._shared.held_gradients(self)
         if factor != 1.0 and there:
             torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def average(self, skip: Iterable[nn.Module] = ()) -> None:
-        """Average over the ranks what no wrapper averages by itself. Collective."""
+        """Average gradients over the ranks, except those that a wrapper averages. Collective."""
         if self.alone:
             return
         left_out = {p for model in skip for p in model.parameters()}
-        own = dict.fromkeys(
-            p
-            for m in self.models
-            if self._joining or m not in self._wrapped
-            for p in m.parameters()
-        )
+        models = [m for m in self.models if self._joining or m not in self._wrapped]
+        own = dict.fromkeys(p for m in models for p in m.parameters())
         average_gradients(p for p in own if p not in left_out)
 
-    def close(self, aside: Sequence[torch.Tensor]) -> bool:
-        """Close it early, on all ranks: scale and average what there is. Collective.
+    def close(self) -> bool:
+        """Close the window early on all ranks: scale and average its gradients. Collective.
 
-        Returns False, and lets no step through, where there is nothing on any rank.
+        Returns False, and lets no step follow, if no rank has a backward pass in it.
         """
         waiting = bool(self.count) and not self.sync
         mine = (self._weighted, self._weights) if waiting else (None, [])
@@ -251,35 +348,33 @@ class Window:
         if len(totals) > 1:
             raise ValueError("flush(): backward passes of different weights stand mixed; see docs")
         total = totals.pop()
-        self._factor = get_world_size() / total if total else 0.0
-        self._scale(self._factor, aside)
+        self._scale(get_world_size() / total if total else 0.0)
         if not self.alone:
             average_gradients(self.parameters)
-            self.share_buffers()
+            self.end_micro_batch()
         return True
 
     # -- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a window that is not full holds: counts, and this rank's gradients."""
+        """Return counts and this rank's gradients of a window that is not full."""
         if self.sync or not self.count:
             return {"count": 0, "weighted": None, "weights": [], "gradients": {}}
-        gradients = {
-            str(i): p.grad.detach().clone()
-            for i, p in enumerate(self.parameters)
-            if p.grad is not None
-        }
         return {
             "count": self.count,
             "weighted": self._weighted,
             "weights": list(self._weights),
-            "gradients": gradients,
+            "gradients": {
+                str(i): p.grad.detach().clone()
+                for i, p in enumerate(self.parameters)
+                if p.grad is not None
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a window of the same models; one that was full is as after its step."""
+        """Continue a saved window of the same models; a full one is loaded as after its step."""
         self.open()
-        self.sync = self.spent = not state["count"]
+        self.sync = self.stepped = not state["count"]
         self.count, self._weighted = state["count"], state["weighted"]
         self._weights, self.begun = list(state["weights"]), bool(state["weights"])
         for index, gradient in state["gradients"].items():
@@ -287,30 +382,6 @@ class Window:
             parameter.grad = gradient.to(parameter.device, copy=True)
 
 
-def syncs_itself(model: nn.Module) -> bool:
-    """Tell whether `model` averages its gradients itself: DDP's and FSDP's wrappers do."""
-    return isinstance(model, DistributedDataParallel) or hasattr(
-        model, "set_requires_gradient_sync"
-    )
-
-
-def forward_syncs_buffers(model: Any) -> bool:
-    """Tell whether DDP copies buffers before each forward pass of `model`."""
-    asked = getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False))
-    return bool(asked) and any(True for _ in model.buffers())
-
-
-@contextlib.contextmanager
-def without_sync(model: Any) -> Any:
-    """Let a wrapped model's backward leave its gradients alone, in this block."""
-    if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-    elif hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-    else:
-        yield
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of all groups of `optimizer`."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

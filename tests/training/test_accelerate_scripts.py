@@ -99,10 +99,10 @@ def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> N
         assert job.scaler is not None
         return [
             (job.split_batches, job.dispatch_batches, job.even_batches),
-            job.preparation.seed,
+            job.preparation.options.seed,
             job.gradient_accumulation_steps,
             job.scaler.get_scale(),
-            job.preparation.ddp,
+            job.preparation.options.ddp,
             [path.name for path in (tmp_path / "checkpoints").iterdir()],
             (job.logging_dir, job.distributed_type, job.state.rank),
             job.project_configuration._asdict(),

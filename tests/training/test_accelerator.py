@@ -6,20 +6,18 @@ import contextlib
 import io
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, load_file
+from support.rank_worlds import Kind, Ranks
 from support.training_models import alone, everywhere, feed, in_pairs, numbers, rows, small_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims
-from syncprims.training import Accelerator, CheckpointError, PreparedOptimizer
-
-if TYPE_CHECKING:
-    from support.rank_worlds import Ranks
+from syncprims.training import Accelerator, CheckpointError, PreparedOptimizer, rank_device
 
 
 def trained(accelerator: Accelerator, batch_size: int) -> list[float]:
@@ -357,3 +355,29 @@ def test_uneven_batches_in_a_block_that_joins(world: Ranks) -> None:
     ranks = world.ranks
     for rank, outcome in enumerate(world.run(program)):
         assert outcome == ([[rank]] + [[ranks]] * (rank == 0), True, -2.0)
+
+
+@pytest.mark.parametrize(
+    ("current", "devices", "used"),
+    [(0, 4, [0, 1]), (3, 4, [3, 3]), (0, 1, [0, 0])],
+    ids=["one for each", "chosen by the program", "shared"],
+)
+def test_a_rank_uses_the_device_that_is_current(
+    current: int, devices: int, used: list[int], meeting_place: Path
+) -> None:
+    """The first device is current by default: then each local rank takes its own."""
+
+    def program() -> list[int | None]:
+        cuda: Any = torch.cuda
+        accelerator: Any = torch.accelerator
+        now = [torch.device("cuda", current)]
+        cuda.is_available = accelerator.is_available = lambda: True
+        cuda.device_count = lambda: devices
+        cuda.current_device = lambda: now[0].index
+        cuda.set_device = lambda device: now.insert(0, torch.device(device))
+        accelerator.current_accelerator = lambda: torch.device("cuda")
+        with syncprims.init():
+            first = rank_device().index
+            return [first, now[0].index, rank_device().index]
+
+    assert Ranks(Kind("file", 2), meeting_place).run_alone(program) == [[one] * 3 for one in used]

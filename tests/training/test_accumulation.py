@@ -27,9 +27,9 @@ import syncprims
 from syncprims.training import (
     Accumulator,
     PreparedOptimizer,
+    broadcast_model,
     join_uneven_inputs,
     prepare,
-    share_model,
 )
 
 if TYPE_CHECKING:
@@ -313,7 +313,8 @@ def _slopes(loss: torch.Tensor, model: nn.Module) -> tuple[torch.Tensor, ...]:
 
 def _descend(prepared: PreparedOptimizer, slopes: list[tuple[torch.Tensor, ...]]) -> None:
     plain = prepared.optimizer
-    for p, *parts in zip(prepared.parameters, *slopes, strict=True):
+    parameters = [p for group in prepared.param_groups for p in group["params"]]
+    for p, *parts in zip(parameters, *slopes, strict=True):
         p.grad = torch.stack(parts).mean(dim=0)
     plain.step()
 
@@ -364,7 +365,7 @@ def test_shared_and_sparse_parameters_are_averaged_once(world: Ranks) -> None:
         tied.weight = head.weight
         model = nn.ModuleDict({"words": words, "head": head, "tied": tied})
         accumulator, rank = Accumulator(2), syncprims.get_rank()
-        share_model(model)
+        broadcast_model(model)
         nn.init.ones_(words.weight)
         for _ in range(2):
             with accumulator.accumulate(model):
@@ -642,7 +643,7 @@ def test_a_closure_may_step_many_times(world: Ranks) -> None:
         accumulator, rank = Accumulator(), syncprims.get_rank()
         mine = data.chunk(world.ranks)[rank]
         whole, plain_model = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
-        share_model(whole)
+        broadcast_model(whole)
         plain_model.load_state_dict(whole.state_dict())
         prepared: Any = torch.optim.LBFGS(whole.parameters(), lr=0.5, max_iter=4)
         model, prepared = prepare(whole, prepared, accumulator=accumulator)

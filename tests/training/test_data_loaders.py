@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
 from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches, to_device
-from syncprims.training.sharding import BatchShard, Plan
+from syncprims.training.data.batch_shards import BatchShard, ShardPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def dealt(length: int, size: int, ranks: int = 2, *, drop_last: bool = False, **how: bool) -> Any:
     """Return every rank's batches of ``range(length)``, and check what the lengths say."""
     shards = [
-        BatchShard(BatchSampler(range(length), size, drop_last), Plan(rank, ranks, **how))
+        BatchShard(BatchSampler(range(length), size, drop_last), ShardPlan(rank, ranks, **how))
         for rank in range(ranks)
     ]
     found = [list(shard) for shard in shards]

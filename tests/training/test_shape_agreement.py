@@ -12,7 +12,7 @@ from support.training_models import in_pairs, numbers
 from torch import nn
 
 import syncprims
-from syncprims.training import Accelerator, share_model
+from syncprims.training import Accelerator, broadcast_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_a_model_that_differs_between_ranks_is_told_on_all(world: Ranks) -> None
             assert numbers(model) == before
             said.append(str(told.value))
         with pytest.raises(syncprims.RankMismatch):
-            share_model(nn.Linear(1, 1 + rank))
+            broadcast_model(nn.Linear(1, 1 + rank))
         syncprims.barrier("still in step")
         model = Accelerator(cpu=True).prepare(nn.Linear(2, 2))
         assert syncprims.all_gather(numbers(model))[0] == numbers(model)

@@ -1,17 +1,17 @@
-"""Accelerate's configuration objects, understood where there is an equivalent, else told.
+"""Accelerate's arguments and configuration objects: accepted if there is an equivalent.
 
-They are known by their fields, so nothing of Accelerate needs to be installed.
+Objects are recognised by their fields, so Accelerate need not be installed.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import os
+from syncprims.training.preparation import JobOptions
 
-#: Arguments of Accelerate's calls that have no counterpart, and what to do instead.
+#: Arguments of Accelerate's calls that have no equivalent, and what to do instead.
 _INSTEAD = {
     "Accelerator": {
         "deepspeed_plugin": "wrap the model yourself before prepare()",
@@ -36,8 +36,8 @@ _INSTEAD = {
         "broadcast_from_rank0": "leave it out: every rank reads for itself",
     },
 }
-#: What they may ask for, since it is so anyway.
-_USUAL = {
+#: Values of these arguments that describe what is always so here.
+_ALWAYS = {
     "offload_state_dict": False,
     "offload_buffers": False,
     "offload_8bit_bnb": False,
@@ -46,69 +46,65 @@ _USUAL = {
 }
 
 
-def refuse(call: str, others: dict[str, Any]) -> None:
-    """Accept of a call's arguments those that ask for what is so anyway, or for nothing.
+def check_unsupported(call: str, arguments: dict[str, Any]) -> None:
+    """Check that arguments without an equivalent ask for nothing, or for what is always so.
 
-    :raises TypeError: for others, saying what to do instead where Accelerate knows them.
+    :raises TypeError: otherwise; for an argument of Accelerate's it says what to do instead.
     """
-    for name, value in others.items():
+    for name, value in arguments.items():
         if name not in _INSTEAD[call]:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
-        only(_USUAL.get(name), value, f"{call}({name}=)", _INSTEAD[call][name])
+        check_fixed(_ALWAYS.get(name), value, f"{call}({name}=)", _INSTEAD[call][name])
 
 
-def only(usual: Any, asked: Any, call: str, instead: str) -> None:
-    """Accept an argument that asks for what is so anyway, or for nothing.
+def check_fixed(fixed: Any, value: Any, call: str, instead: str) -> None:
+    """Check that `value` is None, or the one value that there is here.
 
     :raises TypeError: otherwise, saying what to do instead.
     """
-    if asked is not None and asked != usual:
+    if value is not None and value != fixed:
         raise TypeError(f"{call} is not offered; instead: {instead}")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What both arguments and configuration objects may say; see :class:`Accelerator`."""
+@dataclass(kw_only=True)
+class Settings(JobOptions):
+    """All options that arguments and configuration objects may give, with their defaults."""
 
     gradient_accumulation_steps: int = 1
     sync_with_dataloader: bool = True
     project_dir: str | os.PathLike[str] | None = None
     logging_dir: str | os.PathLike[str] | None = None
     keep_last: int | None = None
-    even_batches: bool = True
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    non_blocking: bool = False
-    seed: int | None = None
-    ddp: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
 
 
-def understood(settings: Settings, data: Any, window: Any, project: Any, handlers: Any) -> Settings:
-    """Return `settings` with what the configuration objects say, where they are not None.
+def read_configuration(
+    settings: Settings, data: Any, window: Any, project: Any, handlers: Any
+) -> Settings:
+    """Return `settings` with the values of the configuration objects, if these are not None.
 
     :raises TypeError: if an object is of an unknown kind, or asks for what is not offered.
     :raises ValueError: if an argument and an object contradict each other.
     """
     found: dict[str, Any] = {}
-    found |= _of_data(data) if data is not None else {}
-    found |= _of_window(window) if window is not None else {}
-    found |= _of_project(project) if project is not None else {}
+    found |= _read_data(data) if data is not None else {}
+    found |= _read_accumulation(window) if window is not None else {}
+    found |= _read_project(project) if project is not None else {}
     for handler in handlers or ():
-        found |= _of_handler(handler)
+        found |= _read_handler(handler)
     for field in fields(Settings):
-        said, value = getattr(settings, field.name), found.get(field.name, field.default)
-        if field.default not in (said, value) and said != value:
+        given, value = getattr(settings, field.name), found.get(field.name, field.default)
+        if field.default not in (given, value) and given != value:
             raise ValueError(
-                f"{field.name}={said!r} contradicts the configuration object, which says {value!r}"
+                f"{field.name}={given!r} contradicts the configuration object, which says {value!r}"
             )
         if value == field.default:
             found.pop(field.name, None)
     return replace(settings, **found)
 
 
-def _of_data(config: Any) -> dict[str, Any]:
-    """Read a DataLoaderConfiguration: orders are seeded anyway, and loaders keep their place."""
+def _read_data(config: Any) -> dict[str, Any]:
+    """Read a DataLoaderConfiguration. Here orders are always seeded, and loaders stateful."""
     found = {name: getattr(config, name) for name in ("split_batches", "even_batches")}
     found["non_blocking"] = getattr(config, "non_blocking", False)
     found["dispatch_batches"] = getattr(config, "dispatch_batches", None)
@@ -117,16 +113,16 @@ def _of_data(config: Any) -> dict[str, Any]:
     return found
 
 
-def _of_window(plugin: Any) -> dict[str, Any]:
-    """Read a GradientAccumulationPlugin: synchronizing at each batch would change no number."""
+def _read_accumulation(plugin: Any) -> dict[str, Any]:
+    """Read a GradientAccumulationPlugin. To synchronize at each batch would change no number."""
     found: dict[str, Any] = {"sync_with_dataloader": plugin.sync_with_dataloader}
     if plugin.num_steps is not None:
         found["gradient_accumulation_steps"] = plugin.num_steps
     return found
 
 
-def _of_project(config: Any) -> dict[str, Any]:
-    """Read a ProjectConfiguration: checkpoints are numbered on from those that are there."""
+def _read_project(config: Any) -> dict[str, Any]:
+    """Read a ProjectConfiguration. Checkpoints are numbered from those in the directory."""
     if getattr(config, "save_on_each_node", False):
         raise TypeError(
             "ProjectConfiguration(save_on_each_node=True) is not offered: a checkpoint is one "
@@ -138,27 +134,26 @@ def _of_project(config: Any) -> dict[str, Any]:
     return found
 
 
-def _of_handler(handler: Any) -> dict[str, Any]:
+def _read_handler(handler: Any) -> dict[str, Any]:
     kind = type(handler).__name__
-    asked: dict[str, Any] = handler.to_kwargs() if hasattr(handler, "to_kwargs") else {}
+    options: dict[str, Any] = handler.to_kwargs() if hasattr(handler, "to_kwargs") else {}
     if kind == "GradScalerKwargs":
-        return {"scaler": asked}
+        return {"scaler": options}
     if kind == "DistributedDataParallelKwargs":
-        hooks = {"comm_hook", "comm_wrapper", "comm_state_option"}
-        if hooks & asked.keys():
+        if {"comm_hook", "comm_wrapper", "comm_state_option"} & options.keys():
             raise TypeError(
                 "DistributedDataParallelKwargs(comm_hook=) is not offered; instead: call "
                 "model.register_comm_hook() after prepare()"
             )
-        return {"ddp": asked}
-    told = {
+        return {"ddp": options}
+    if kind == "AutocastKwargs" and not options:
+        return {}
+    instead = {
         "InitProcessGroupKwargs": "set SYNCPRIMS_TIMEOUT; without, a slow rank is waited "
         "for, and a dead one is not",
         "AutocastKwargs": "use torch.autocast in the loop",
         "ProfileKwargs": "use torch.profiler.profile around the loop",
     }
-    if kind == "AutocastKwargs" and not asked:
-        return {}
     raise TypeError(
-        f"kwargs_handlers: {kind} is not offered; instead: {told.get(kind, 'there is none')}"
+        f"kwargs_handlers: {kind} is not offered; instead: {instead.get(kind, 'there is none')}"
     )

@@ -1,4 +1,4 @@
-"""Where a job's figures go: to objects of the user's, on rank 0."""
+"""Trackers: objects of the user's that receive a job's values on rank 0."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from syncprims import is_main
 
 
 class Trackers:
-    """The half of an Accelerator that hands figures on. There is none of its own."""
+    """The part of an Accelerator that passes values to trackers. It has none of its own."""
 
     def _start_tracking(self, log_with: Any) -> None:
         several = isinstance(log_with, list | tuple)
         given: list[Any] = list(log_with) if several else [log_with]  # pyright: ignore[reportUnknownArgumentType]
-        given = [tracker for tracker in given if tracker is not None]
-        for tracker in given:
+        self.trackers = [tracker for tracker in given if tracker is not None]
+        for tracker in self.trackers:
             if isinstance(tracker, type) or not callable(getattr(tracker, "log", None)):
                 raise TypeError(
                     f"log_with={tracker!r}: it takes objects with log(values, step=...), such as "
                     f"a run of wandb or a tracker of your own; none is made by its name"
                 )
-        self.trackers: list[Any] = given
 
     def init_trackers(
         self,
@@ -28,13 +27,13 @@ class Trackers:
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Let trackers begin and take `config`, on rank 0.
+        """Start the trackers on rank 0, with `config`.
 
-        Those that have ``start()`` and ``store_init_configuration(config)`` are told.
+        Calls ``start()`` and ``store_init_configuration(config)`` of those that have them.
 
-        :raises TypeError: if there are `init_kwargs`, since the trackers are made already.
+        :raises TypeError: if there are `init_kwargs`: the trackers exist already.
         """
-        del project_name  # they have their own
+        del project_name  # trackers have names of their own
         if init_kwargs:
             raise TypeError(
                 "init_trackers(init_kwargs=): make the trackers with them, for log_with="
@@ -46,12 +45,12 @@ class Trackers:
                 tracker.store_init_configuration(config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker with this `name`; with `unwrap`, its own ``tracker`` inside.
+        """Return the tracker with this `name`; with `unwrap`, the ``tracker`` inside of it.
 
         :raises ValueError: if there is none.
         """
         for tracker in self.trackers:
-            if getattr(tracker, "name", type(tracker).__name__) == name:
+            if _name_of(tracker) == name:
                 return getattr(tracker, "tracker", tracker) if unwrap else tracker
         raise ValueError(f"no tracker is named {name!r}; log_with= takes them")
 
@@ -61,13 +60,16 @@ class Trackers:
         step: int | None = None,
         log_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Hand `values` to all trackers, on rank 0; `log_kwargs` are options by tracker's name."""
+        """Log `values` with all trackers on rank 0; `log_kwargs` has options by tracker's name."""
         for tracker in self.trackers if is_main() else ():
-            name = getattr(tracker, "name", type(tracker).__name__)
-            tracker.log(values, step=step, **(log_kwargs or {}).get(name, {}))
+            tracker.log(values, step=step, **(log_kwargs or {}).get(_name_of(tracker), {}))
 
     def end_training(self) -> None:
-        """Let trackers finish, on rank 0. The world goes on until the program ends."""
+        """Finish the trackers on rank 0. The world runs on until the program ends."""
         for tracker in self.trackers if is_main() else ():
             if hasattr(tracker, "finish"):
                 tracker.finish()
+
+
+def _name_of(tracker: Any) -> Any:
+    return getattr(tracker, "name", type(tracker).__name__)

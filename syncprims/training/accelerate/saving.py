@@ -1,19 +1,23 @@
-"""What the Accelerator saves and loads."""
+"""Saving and loading: the Accelerator's methods, and the functions of the same names."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from syncprims import is_local_main, is_main
-
-from ._familiar import only, refuse
-from .checkpoints import (
+from syncprims.training.accumulation import Accumulator
+from syncprims.training.checkpoints import (
     Checkpoints,
+    LoadHook,
     Registered,
+    SaveHook,
+    Saving,
     agreed_steps,
     load_model,
     load_state,
@@ -23,35 +27,28 @@ from .checkpoints import (
     save_object,
     save_state,
 )
-from .preparation import unwrap_model
+from syncprims.training.preparation import Preparation, unwrap_model
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
-
-    from .checkpoints import LoadHook, SaveHook, Saving
-    from .preparation import Preparation
+from .config import check_fixed, check_unsupported
 
 
 def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
-    """Write `obj` to the file `f` on rank 0, whole or not at all; the others go on at once.
+    """Write `obj` to the file `f` on rank 0, completely or not at all; others return at once.
 
-    With `safe_serialization`, `obj` is a dict of tensors and the file one of safetensors. `f` may
-    also be something with ``write``, which then gets the bytes. Links are followed, and what is no
-    regular file stays as it is.
+    With `safe_serialization`, `obj` is a dict of tensors and the file is in safetensors format. `f`
+    may also be an object with ``write``, which is called with the bytes. Links are followed.
 
-    :raises CheckpointError: on rank 0, naming path and errno, if it cannot be written, or there is
-        something else in its place: a directory, a device.
+    :raises CheckpointError: on rank 0, naming path and errno, if the file cannot be written, or
+        `f` exists and is not a regular file (a directory, a device).
     """
     if not is_main():
         return
     if not hasattr(f, "write"):
         save_object(obj, f, safe=safe_serialization)
     elif safe_serialization:
-        from safetensors.torch import save as in_bytes
+        from safetensors.torch import save as to_bytes
 
-        f.write(in_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
+        f.write(to_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
     else:
         torch.save(obj, f)
 
@@ -67,43 +64,44 @@ def load_checkpoint_in_model(
     allow_links: bool = False,
     **others: Any,
 ) -> None:
-    """Bring the weights of a checkpoint into the model, after they have been proved whole.
+    """Load the weights of a checkpoint into the model, after the files are verified.
 
     `checkpoint` is a weights file, an index, or a directory with one. `device_map` gives the device
-    for each part of the model by the beginning of its name (``""`` is all), or one for all; `dtype`
-    another type for its floating-point tensors. Parameters on the meta device come to be where the
-    map says, else on the CPU. Without `strict`, tensors that are missing or not known to the model
-    are reported and left. Symbolic links, as in the cache of a hub, are followed only with
-    `allow_links`. Every rank that calls it reads for itself. Of what else Accelerate's function
-    takes, what is so here anyway may be asked for.
+    for each part of the model by the beginning of its name (``""`` is all), or one device for all;
+    `dtype` another type for its floating-point tensors. Parameters on the meta device are created
+    on the device of the map, else on the CPU. Without `strict`, tensors that are missing or unknown
+    to the model are logged and left. Symbolic links, as in the cache of a hub, are followed only
+    with `allow_links`. Every rank that calls this reads for itself. Other arguments of Accelerate's
+    function are accepted if they ask for what is always so here.
 
-    :raises CheckpointError: naming the file, what was expected and what was found; then the model
-        is as it was, unless the message says otherwise: where the disk fails, or somebody writes to
-        the file, after it has been proved; and where a part of the model takes names or values in
-        its own way, so that only a load shows what is missing.
-    :raises TypeError: if `checkpoint` is neither a str nor a path; and for what is not offered, as
-        offloading, saying what to do instead.
+    :raises CheckpointError: naming the file, what was expected and what was found. The model is
+        then unchanged, unless the message says otherwise: if the disk fails or the file is written
+        to after it was verified, or if a part of the model loads names or values in its own way, so
+        that only the load shows what is missing.
+    :raises TypeError: if `checkpoint` is neither a str nor a path; and for what is not offered,
+        such as offloading, saying what to do instead.
     :raises ValueError: if `device_map` names a device that cannot hold tensors, or none for a
         parameter.
     """
-    refuse("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
+    check_unsupported("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
     load_model(model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links)
 
 
 class Project(NamedTuple):
-    """Where an Accelerator saves, as Accelerate's ProjectConfiguration says it: to be read."""
+    """Where an Accelerator saves: the fields of Accelerate's ProjectConfiguration, read-only."""
 
     project_dir: Path | None
     logging_dir: Path | None
-    automatic_checkpoint_naming: bool  #: with a directory, always
-    total_limit: int | None  #: of checkpoints that are kept
-    iteration: int  #: the number of the next one
+    automatic_checkpoint_naming: bool  #: True if there is a project directory
+    total_limit: int | None  #: the number of checkpoints that are kept
+    iteration: int  #: the number of the next checkpoint
     save_on_each_node: bool = False
 
 
 class Checkpointing:
     """The part of an Accelerator that saves and loads."""
 
+    accumulator: Accumulator
     preparation: Preparation
 
     def _start_saving(
@@ -113,7 +111,7 @@ class Checkpointing:
         keep_last: int | None,
     ) -> None:
         self.project_dir = None if project_dir is None else Path(project_dir)
-        #: where trackers of the user's may write; the project's directory unless told otherwise
+        #: where trackers may write: by default the project's directory
         self.logging_dir = self.project_dir if logging_dir is None else Path(logging_dir)
         self._keep_last = keep_last
         self._registered: dict[str, Any] = {}
@@ -126,12 +124,12 @@ class Checkpointing:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's state, under the names it had before `prepare`."""
-        return (unwrap_model(model, keep_fp32_wrapper=True) if unwrap else model).state_dict()
+        return (unwrap_model(model) if unwrap else model).state_dict()
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Let :meth:`save_state` and :meth:`load_state` take care of these objects, too.
+        """Make :meth:`save_state` and :meth:`load_state` include these objects, too.
 
-        Each is saved under its name. Those without get ``registered_0`` and so on, by order.
+        Each is saved under its name; objects without one are ``registered_0`` and so on, in order.
 
         :raises ValueError: if one has no ``state_dict`` and ``load_state_dict``, or a name is
             taken.
@@ -150,32 +148,40 @@ class Checkpointing:
         self._registered.update(fresh)
 
     def stateful(self) -> dict[str, Any]:
-        """Return what has a state that is the same on all ranks, by name."""
-        return {}
+        """Return, by name, the objects whose state is the same on all ranks."""
+        accumulator = self.accumulator
+        named: dict[str, Any] = {}
+        if accumulator.precision.scaler is not None:
+            named["precision"] = accumulator.precision
+        for name, model in self._named_models().items():
+            named[name] = unwrap_model(model)
+        named |= {f"optimizer_{i}": one for i, one in enumerate(accumulator.optimizers)}
+        named |= {f"scheduler_{i}": one for i, one in enumerate(accumulator.schedules)}
+        return {**named, **self._registered}
 
     def rank_stateful(self) -> dict[str, Any]:
-        """Return what has a state of this rank's own, by name."""
-        return {}
+        """Return, by name, the objects with a state of this rank's own: windows and loaders."""
+        named = {f"loader_{i}": one for i, one in enumerate(self.preparation.loaders)}
+        return {"accumulator": self.accumulator, **named}
 
     def _named_models(self) -> dict[str, nn.Module]:
-        """Return the prepared models by the names that they are saved under."""
-        return {}
+        """Return the prepared models by the names under which they are saved."""
+        return {f"model_{i}": model for i, model in enumerate(self.accumulator.models)}
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> Registered:
         """Call ``hook(models, weights, directory)`` on every rank before each :meth:`save_state`.
 
-        It may write files of its own to the directory, which is there, change the models' weights,
-        and take those out of the list that are not to be saved: what it leaves on the first rank
-        counts. What it raises, all ranks raise as a `CheckpointError`. It ends with the handle's
-        ``remove()``.
+        The hook may write its own files to the directory, which exists, change the models' weights,
+        and remove from the list the weights that are not to be saved: the first rank's list counts.
+        If it raises, all ranks raise `CheckpointError`. The handle's ``remove()`` ends it.
         """
         return Registered(self._before_saving, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> Registered:
         """Call ``hook(models, directory)`` on every rank before each :meth:`load_state`.
 
-        It may load models by itself, and takes those out of the list: on every rank the same. What
-        it raises, all ranks raise as a `CheckpointError`. It ends with the handle's ``remove()``.
+        The hook may load models itself and remove them from the list, the same ones on every rank.
+        If it raises, all ranks raise `CheckpointError`. The handle's ``remove()`` ends it.
         """
         return Registered(self._before_loading, hook)
 
@@ -186,7 +192,7 @@ class Checkpointing:
         max_shard_size: int | str = "5GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Save the model's weights, for this library and others to read. Collective.
+        """Save the model's weights in files that other libraries read, too. Collective.
 
         See :func:`syncprims.training.save_model`.
         """
@@ -199,7 +205,7 @@ class Checkpointing:
 
     @property
     def project_configuration(self) -> Project:
-        """The project's directories, how many checkpoints are kept, and the next one's number."""
+        """The project's directories, the number of kept checkpoints, and the next one's number."""
         named = self.project_dir is not None
         return Project(
             self.project_dir, self.logging_dir, named, self._keep_last, self.save_iteration
@@ -220,16 +226,16 @@ class Checkpointing:
         *,
         block: bool = True,
     ) -> Saving:
-        """Save the job's whole state to a directory: whole, or not at all. Collective.
+        """Save the whole state of the job to a directory: completely or not at all. Collective.
 
         Without `output_dir` it is the next ``checkpoint_N`` in ``checkpoints`` of the project's
-        directory. With ``block=False`` it is written behind the training, and the handle's
-        ``wait()`` returns when it is durable.
+        directory. With ``block=False`` it is written in the background, and the handle's ``wait()``
+        returns when it is durable.
 
-        :raises CheckpointError: on all ranks, if one cannot write its part.
+        :raises CheckpointError: on all ranks, if one rank cannot write its part.
         """
         instead = "leave it out: a state is tensors and JSON, and never pickle"
-        only(True, safe_serialization, "save_state(safe_serialization=False)", instead)
+        check_fixed(True, safe_serialization, "save_state(safe_serialization=False)", instead)
         common, own = self.stateful(), self.rank_stateful()
         models, hooks = self._named_models(), self._before_saving
         if output_dir is not None:
@@ -243,12 +249,13 @@ class Checkpointing:
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: None = None
     ) -> None:
-        """Continue with the state in a directory, else with the project's latest. Collective.
+        """Load the state in a directory, by default the project's latest. Collective.
 
-        :raises CheckpointError: on all ranks, if there is none, it is not as it was saved, or it
-            is of another number of ranks.
+        :raises CheckpointError: on all ranks, if there is none, it is damaged, or it was saved by
+            another number of ranks.
         """
-        only({}, load_kwargs, "load_state(load_kwargs=)", "leave it out: all comes back as it was")
+        instead = "leave it out: all comes back as it was"
+        check_fixed({}, load_kwargs, "load_state(load_kwargs=)", instead)
         common, own = self.stateful(), self.rank_stateful()
         models, hooks = self._named_models(), self._before_loading
         if input_dir is not None:

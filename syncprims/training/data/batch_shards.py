@@ -1,49 +1,53 @@
-"""Which rank gets which batch: in turn; and what fills the last ones up.
+"""Batch shards: which batches of a sampler or items of a stream this rank gets.
 
-In rounds of one batch per rank. With `even`, a last round that is not full goes on at the
-beginning of the data, so that all ranks have as many batches, all of one size. Without, nothing is
-repeated: ranks may have a batch more than others, and a smaller last one.
+Batches are dealt in rounds of one per rank. If the last round is not full and `even` is set, it is
+padded from the beginning of the data: all ranks get equally many batches, all of one size. Without
+`even` nothing is repeated: some ranks may have one batch more, and a smaller last one.
 
-A sampler may make batches of mixed sizes, as of length buckets. They stay as they are: what a last
-round lacks is whole batches from the beginning, and one that is cut for all ranks repeats its own
-items, if need be.
+A sampler may make batches of mixed sizes, such as length buckets. They keep their sizes: a last
+round is padded with whole batches from the beginning, and a batch that is split for all ranks
+repeats its own items where it must.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from .sampling import draw
+
+_END: Any = object()  # never a batch
 
 
-_END: Any = object()  # no batch is this one
-
-
-class Plan(NamedTuple):
-    """How batches are dealt out."""
+class ShardPlan(NamedTuple):
+    """How batches are dealt to ranks."""
 
     rank: int
     ranks: int
     even: bool = True
     split: bool = False  #: each batch is cut into one part per rank
+    drop_last: bool = False  #: of a stream: a last round that is not full is left out
+    dispatch: bool = False  #: rank 0 reads for all
 
 
 class BatchShard:
-    """This rank's batches of a batch sampler: lists of indices, or single ones.
+    """This rank's batches of a batch sampler: lists of indices, or single indices.
+
+    An iteration leaves the first `skip` batches out, in the order of `seed` and `epoch`.
 
     :raises ValueError: with `split`, if a batch cannot be cut into equal parts.
     """
 
-    def __init__(self, batches: Iterable[Any], plan: Plan) -> None:
+    def __init__(self, batches: Iterable[Any], plan: ShardPlan) -> None:
         self.batches = batches
         self.plan = plan
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
-        #: by the number of a batch of this rank, its round's items that are no padding, if some are
+        self.skip = self.seed = self.epoch = 0
+        #: items that are not padding, by the number of this rank's batch, for padded rounds only
         self.real: dict[int, int] = {}
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             raise ValueError(
@@ -71,15 +75,16 @@ class BatchShard:
 
     def __iter__(self) -> Iterator[Any]:
         self.real = {}
-        return self._split(self.real) if self.plan.split else self._deal(self.real)
+        dealt = self._split(self.real) if self.plan.split else self._deal(self.real)
+        return islice(draw(dealt, self.batches, self.seed, self.epoch), self.skip, None)
 
     def _deal(self, real: dict[int, int]) -> Iterator[Any]:
-        rank, ranks, even, _ = self.plan
-        first: list[Any] = []  # the first round: what a last one goes on with
-        size = self.batch_size  # of all but the last; None where they differ, or nobody says
+        rank, ranks, even, *_ = self.plan
+        first: list[Any] = []  # the first round, which pads the last one
+        size = self.batch_size  # of all batches except the last; None if unknown or mixed
         rounds = 0
         current: list[Any] = []
-        for batch, is_last in _told_apart(self.batches):
+        for batch, is_last in _mark_last(self.batches):
             if not is_last and _count(batch) != size:
                 size = None
             if len(first) < ranks:
@@ -93,14 +98,14 @@ class BatchShard:
             return
         if current and even and ranks > 1:
             count = sum(map(_count, current))
-            current = self._filled(current, first, size)
+            current = self._pad(current, first, size)
             if count < sum(map(_count, current)):
                 real[rounds] = count
         if rank < len(current):
             yield current[rank]
 
-    def _filled(self, current: list[Any], first: list[Any], size: int | None) -> list[Any]:
-        """Return a last round, gone on with from the beginning: what is new comes last in it."""
+    def _pad(self, current: list[Any], first: list[Any], size: int | None) -> list[Any]:
+        """Return the last round, padded at its end from the beginning of the data."""
         missing = self.plan.ranks - len(current)
         if size is None or not _is_batch(current[-1]):  # batches are repeated whole
             return [*current, *islice(cycle(first), missing)]
@@ -113,11 +118,11 @@ class BatchShard:
         ]
 
     def _split(self, real: dict[int, int]) -> Iterator[Any]:
-        rank, ranks, even, _ = self.plan
+        rank, ranks, even, *_ = self.plan
         first: list[Any] = []
         size = self.batch_size
         parts = 0
-        for batch, is_last in _told_apart(self.batches):
+        for batch, is_last in _mark_last(self.batches):
             if not _is_batch(batch):
                 raise ValueError("split_batches cuts batches, and this loader has single items")
             items = list(batch)
@@ -134,14 +139,14 @@ class BatchShard:
                 parts += 1
 
 
-def _told_apart(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch, and whether it is the last."""
+def _mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch, with whether it is the last one."""
     for batch, after in pairwise(chain(batches, [_END])):
         yield batch, after is _END
 
 
 def _is_batch(batch: Any) -> bool:
-    """Tell a batch of indices from a single one."""
+    """Return whether `batch` is a batch of indices, not a single index."""
     return isinstance(batch, list | tuple) or getattr(batch, "ndim", 0) > 0
 
 
@@ -149,51 +154,43 @@ def _count(batch: Any) -> int:
     return len(batch) if _is_batch(batch) else 1
 
 
-class Marked(NamedTuple):
-    """An item of a sharded stream."""
-
-    item: Any
-    real: int | None  #: items of its round that are no padding, if it has any
-
-
 class Counted(NamedTuple):
-    """A batch, made where the items are read, maybe in a worker process."""
+    """An item or a batch of a sharded stream, made where it is read: here or in a worker."""
 
-    batch: Any
-    real: int | None
+    value: Any
+    real: int | None  #: items of its round that are not padding, if the round has any padding
 
 
 class CountingCollate:
-    """Collates the items of marked ones, and hands on what the marks say."""
+    """Collates counted items to a counted batch."""
 
     def __init__(self, collate: Any) -> None:
         self.collate = collate
 
-    def __call__(self, marked: Any) -> Counted:
-        """Return the items' batch."""
-        if isinstance(marked, Marked):  # a loader without batches
-            return Counted(self.collate(marked.item), marked.real)
-        return Counted(self.collate([one.item for one in marked]), marked[-1].real)
+    def __call__(self, items: Any) -> Counted:
+        """Return the batch of `items`; of a single item, if the loader makes no batches."""
+        if isinstance(items, Counted):
+            return Counted(self.collate(items.value), items.real)
+        return Counted(self.collate([item.value for item in items]), items[-1].real)
 
 
 class StreamShard(IterableDataset[Any]):
-    """This rank's items of an iterable dataset, dealt out like batches of `size`.
+    """This rank's items of an iterable dataset, dealt like batches of `size`.
 
-    Every rank reads the whole stream. Workers each read what the dataset gives to a worker, so that
-    a stream that is read by several has to share itself among them, as anywhere with torch.
+    Every rank reads the whole stream. A worker process reads what the dataset yields in a worker,
+    so a stream with several workers must split itself among them, as always in torch.
     """
 
-    def __init__(self, dataset: Iterable[Any], plan: Plan, size: int, drop_last: bool) -> None:
+    def __init__(self, dataset: Any, plan: ShardPlan, size: int) -> None:
         self.dataset = dataset
         self.plan = plan
         self.size = size  #: of this rank's batches
-        self.drop_last = drop_last
 
     def __len__(self) -> int:
-        """Return how many items this rank gets, where the dataset knows how many there are."""
-        rank, ranks, even, _ = self.plan
-        rounds, rest = divmod(len(self.dataset), self.size * ranks)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
-        if self.drop_last or not rest:
+        """Return how many items this rank gets, if the dataset has a length."""
+        rank, ranks, even, *_ = self.plan
+        rounds, rest = divmod(len(self.dataset), self.size * ranks)
+        if self.plan.drop_last or not rest:
             more = 0
         elif even and ranks > 1:
             more = self.size
@@ -202,12 +199,11 @@ class StreamShard(IterableDataset[Any]):
         return rounds * self.size + more
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset, if it asks for it."""
-        tell = getattr(self.dataset, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        """Pass the epoch to the dataset, if it takes it."""
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Marked]:
+    def __iter__(self) -> Iterator[Counted]:
         size, ranks = self.size, self.plan.ranks
         mine = slice(self.plan.rank * size, (self.plan.rank + 1) * size)
         first: list[Any] = []
@@ -216,23 +212,22 @@ class StreamShard(IterableDataset[Any]):
             first = first or round_
             real = None
             if len(round_) < size * ranks:
-                if self.drop_last:
+                if self.plan.drop_last:
                     return
                 if self.plan.even and ranks > 1:
                     real = len(round_)
                     round_ += islice(cycle(list(first)), size * ranks - len(round_))
             for item in round_[mine]:
-                yield Marked(item, real)
+                yield Counted(item, real)
 
 
 class StatefulStreamShard(StreamShard):
-    """A shard of a dataset that can tell and take up its place, at the end of a batch."""
+    """The shard of a dataset that can save its position, which is exact at the end of a batch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataset's state."""
-        state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-        return state  # pyright: ignore[reportUnknownVariableType]
+        return self.dataset.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the dataset go on at a place."""
-        self.dataset.load_state_dict(state)  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        """Load the dataset's state."""
+        self.dataset.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Which prepared loaders are being iterated, and which of them gives the batches of a window."""
+"""Cursors: the iterations of prepared loaders that run now."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ class Cursor:
         self.loader = loader
         self.serial = 0  #: of its latest batch
         self.at_end = False  #: the latest batch is the last
-        self.beside: tuple[Cursor, ...] = ()  #: others that take turns with it, as in ``zip``
-        self.real: int | None = None  #: items of the world's latest batches that are no padding
+        self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
+        self.real: int | None = None  #: items of all ranks' latest batches that are not padding
 
 
 class OpenLoaders:
-    """The iterations that run now, outermost first."""
+    """The iterations of prepared loaders that run now, outermost first."""
 
     def __init__(self) -> None:
-        self.serial = 0  #: the number of batches handed out so far
+        self.serial = 0  #: the number of batches yielded so far
         self._open: list[Cursor] = []
 
     def enter(self, cursor: Cursor) -> None:
-        """Note that an iteration begins."""
+        """Record that an iteration begins."""
         self._open.append(cursor)
 
     def leave(self, cursor: Cursor) -> None:
-        """Note that an iteration is over, by exhaustion, ``break`` or an exception."""
+        """Record that an iteration is over, by exhaustion, ``break`` or an exception."""
         if cursor in self._open:
             self._open.remove(cursor)
 
     def advance(self, cursor: Cursor) -> None:
-        """Note that `cursor` hands out a batch: loops inside of its own are over.
+        """Record that `cursor` yields a batch, so that the loops inside of its own are over.
 
-        One that was taken for over and goes on is no loop inside, but runs beside the others.
+        If a cursor that was taken to be over goes on, it is not a loop inside of others: it runs
+        beside them.
         """
         self.serial = cursor.serial = self.serial + 1
         if cursor not in self._open:
@@ -52,5 +53,5 @@ class OpenLoaders:
         return [cursor for cursor in self._open if cursor.serial > serial]
 
     def is_open(self, cursor: Cursor | None) -> bool:
-        """Tell whether `cursor` is still being iterated."""
+        """Return whether `cursor` is still being iterated."""
         return cursor in self._open

@@ -1,0 +1,151 @@
+"""Gradients, parameters and buffers made equal on all ranks, in flat buckets by all-reduce.
+
+Works on every backend. A model in DDP is averaged by DDP, during the backward pass. Here averaging
+does not overlap with it on purpose: ranks that share memory reduce with the very processors that
+compute the gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import distributed, nn
+from torch.nn.parameter import is_lazy
+
+from syncprims import RankMismatch, all_gather, all_reduce, broadcast, get_world_size
+
+#: Bytes that travel at once: enough to hide the price of a round, and no model is held twice.
+BUCKET_BYTES = 16 << 20
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace every gradient by its mean over all ranks: the same bits on each. Collective.
+
+    A rank without a gradient counts as zeros if another rank has one; if no rank has one it stays
+    None. Parameters that need no gradient are left out.
+
+    :raises RankMismatch: on all ranks, if they have different parameters, or freeze others.
+    """
+    if get_world_size() == 1:
+        return
+    needed = [p for p in parameters if p.requires_grad]
+    for bucket in _buckets(needed):
+        _average(bucket)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return lists of parameters of one dtype and device, in the same order on all ranks."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for p in parameters:
+        kind = p.dtype, p.device
+        if p.nbytes > room.get(kind, 0):
+            buckets.setdefault(kind, []).append([])
+            room[kind] = BUCKET_BYTES
+        buckets[kind][-1].append(p)
+        room[kind] -= p.nbytes
+    return [bucket for same_kind in buckets.values() for bucket in same_kind]
+
+
+def _average(bucket: Sequence[nn.Parameter]) -> None:
+    """Average one bucket. It also carries, per parameter, whether this rank has a gradient."""
+    sizes = [p.numel() for p in bucket]
+    held = [p.grad is not None for p in bucket]
+    first = bucket[0]
+    flat = torch.zeros(sum(sizes) + len(bucket), dtype=first.dtype, device=_transport_device(first))
+    *parts, present = torch.split(flat, [*sizes, len(bucket)])
+    views = [part.view(p.shape) for part, p in zip(parts, bucket, strict=True)]
+    mine = [(v, p.grad) for v, p in zip(views, bucket, strict=True) if p.grad is not None]
+    if mine:
+        torch._foreach_copy_([v for v, _ in mine], [_dense(g) for _, g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    present.copy_(torch.tensor(held))
+    all_reduce(flat, "mean", out=flat)
+    somewhere = (present != 0).tolist()
+    for p, view, here, there in zip(bucket, views, held, somewhere, strict=True):
+        if there and not here:
+            p.grad = view.to(p.device, copy=True)
+        elif p.grad is not None and p.grad.is_sparse:
+            p.grad = view.to(p.device).to_sparse(p.grad.sparse_dim())
+    dense = [(p.grad, v) for p, v, here in zip(bucket, views, held, strict=True)
+             if here and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
+    if dense:
+        torch._foreach_copy_([g for g, _ in dense], [v for _, v in dense])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _transport_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device of a flat buffer: shared memory takes tensors on the CPU only."""
+    grouped = distributed.is_available() and distributed.is_initialized()
+    return tensor.device if grouped else torch.device("cpu")
+
+
+def broadcast_model(model: nn.Module, src: int = 0) -> None:
+    """Copy the parameters and buffers of rank `src` into `model` on every rank. Collective.
+
+    :raises RankMismatch: on all ranks, if the models differ in more than their values: in names,
+        shapes, dtypes, or in what is frozen. Then they are unchanged.
+    """
+    if get_world_size() > 1:
+        check_alike("the model", _described(model), "Build the same model on every rank.")
+    _broadcast_tensors([*(p.data for p in model.parameters()), *model.buffers()], src)
+
+
+def _described(model: nn.Module) -> list[str]:
+    """Return a line for each parameter and buffer, in the order in which they are sent."""
+    tensors = [
+        *((f"parameter {name!r}", p) for name, p in model.named_parameters()),
+        *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()),
+    ]
+    return [
+        f"{name}, {describe(tensor)}"
+        + ", frozen" * (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+        for name, tensor in tensors
+    ]
+
+
+def broadcast_buffers(model: nn.Module, src: int = 0) -> None:
+    """Copy the buffers of rank `src` (running means, counts) to every rank. Collective."""
+    _broadcast_tensors(list(model.buffers()), src)
+
+
+def _broadcast_tensors(tensors: Sequence[torch.Tensor], src: int) -> None:
+    if get_world_size() == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+        flat = flat.to(_transport_device(same[0]))
+        flat = broadcast(flat, src, out=flat)
+        with torch.no_grad():
+            parts = torch.split(flat, [tensor.numel() for tensor in same])
+            for tensor, part in zip(same, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def check_alike(what: str, mine: Sequence[str], advice: str) -> None:
+    """Check that `mine`, one line for each part, is the same on all ranks. Collective.
+
+    :raises RankMismatch: on all ranks, if it is not; the message shows the first line that differs.
+    """
+    # The lines are long and mostly equal, so they are sent only if their digests differ.
+    digests = all_gather(hashlib.sha256("\n".join(mine).encode()).digest())
+    if len(set(digests)) == 1:
+        return
+    columns = zip_longest(*all_gather(list(mine)), fillvalue="nothing more")
+    first = next(parts for parts in columns if len(set(parts)) > 1)
+    lines = "\n".join(f"  rank {rank}: {part}" for rank, part in enumerate(first))
+    raise RankMismatch(f"{what} differs between ranks, first here:\n{lines}\n{advice}")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Return shape and dtype of `tensor`, which must be equal on all ranks to copy its values."""
+    shape = "of no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+    return f"{shape}, {str(tensor.dtype).removeprefix('torch.')}"
