@@ -15,7 +15,7 @@ from syncprims.testing import run_world
 from syncprims.testing.faults import FaultTarget
 from syncprims.testing.probe import Observer, Probe, ProbedBackend, ProbedBoard
 
-OWN = {
+OWN: dict[type, set[str]] = {
     ProbedBackend: {"board", "close"},
     ProbedBoard: {"abort", "collect", "post", "posts_alone", "status", "verdict", "waits_until"},
 }
