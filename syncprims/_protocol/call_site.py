@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 # pathlib is slow to import
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 #: Frames of these stand between the user's line and ours.
 _BETWEEN = (_HERE, contextlib.__file__, _STANDARD + "asyncio", _STANDARD + "logging")

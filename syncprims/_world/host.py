@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def processors() -> int:
+def count_processors() -> int:
     """Return how many processors this process may keep busy, by its affinity and its quota."""
     try:
         allowed = len(os.sched_getaffinity(0))
@@ -31,7 +31,7 @@ def _quota() -> int | None:
         return None
 
 
-def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     """Return the ids of the CUDA devices that a rank would see; None if it cannot be told."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
@@ -43,13 +43,13 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     return [str(number) for number in range(len(found))]
 
 
-def shared_memory() -> Path:
+def find_shared_memory() -> Path:
     """Return where shared memory is: in memory where there is such a place, else a disk."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
-def free_bytes(path: Path) -> int | None:
+def count_free_bytes(path: Path) -> int | None:
     """Return how much may still be written to the file system of `path`."""
     try:
         found = os.statvfs(path)
@@ -58,7 +58,7 @@ def free_bytes(path: Path) -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-def file_system(path: Path) -> str | None:
+def find_file_system(path: Path) -> str | None:
     """Return the type of the file system that `path` is on, or would be; None if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()

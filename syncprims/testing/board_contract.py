@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import syncprims as sp
 from syncprims import errors
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 from syncprims._world.runtime import current
 from syncprims.interface import Backend, Board, Label, Note
 
@@ -75,7 +75,7 @@ class BoardContract:
 
     def test_it_is_found_by_its_name(self) -> None:
         """The registry gives a backend of that name, which says what it can do."""
-        cls = backend_class(self.backend)
+        cls = load_backend(self.backend)
         assert issubclass(cls, Backend)
         assert cls.name == self.backend
         assert isinstance(cls.spans_hosts, bool)
@@ -365,7 +365,7 @@ class BoardContract:
     def test_who_is_killed_is_lost(self) -> None:
         """Where the backend can tell, it does, and waits end."""
         self.needs_others()
-        if not backend_class(self.backend).detects_death:
+        if not load_backend(self.backend).detects_death:
             import pytest
 
             pytest.skip("it cannot tell a dead rank from a slow one, and says so")

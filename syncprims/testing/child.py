@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.environment import rank_variables
+from syncprims._world.backends import load_backend
 from syncprims._world.group import entered
-from syncprims._world.registry import backend_class
-from syncprims._world.runtime import become_rank, host
+from syncprims._world.launchers import make_rank_variables
+from syncprims._world.runtime import become_rank, provided_world
 from syncprims._world.version import version
 
 from .errorbox import pack
@@ -94,7 +94,7 @@ def be_rank(orders: Orders, rank: int, fn: Callable[[], Any]) -> None:
         result: Any = None
         error: BaseException | None = None
         try:
-            with host():
+            with provided_world():
                 result = fn()
         except SystemExit as end:
             error = end if end.code else None
@@ -131,7 +131,7 @@ def _settle(orders: Orders, rank: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     os.environ.clear()
     os.environ.update(orders.environ)
-    os.environ.update(rank_variables(rank, orders.ranks))
+    os.environ.update(make_rank_variables(rank, orders.ranks))
     entered.set(None)
     here.set(_Victim())
     mark(None, rank)
@@ -248,7 +248,7 @@ def serve(orders: Orders, fn: Callable[[], Any]) -> None:
 
 def load_once(backend: str) -> None:
     """Find here, before it forks, what every rank would look for by itself."""
-    backend_class(backend)
+    load_backend(backend)
     version()
 
 

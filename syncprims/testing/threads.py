@@ -12,10 +12,10 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.environment import rank_variables
+from syncprims._world.backends import load_backend
 from syncprims._world.group import entered
-from syncprims._world.registry import backend_class
-from syncprims._world.runtime import clean_environ, seated
+from syncprims._world.launchers import make_rank_variables
+from syncprims._world.runtime import clean_environ, thread_as_rank
 
 from .errors import Killed, WorldAborted
 from .faults import here
@@ -92,7 +92,7 @@ class ThreadWorld:
         self._environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
         if not traced:
             self._environ.pop("SYNCPRIMS_TRACE", None)
-        self._backend: Any = backend_class("threads")
+        self._backend: Any = load_backend("threads")
         self.scheduler = Scheduler(ranks, seed.schedule(ranks), self._break_deadlock)
         self.rooms: list[Any] = []  # one, unless the program ends its world and starts another
         self._worlds_begun = [0] * ranks
@@ -140,10 +140,10 @@ class ThreadWorld:
         entered.set(None)
         here.set(_Victim(self, rank))
         mark(self._sink, rank)
-        environ = {**self._environ, **rank_variables(rank, self._ranks, self._nodes)}
+        environ = {**self._environ, **make_rank_variables(rank, self._ranks, self._nodes)}
         try:
             self.scheduler.enter(rank)
-            with seated(environ, self._make):
+            with thread_as_rank(environ, self._make):
                 outcome.result = self._fn()
             outcome.end = "returned"
         except WorldAborted:

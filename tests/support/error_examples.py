@@ -39,7 +39,7 @@ import syncprims
 import syncprims.testing
 import syncprims.training  # before examples are forked, each of which would import it
 from support.rank_worlds import fork
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 from syncprims.cli import main
 from syncprims.testing.schedules import Seed
 from syncprims.testing.worlds import run_once
@@ -143,7 +143,7 @@ def _shown(error: BaseException) -> str:
 def _alone(example: Example, folder: str) -> str:
     """Return what the code raises in a process without a place in any world."""
     clean = {k: v for k, v in os.environ.items()
-             if k not in place_variables() and "SYNCPRIMS" not in k}  # fmt: skip
+             if k not in list_rank_variables() and "SYNCPRIMS" not in k}  # fmt: skip
     reader, writer = os.pipe()
 
     def body() -> None:

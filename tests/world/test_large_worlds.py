@@ -10,7 +10,7 @@ import pytest
 import syncprims as sp
 from syncprims import errors
 from syncprims._protocol.deadlock import Whereabouts
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 from syncprims.errors import format_ranks, name_ranks, parse_ranks
 from syncprims.interface import Settings, Topology
 
@@ -66,7 +66,7 @@ def seats(tmp_path: Path) -> Generator[list[Any]]:
     tmp_path.chmod(0o700)
     settings, run = Settings(directory=str(tmp_path)), uuid.uuid4().hex
     places = [Topology(rank, 1024, rank, 1024, run_id=run) for rank in (0, 2)]
-    taken = [backend_class("file")(place, settings) for place in places]
+    taken = [load_backend("file")(place, settings) for place in places]
     yield taken
     for seat in taken:
         seat.close()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncprims import current
-from syncprims._world.runtime import active_group
+from syncprims._world.runtime import get_active_group
 
 from .messages import collect, is_heard, leave, listen
 from .together import STANDS, Outcome, clearing, log, settle, together
@@ -103,7 +103,7 @@ class _Behind(Saving):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._job = job
-        self._group = active_group()  # in which it is waited for, wherever that is
+        self._group = get_active_group()  # in which it is waited for, wherever that is
         self._written: Outcome[Any] | None = None
         self._committed: Outcome[Any] | None = None
         self._has_written = threading.Event()

@@ -11,7 +11,8 @@ import logging
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from syncprims import CheckpointError, Failure, SyncError, get_node_rank, get_rank
-from syncprims._world.runtime import active_group
+from syncprims._world.group import gather_as
+from syncprims._world.runtime import get_active_group
 
 from .directory import Named, check_same
 
@@ -76,7 +77,7 @@ def _call(doing: str) -> str:
 
 
 def _gather(call: str, value: Any) -> list[Any]:
-    return active_group().gather(call, value)
+    return gather_as(get_active_group(), call, value)
 
 
 def settle(
@@ -119,9 +120,9 @@ class Team(NamedTuple):
         :raises CheckpointError: on all ranks, if they have other directories.
         """
         call = _call(doing)
-        group = active_group()  # first: a world that runs may know more of its hosts
+        group = get_active_group()  # first: a world that runs may know more of its hosts
         given, path = directory or ("", "")
-        told = group.gather(call, [get_rank(), get_node_rank(), given, path])
+        told = gather_as(group, call, [get_rank(), get_node_rank(), given, path])
         named = [Named(*one) for one in cast("list[tuple[int, int, str, str]]", told)]
         check_same(call, named)
         ranks = [one.rank for one in named]

@@ -18,7 +18,7 @@ import pytest
 from support.rank_worlds import PATIENCE, Died, Kind, Ranks, Scripts, Signs
 
 import syncprims as sp
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
@@ -447,7 +447,7 @@ def test_a_rank_that_is_just_joining_or_leaving_is_not_lost(meeting_place: Path)
 
     def program() -> Any:
         rank = int(os.environ["SYNCPRIMS_RANK"])
-        backend_class("file")
+        load_backend("file")
         seats = sys.modules["syncprims.backends.file.liveness"]
         look = vars(seats)["is_free"]
 

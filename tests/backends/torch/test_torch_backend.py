@@ -18,7 +18,7 @@ import torch
 from support.rank_worlds import Kind, Ranks, Signs, free_port
 
 import syncprims as sp
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def clean_environment(directory: Path, **more: str) -> dict[str, str]:
-    outer = place_variables() | {"MASTER_ADDR", "MASTER_PORT"}
+    outer = list_rank_variables() | {"MASTER_ADDR", "MASTER_PORT"}
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     return {**clean, "SYNCPRIMS_DIR": str(directory), "OMP_NUM_THREADS": "1", **more}
 
