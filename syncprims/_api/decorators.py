@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 from syncprims._protocol.validation import whole
-from syncprims._world.group import Group, broadcast_as, entered, fail_broadcast
+from syncprims._world.group import SharedResult, entered
 from syncprims._world.runtime import current, get_topology
 from syncprims._world.world import get_node_group
 
@@ -45,7 +45,7 @@ class _Choice(NamedTuple):
             )
         return chosen == mine
 
-    def find_sharing(self) -> _Sharing:
+    def find_shared_result(self) -> SharedResult:
         """Return the ranks that share the result, and which of them has it.
 
         :raises ValueError: if not all of them are in the group that is entered: no other rank
@@ -55,7 +55,7 @@ class _Choice(NamedTuple):
         members = get_node_group(world) if self.local else world.group
         src = members.ranks[-1 if self.number is None else self.number]
         if within is None:
-            return _Sharing(self.call, members, src)
+            return SharedResult(members, self.call, src)
         needed = members.ranks if self.local else (src,)
         if not set(needed) <= set(within.ranks):
             raise ValueError(
@@ -63,23 +63,7 @@ class _Choice(NamedTuple):
                 f"and this is within a group of ranks {list(within.ranks)}: call it outside of the "
                 f"group's block, or use the group's own broadcast()"
             )
-        return _Sharing(self.call, members if self.local else within, src)
-
-
-class _Sharing(NamedTuple):
-    """A result that rank `src` of a group shares with the others."""
-
-    call: str
-    group: Group
-    src: int
-
-    def send(self, result: Any) -> Any:
-        """Return the result of `src` on every member."""
-        return broadcast_as(self.group, self.call, result, self.src)
-
-    def fail(self, error: BaseException) -> None:
-        """Make the other members raise `PeerFailed` with this error."""
-        fail_broadcast(self.group, self.call, error, self.src)
+        return SharedResult(members if self.local else within, self.call, src)
 
 
 @overload
@@ -167,7 +151,7 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
         @functools.wraps(fn)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             here = choice.runs_here()
-            shared = choice.find_sharing() if share else None
+            shared = choice.find_shared_result() if share else None
             try:
                 result = await fn(*args, **kwargs) if here else default
             except BaseException as error:
@@ -181,7 +165,7 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         here = choice.runs_here()
-        shared = choice.find_sharing() if share else None
+        shared = choice.find_shared_result() if share else None
         try:
             result = fn(*args, **kwargs) if here else default
         except BaseException as error:

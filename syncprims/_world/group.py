@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims._data import codec, objects, reduction
 from syncprims._data.partition import share
@@ -216,23 +216,26 @@ def close_group(group: Group, why: Callable[[], SyncError]) -> None:
         group._member.bar(why)
 
 
-def broadcast_as(group: Group, kind: str, obj: T, src: int) -> T:
-    """Broadcast under the name of the call `kind`, which the user wrote and errors show.
+class SharedResult(NamedTuple):
+    """A result that rank `src` of a group sends to the others, in the call that the user wrote."""
 
-    As in `main_first`, the other members wait without a timeout.
-    """
-    return _broadcast(group, kind, obj, src, None, math.inf)
+    group: Group
+    call: str
+    src: int
+
+    def send(self, result: T) -> T:
+        """Return the result of `src` on every member; as in `main_first`, without a timeout."""
+        return _broadcast(self.group, self.call, result, self.src, None, math.inf)
+
+    def fail(self, error: BaseException) -> None:
+        """Make the other members' :meth:`send` raise `PeerFailed` with this error. Does not wait."""
+        rounds = self.group._rounds
+        rounds.fail(rounds.note(self.call, src=self.src).label, error)
 
 
 def gather_as(group: Group, kind: str, obj: T) -> list[T]:
     """Gather under the name of the call `kind`; all members wait without a timeout."""
     return _gather(group, kind, obj, math.inf)
-
-
-def fail_broadcast(group: Group, kind: str, error: BaseException, src: int) -> None:
-    """Make the other members' :func:`broadcast_as` from `src` raise `PeerFailed`. Does not wait."""
-    rounds = group._rounds
-    rounds.fail(rounds.note(kind, src=src).label, error)
 
 
 #: Rank and payload of each member that raised its flag in a round.

@@ -18,12 +18,12 @@ def count_processors() -> int:
         allowed = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
         allowed = os.cpu_count() or 1
-    quota = _quota()
+    quota = _read_quota()
     return max(1, min(allowed, quota) if quota else allowed)
 
 
-def _quota() -> int | None:
-    """Return how many processors' time a container is given, rounded up, if it is limited."""
+def _read_quota() -> int | None:
+    """Return how many processors a container may keep busy, rounded up, if it is limited."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return -(-int(limit) // int(period))
@@ -32,7 +32,7 @@ def _quota() -> int | None:
 
 
 def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the ids of the CUDA devices that a rank would see; None if it cannot be told."""
+    """Return the ids of the CUDA devices that a rank would see; None if unknown."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
@@ -44,13 +44,13 @@ def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def find_shared_memory() -> Path:
-    """Return where shared memory is: in memory where there is such a place, else a disk."""
+    """Return the directory of shared memory, or of temporary files where there is none."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def count_free_bytes(path: Path) -> int | None:
-    """Return how much may still be written to the file system of `path`."""
+    """Return how many bytes the file system of `path` has room for; None if unknown."""
     try:
         found = os.statvfs(path)
     except OSError:

@@ -38,9 +38,8 @@ class Launcher(NamedTuple):
     @property
     def variables(self) -> list[str]:
         """All variables that are read; rank and world size come first."""
-        names = [self.rank, *self.world_size, self.local_rank, self.local_world_size]
-        names += [self.node_rank] if self.node_rank else []
-        return list(dict.fromkeys([*names, *self.num_nodes, *self.run_id]))
+        names = self.rank, *self.world_size, self.local_rank, self.local_world_size, self.node_rank
+        return [name for name in dict.fromkeys([*names, *self.num_nodes, *self.run_id]) if name]
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher has set its variables, or some of them."""
