@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
-from syncprims._protocol.validation import whole
+from syncprims._protocol.validation import whole_number
 from syncprims._world.group import entered
 from syncprims._world.runtime import current, topology
 
@@ -119,14 +119,16 @@ def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
 
     The decorated function raises ValueError on every rank if there is no rank `n`.
     """
-    choice = _Choice("on_rank", False, whole(n, "on_rank takes a rank, a whole number"))
+    choice = _Choice("on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"))
     decorator: _Decorator = _decorate(None, choice, default=default, share=share)
     return decorator
 
 
 def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
     """Make a function run on local rank `n` of each node only. As :func:`on_local_main`."""
-    choice = _Choice("on_local_rank", True, whole(n, "on_local_rank takes a rank, a whole number"))
+    choice = _Choice(
+        "on_local_rank", True, whole_number(n, "on_local_rank takes a rank, a whole number")
+    )
     decorator: _Decorator = _decorate(None, choice, default=default, share=share)
     return decorator
 

@@ -11,7 +11,7 @@ from syncprims._world.runtime import active_group, current
 if TYPE_CHECKING:
     from types import FrameType
 
-    from syncprims._protocol.rounds import Meeting
+    from syncprims._protocol.rounds import PendingRound
     from syncprims._world.group import Group
 
 
@@ -31,7 +31,7 @@ class Trigger:
         self._lag = lag
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
-        self._before: tuple[Group, Meeting] | None = None
+        self._before: tuple[Group, PendingRound] | None = None
         self.ranks: list[int] = []  #: after a true check: who had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
 
@@ -60,8 +60,8 @@ class Trigger:
             raised = group.raise_flag("trigger", self._name, flag, payload)
         else:
             # Of another group, or another world: then this is the first check of this one.
-            of, meeting = self._before or (group, None)
-            before = meeting if of is group else None
+            of, pending = self._before or (group, None)
+            before = pending if of is group else None
             later = group.defer_flag("trigger", self._name, flag, payload, before)
             self._before = group, later
             raised = group.flags(before) if before is not None else []

@@ -8,8 +8,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncprims._data import codec, objects, reduction
-from syncprims._data.partition import share
-from syncprims._protocol.rounds import Meeting, Rounds
+from syncprims._data.partition import split
+from syncprims._protocol.rounds import PendingRound, Rounds
 from syncprims._protocol.validation import seconds
 from syncprims.errors import RankMismatch
 from syncprims.interface import Note
@@ -52,13 +52,11 @@ class Group:
         self._member = rounds
         self._timeout = timeout
         self._tokens: list[Token[Group | None]] = []
-        # Whoever is alone waits for nobody, as long as the world is open.
-        self.alone = rounds is not None and len(self.ranks) == 1  #: and open
-        traced = rounds is not None and rounds.traced
-        skips = self.alone and rounds is not None and not rounds.posts_alone
-        self.silent = skips and not traced  #: so that its barriers are nothing at all
-        #: What is told of them else.
-        self.passing = rounds.pass_alone if rounds is not None and skips and traced else None
+        self.alone = rounds is not None and len(self.ranks) == 1  #: and the world is open
+        #: What a plain barrier calls if it needs no round: this rank is alone, and the world open.
+        self.skip_barrier: Callable[[], None] | None = None
+        if rounds is not None and self.alone and not rounds.board.posts_alone:
+            self.skip_barrier = rounds.skip_barrier
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -89,12 +87,12 @@ class Group:
         """Make this the default timeout of every later call."""
         self._timeout = timeout
 
-    def bar(self, why: Callable[[], SyncError]) -> None:
-        """Let every later call raise ``why()``: the world is closed, or this is a forked child."""
-        self.alone = self.silent = False
-        self.passing = None
+    def close_with(self, why: Callable[[], SyncError]) -> None:
+        """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
+        self.alone = False
+        self.skip_barrier = None
         if self._member is not None:
-            self._member.bar(why)
+            self._member.close_with(why)
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -107,10 +105,8 @@ class Group:
         """
         if device:
             _wait_for_device()
-        if self.silent and name is None and timeout is None:
-            return
-        if self.passing is not None and name is None and timeout is None:
-            self.passing()
+        if self.skip_barrier is not None and name is None and timeout is None:
+            self.skip_barrier()
             return
         rounds = self._member or self._rounds
         timeout = self._timeout if timeout is None else seconds(timeout)
@@ -239,7 +235,7 @@ class Group:
 
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """Return this member's contiguous share of `items`; see :func:`syncprims.split`."""
-        return share(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
+        return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
 
     # -- for the rest of the library ------------------------------------------------------------
 
@@ -278,16 +274,16 @@ class Group:
         return self._raised(rounds.meet(_flagged(note, flag, payload), self._timeout))
 
     def defer_flag(
-        self, kind: str, name: str | None, flag: bool, payload: bytes, before: Meeting | None
-    ) -> Meeting:
+        self, kind: str, name: str | None, flag: bool, payload: bytes, before: PendingRound | None
+    ) -> PendingRound:
         """Post a flag, to ask :meth:`flags` for later, and wait for those of `before`."""
         rounds = self._rounds
         note = rounds.note(kind, name)
         return rounds.defer(_flagged(note, flag, payload), self._timeout, before)
 
-    def flags(self, meeting: Meeting) -> list[tuple[int, bytes]]:
-        """Return rank and payload of every member that raised its flag at `meeting`."""
-        return self._raised(self._rounds.settle(meeting))
+    def flags(self, pending: PendingRound) -> list[tuple[int, bytes]]:
+        """Return rank and payload of every member that raised its flag at `pending`."""
+        return self._raised(self._rounds.finish(pending))
 
     def _raised(self, notes: Sequence[Note]) -> list[tuple[int, bytes]]:
         for note in notes:

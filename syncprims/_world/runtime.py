@@ -64,7 +64,7 @@ class _State:
         if world is not None:
             self.world = self.aside = None
             self.ended = why
-            world.bar(why)
+            world.close_with(why)
         return world
 
 

@@ -7,10 +7,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
-from syncprims._protocol.deadlock import Whereabouts
-from syncprims._protocol.round_sequence import Steps
+from syncprims._protocol.deadlock import DeadlockDetector
+from syncprims._protocol.round_sequence import RoundSequence
 from syncprims._protocol.rounds import Rounds
-from syncprims._protocol.validation import whole
+from syncprims._protocol.validation import whole_number
 from syncprims.errors import (
     ConfigurationError,
     Failure,
@@ -55,7 +55,7 @@ class World:
         self.settings = settings
         self.extras: dict[str, Any] = {}  #: what belongs to this world and to no module
         self._backend = backend
-        self._whereabouts = Whereabouts(backend)
+        self._deadlocks = DeadlockDetector(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._traced: list[TracedRounds] = []
         self._recorder: Recorder | None = None
@@ -134,17 +134,16 @@ class World:
         rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
         note = rounds.note("group", name_ranks(members))
 
-        def make() -> Group:
-            steps = Steps(rounds, self.timeout)
+        def make(sequence: RoundSequence) -> Group:
             try:
                 group = self._make_group(members)
             except (OSError, SyncError) as error:  # or the others would wait for this rank in it
-                steps.fail(note.label, error)
+                sequence.fail(error)
                 raise
-            steps.agree(note)
+            sequence.meet()
             return group
 
-        return rounds.as_one(note.label, make)
+        return RoundSequence.run(rounds, note, self.timeout, make)
 
     def join(self) -> None:
         """Meet all ranks for the first time, and check that they agree on what this run is.
@@ -205,13 +204,12 @@ class World:
         rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
         note = rounds.note("open_process_group")
 
-        def open_() -> None:
-            steps = Steps(rounds, self.timeout)
-            steps.agree(note)
-            steps.stand_by(self._backend.open_process_group, lambda: None)
-            steps.agree(note)  # or one that leaves at once breaks what others still connect to
+        def open_(sequence: RoundSequence) -> None:
+            sequence.meet()
+            sequence.run_watched(self._backend.open_process_group, lambda: None)
+            sequence.meet()  # or one that leaves at once breaks what others still connect to
 
-        rounds.as_one(note.label, open_)
+        RoundSequence.run(rounds, note, self.timeout, open_)
         return True
 
     def adopt(self, timeout: float | None) -> World:
@@ -222,10 +220,10 @@ class World:
                 group.adopt(timeout)
         return self
 
-    def bar(self, why: Callable[[], SyncError]) -> None:
-        """Let every later call of every group raise ``why()``."""
+    def close_with(self, why: Callable[[], SyncError]) -> None:
+        """Make every later call of every group raise ``why()``."""
         for group in self._groups.values():
-            group.bar(why)
+            group.close_with(why)
 
     def leave(self, error: BaseException | None) -> None:
         """Close the backend, leaving `error` as the reason if there is one."""
@@ -272,7 +270,7 @@ class World:
         return self._groups[members]
 
     def _make_rounds(self, board: Board, own: int) -> Rounds:
-        facts = board, self.rank, self.settings, self._whereabouts, self.local_rank, own
+        facts = board, self.rank, self.settings, self._deadlocks, self.local_rank, own
         if self._recorder is None:
             return Rounds(*facts)
         from syncprims._protocol.traced_rounds import TracedRounds
@@ -283,7 +281,9 @@ class World:
 
 
 def _members(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    members = tuple(sorted(whole(r, "a group is made of ranks, whole numbers") for r in ranks))
+    members = tuple(
+        sorted(whole_number(r, "a group is made of ranks, whole numbers") for r in ranks)
+    )
     bad = [rank for rank in members if not 0 <= rank < world_size]
     if not members or bad or len(set(members)) != len(members):
         raise ValueError(
