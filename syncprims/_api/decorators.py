@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
-from syncprims._protocol.validation import whole
+from syncprims._protocol.validation import whole_number
 from syncprims._world.group import SharedResult, entered
 from syncprims._world.runtime import current, get_topology
 from syncprims._world.world import get_node_group
@@ -122,7 +122,7 @@ def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
 
     :raises TypeError: if `n` is not a whole number.
     """
-    choice = _Choice("on_rank", False, whole(n, "on_rank takes a rank, a whole number"))
+    choice = _Choice("on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"))
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
@@ -135,7 +135,9 @@ def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decor
 
     :raises TypeError: if `n` is not a whole number.
     """
-    choice = _Choice("on_local_rank", True, whole(n, "on_local_rank takes a rank, a whole number"))
+    choice = _Choice(
+        "on_local_rank", True, whole_number(n, "on_local_rank takes a rank, a whole number")
+    )
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 

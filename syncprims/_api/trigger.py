@@ -12,7 +12,7 @@ from syncprims._world.runtime import current, get_active_group
 if TYPE_CHECKING:
     from types import FrameType
 
-    from syncprims._protocol.rounds import Meeting
+    from syncprims._protocol.rounds import PendingRound
     from syncprims._world.group import Group
 
 
@@ -32,7 +32,7 @@ class Trigger:
         self._lag = lag
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
-        self._before: tuple[Group, Meeting] | None = None
+        self._before: tuple[Group, PendingRound] | None = None
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
 
@@ -63,8 +63,8 @@ class Trigger:
             raised = exchange_flags(group, "trigger", self._name, payload)
         else:
             # Of another group, or another world: then this is the first check of this one.
-            of, meeting = self._before or (group, None)
-            before = meeting if of is group else None
+            of, pending = self._before or (group, None)
+            before = pending if of is group else None
             later = defer_flags(group, "trigger", self._name, payload, before)
             self._before = group, later
             raised = collect_flags(group, before) if before is not None else []

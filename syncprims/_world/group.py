@@ -14,9 +14,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims._data import codec, objects, reduction
-from syncprims._data.partition import share
-from syncprims._protocol.rounds import Meeting, Rounds
-from syncprims._protocol.validation import seconds, whole
+from syncprims._data.partition import split
+from syncprims._protocol.rounds import PendingRound, Rounds
+from syncprims._protocol.validation import seconds, whole_number
 from syncprims.errors import RankMismatch
 from syncprims.interface import Note
 
@@ -56,13 +56,10 @@ class Group:
         self._tokens: list[Token[Group | None]] = []
         #: True for the only member of an open group: it waits for no other rank.
         self._alone = rounds is not None and len(self.ranks) == 1
-        # A barrier of one is no round, except on boards that ask for it. It does nothing, or
-        # calls this where rounds are traced.
-        self._silent = False
-        self._pass_alone: Callable[[], None] | None = None
-        if rounds is not None and self._alone and not rounds.posts_alone:
-            self._silent = not rounds.traced
-            self._pass_alone = rounds.pass_alone if rounds.traced else None
+        # What a plain barrier calls where it needs no round: of one, in an open world.
+        self._skip_barrier: Callable[[], None] | None = None
+        if rounds is not None and self._alone and not rounds.board.posts_alone:
+            self._skip_barrier = rounds.skip_barrier
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -90,12 +87,9 @@ class Group:
         """As :func:`syncprims.barrier`, among the members."""
         if device:
             _wait_for_device()
-        if name is None and timeout is None:
-            if self._silent:
-                return
-            if self._pass_alone is not None:
-                self._pass_alone()
-                return
+        if self._skip_barrier is not None and name is None and timeout is None:
+            self._skip_barrier()
+            return
         rounds = self._member or self._rounds
         timeout = self._timeout if timeout is None else seconds(timeout)
         rounds.meet(rounds.note("barrier", name), timeout)
@@ -104,7 +98,9 @@ class Group:
         self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None
     ) -> T:
         """As :func:`syncprims.broadcast`, among the members; `src` is by default the lowest."""
-        found = self.ranks[0] if src is None else whole(src, "src takes a rank, a whole number")
+        found = (
+            self.ranks[0] if src is None else whole_number(src, "src takes a rank, a whole number")
+        )
         if found not in self.ranks:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
@@ -186,7 +182,7 @@ class Group:
 
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
-        return share(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
+        return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
 
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)
@@ -210,10 +206,10 @@ def set_group_timeout(group: Group, timeout: float) -> None:
 
 def close_group(group: Group, why: Callable[[], SyncError]) -> None:
     """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
-    group._alone = group._silent = False
-    group._pass_alone = None
+    group._alone = False
+    group._skip_barrier = None
     if group._member is not None:
-        group._member.bar(why)
+        group._member.close_with(why)
 
 
 class SharedResult(NamedTuple):
@@ -228,7 +224,7 @@ class SharedResult(NamedTuple):
         return _broadcast(self.group, self.call, result, self.src, None, math.inf)
 
     def fail(self, error: BaseException) -> None:
-        """Make the other members' :meth:`send` raise `PeerFailed` with this error. Does not wait."""
+        """Make the other members' :meth:`send` raise `PeerFailed` with `error`. Does not wait."""
         rounds = self.group._rounds
         rounds.fail(rounds.note(self.call, src=self.src).label, error)
 
@@ -251,8 +247,8 @@ def exchange_flags(group: Group, kind: str, name: str | None, payload: bytes | N
 
 
 def defer_flags(
-    group: Group, kind: str, name: str | None, payload: bytes | None, before: Meeting | None
-) -> Meeting:
+    group: Group, kind: str, name: str | None, payload: bytes | None, before: PendingRound | None
+) -> PendingRound:
     """Post this rank's flag for a later :func:`collect_flags`, and wait for those of `before`."""
     rounds = group._rounds
     note = rounds.note(kind, name)
@@ -260,9 +256,9 @@ def defer_flags(
     return rounds.defer(note, group._timeout, before)
 
 
-def collect_flags(group: Group, meeting: Meeting) -> Flags:
-    """Return the flags that were raised at `meeting`."""
-    return _find_flags(group, group._rounds.settle(meeting))
+def collect_flags(group: Group, pending: PendingRound) -> Flags:
+    """Return the flags that were raised in a deferred round."""
+    return _find_flags(group, group._rounds.finish(pending))
 
 
 def _find_flags(group: Group, notes: Sequence[Note]) -> Flags:

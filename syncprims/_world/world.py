@@ -13,10 +13,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
-from syncprims._protocol.deadlock import Whereabouts
-from syncprims._protocol.round_sequence import Steps
+from syncprims._protocol.deadlock import DeadlockDetector
+from syncprims._protocol.round_sequence import RoundSequence
 from syncprims._protocol.rounds import Rounds
-from syncprims._protocol.validation import whole
+from syncprims._protocol.validation import whole_number
 from syncprims.errors import (
     ConfigurationError,
     Failure,
@@ -59,7 +59,7 @@ class World:
         self.extras: dict[str, Any] = {}  #: what belongs to this world and to no module
         self._end = end  # called by the end of a `with` block
         self._backend = backend
-        self._whereabouts = Whereabouts(backend)
+        self._deadlocks = DeadlockDetector(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._traced: list[TracedRounds] = []
         self._recorder: Recorder | None = None
@@ -125,13 +125,12 @@ class World:
         rounds = rounds_of(self.group)
         note = rounds.note("open_process_group")
 
-        def open_() -> None:
-            steps = Steps(rounds, self.timeout)
-            steps.agree(note)
-            steps.stand_by(self._backend.open_process_group, lambda: None)
-            steps.agree(note)  # or one that leaves at once breaks what others still connect to
+        def open_(sequence: RoundSequence) -> None:
+            sequence.meet()
+            sequence.run_watched(self._backend.open_process_group, lambda: None)
+            sequence.meet()  # or one that leaves at once breaks what others still connect to
 
-        rounds.as_one(note.label, open_)
+        RoundSequence.run(rounds, note, self.timeout, open_)
         return True
 
     def _make_group(self, ranks: Sequence[int]) -> Group:
@@ -145,7 +144,7 @@ class World:
         board = self._backend.board(members)
         # The first round of all ranks is the start, which no user has asked for.
         own = int(len(members) == self.world_size)
-        facts = board, self.rank, self.settings, self._whereabouts, self.topology.local_rank, own
+        facts = board, self.rank, self.settings, self._deadlocks, self.topology.local_rank, own
         if self._recorder is None:
             return Rounds(*facts)
         from syncprims._protocol.traced_rounds import TracedRounds
@@ -209,7 +208,9 @@ def join_world(world: World) -> None:
 
 def make_group(world: World, ranks: Sequence[int]) -> Group:
     """Return the group of `ranks`, having met all ranks of the world: the same for the same."""
-    members = tuple(sorted(whole(r, "a group is made of ranks, whole numbers") for r in ranks))
+    members = tuple(
+        sorted(whole_number(r, "a group is made of ranks, whole numbers") for r in ranks)
+    )
     size = world.world_size
     bad = any(not 0 <= rank < size for rank in members)
     if not members or bad or len(set(members)) != len(members):
@@ -220,17 +221,16 @@ def make_group(world: World, ranks: Sequence[int]) -> Group:
     rounds = rounds_of(world.group)
     note = rounds.note("group", name_ranks(members))
 
-    def make() -> Group:
-        steps = Steps(rounds, world.timeout)
+    def make(sequence: RoundSequence) -> Group:
         try:
             group = world._make_group(members)
         except (OSError, SyncError) as error:  # or the others would wait for this rank in it
-            steps.fail(note.label, error)
+            sequence.fail(error)
             raise
-        steps.agree(note)
+        sequence.meet()
         return group
 
-    return rounds.as_one(note.label, make)
+    return RoundSequence.run(rounds, note, world.timeout, make)
 
 
 def get_node_group(world: World) -> Group:

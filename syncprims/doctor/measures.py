@@ -95,7 +95,7 @@ def _on_device() -> Callable[[int], tuple[Any, Any]] | None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
-    from syncprims._data.devices import own_device
+    from syncprims._data.arrays import own_device
 
     def make(size: int) -> tuple[Any, Any]:
         from syncprims import get_local_rank

@@ -25,7 +25,7 @@ _PATIENCE = 30.0  # seconds; nothing here should take more than one
 
 def board() -> Board:
     """Return the board of all ranks, as the backend made it; round 1 was the start's."""
-    found = current().group._rounds._board  # pyright: ignore[reportPrivateUsage]
+    found = current().group._rounds.board  # pyright: ignore[reportPrivateUsage]
     return found.inner if isinstance(found, ProbedBoard) else found
 
 

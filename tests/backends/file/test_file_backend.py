@@ -501,7 +501,7 @@ def test_an_interrupt_around_the_post_never_pairs_rounds_off_by_one(
         sp.barrier()
         said: list[Any] = []
         if sp.is_main():
-            board = sp.current().group._rounds._board
+            board = sp.current().group._rounds.board
             post = board.post
 
             def interrupted(note: Any) -> None:
@@ -539,7 +539,7 @@ def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> N
         moments: list[float] = []
         sp.barrier()
         if sp.is_main():
-            board = sp.current().group._rounds._board
+            board = sp.current().group._rounds.board
             board.now = lambda: 1000 * time.monotonic()  # type: ignore[method-assign]
         for _ in range(5):
             if not sp.is_main():

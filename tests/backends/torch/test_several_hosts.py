@@ -37,7 +37,7 @@ trigger = Trigger("stop")
 if rank == 2:
     trigger.set("enough")
 seen["trigger"] = trigger.check(), trigger.ranks, trigger.reason
-seen["board"] = type(current().group._rounds._board).__name__
+seen["board"] = type(current().group._rounds.board).__name__
 tell("end", json.dumps(seen))
 """
 

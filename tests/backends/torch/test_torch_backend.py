@@ -370,7 +370,7 @@ def test_one_host_is_done_with_the_store_once_all_have_come(
         """
         import threading
         sp.barrier()
-        board = sp.current().group._rounds._board
+        board = sp.current().group._rounds.board
         tell(type(board).__name__, [t.name for t in threading.enumerate()])
         """,
         2,
@@ -425,7 +425,7 @@ def test_large_objects_pass_by_the_store(size: int, meeting_place: Path) -> None
 
 def test_a_round_minds_no_fate_that_arrives_meanwhile(meeting_place: Path) -> None:
     def program() -> list[int]:
-        fates = vars(sp.current().group._rounds._board)["_elsewhere"]  # what a link's thread keeps
+        fates = vars(sp.current().group._rounds.board)["_elsewhere"]  # what a link's thread keeps
         over = threading.Event()
 
         def arrive() -> None:
