@@ -34,7 +34,7 @@ from catalogue import OURS
 from table import Seen, head, row, short, span
 
 import syncprims as sp
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ class Started(NamedTuple):
 
 def measure(kills: int) -> dict[str, list[float]]:
     """Return, for each case, the milliseconds until the slowest rank raised, for every kill."""
-    backend_class("file"), sp.version()  # imported once here, not in every rank
+    load_backend("file"), sp.version()  # imported once here, not in every rank
     with hogs(os.cpu_count() or 1):
         loaded = _kill_many(kills)
     return {

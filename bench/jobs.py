@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -142,7 +142,7 @@ def measure(
 
 def _environment(meeting: Path | None) -> dict[str, str]:
     """Return the variables of a job: none of another launcher, and one thread per rank."""
-    outer = place_variables()
+    outer = list_rank_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     clean.pop("PYTHONPATH", None)
     if meeting is not None:

@@ -6,6 +6,8 @@ it runs on is chosen by ``SYNCPRIMS_BACKEND``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from syncprims._api.collectives import all_gather as all_gather
 from syncprims._api.collectives import all_ranks as all_ranks
 from syncprims._api.collectives import all_reduce as all_reduce
@@ -58,3 +60,25 @@ from syncprims.errors import SyncError as SyncError
 from syncprims.errors import SyncTimeout as SyncTimeout
 from syncprims.errors import WorldClosed as WorldClosed
 from syncprims.interface import Topology as Topology
+
+__all__ = [  # noqa: RUF022 - in the order of the reference
+    "init", "shutdown", "current", "World", "Topology", "version",
+    "get_rank", "get_world_size", "get_local_rank", "get_local_world_size", "get_node_rank",
+    "get_num_nodes", "is_main", "is_local_main", "is_last",
+    "barrier", "broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks", "assert_same",
+    "group", "Group", "main_first", "in_turn",
+    "on_main", "on_local_main", "on_last", "on_rank", "on_local_rank", "split",
+    "Trigger", "set_trigger", "check_trigger", "print_main", "progress", "get_logger",
+    "SyncError", "Failure", "ConfigurationError", "BackendUnavailable", "CollectiveMismatch",
+    "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "EncodingError", "WorldClosed",
+    "ForkedProcess", "ConcurrentCall", "CheckpointError",
+]  # fmt: skip
+
+__version__: str  #: the installed release
+
+if not TYPE_CHECKING:  # where every misspelt name would become a str
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":  # reading it is slow: not at import
+            return version()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

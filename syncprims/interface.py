@@ -30,6 +30,16 @@ class Topology(NamedTuple):
     run_id: str | None = None  #: tells this run (and restart) from every other, where known
 
 
+def own_device_index(current: int, count: int, local_rank: int) -> int:
+    """Return which of the `count` devices on a node is a rank's own; `current` is the current one.
+
+    It is the current device, if the program has chosen one. The first device is current by default
+    and does not count as chosen: then it is the device of the local rank, and ranks share the
+    devices in turn if there are fewer devices than ranks.
+    """
+    return current or local_rank % max(1, count)
+
+
 class Settings(NamedTuple):
     """What the user may tune. Times are in seconds."""
 

@@ -1,16 +1,22 @@
-"""What users call: who am I, and the collectives of the current group.
+"""What users call: which rank is this, and the collectives of the current group.
 
-Each function hands on to the method of the same name, so that a :class:`~syncprims.Group` and the
-module can never differ.
+Each collective calls the method of the same name, so that a :class:`~syncprims.Group` and the
+module can never differ. `timeout` is in seconds or a `timedelta`; None is the world's default.
+`group` is by default the one whose ``with`` block this is, else all ranks.
+
+Every call that waits for other ranks raises `CollectiveMismatch` if they make another call,
+`SyncTimeout` if they do not come within `timeout`, `PeerLost` if one of them dies, and
+`PeerFailed` if one raises. The message names the ranks.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from syncprims._data.partition import share
+from syncprims._data.partition import split as split_items
 from syncprims._world.group import entered
-from syncprims._world.runtime import active_group, current, topology
+from syncprims._world.runtime import current, get_active_group, get_topology
+from syncprims._world.world import get_node_group, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,69 +30,69 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# -- who am I? From the environment: nobody is waited for --------------------------------------
+# -- which rank is this? From the environment: nothing is waited for ------------------------------
 
 
 def get_rank() -> int:
-    """Return this process's number among all ranks."""
-    return topology().rank
+    """Return this process's number among all ranks, from 0. Waits for no rank."""
+    return get_topology().rank
 
 
 def get_world_size() -> int:
-    """Return the number of ranks."""
-    return topology().world_size
+    """Return the number of ranks. Waits for no rank."""
+    return get_topology().world_size
 
 
 def get_local_rank() -> int:
-    """Return this process's number on its node."""
-    return topology().local_rank
+    """Return this process's number on its node, from 0. Waits for no rank."""
+    return get_topology().local_rank
 
 
 def get_local_world_size() -> int:
-    """Return the number of ranks on this node."""
-    return topology().local_world_size
+    """Return the number of ranks on this node. Waits for no rank."""
+    return get_topology().local_world_size
 
 
 def get_node_rank() -> int:
-    """Return this node's number."""
-    return topology().node_rank
+    """Return this node's number, from 0. Waits for no rank."""
+    return get_topology().node_rank
 
 
 def get_num_nodes() -> int:
-    """Return the number of nodes."""
-    return topology().num_nodes
+    """Return the number of nodes. Waits for no rank."""
+    return get_topology().num_nodes
 
 
 def is_main() -> bool:
-    """Tell whether this is rank 0."""
-    return topology().rank == 0
+    """Return whether this is rank 0. Waits for no rank."""
+    return get_topology().rank == 0
 
 
 def is_local_main() -> bool:
-    """Tell whether this is the first rank of its node."""
-    return topology().local_rank == 0
+    """Return whether this is the first rank of its node. Waits for no rank."""
+    return get_topology().local_rank == 0
 
 
 def is_last() -> bool:
-    """Tell whether this is the highest rank."""
-    place = topology()
+    """Return whether this is the highest rank. Waits for no rank."""
+    place = get_topology()
     return place.rank == place.world_size - 1
 
 
-# -- together ----------------------------------------------------------------------------------
-#
-# `group` is a Group; by default the one whose `with` block this is, else all ranks. What each call
-# raises stands at the Group's method of the same name.
+# -- collectives -----------------------------------------------------------------------------------
 
 
 def group(ranks: Sequence[int]) -> Group:
     """Return the group of these world ranks. Every rank of the world calls it, members or not.
 
-    Members use it as ``with group([0, 1]):``, or call its methods.
+    Members use it as ``with group([0, 1]):``, or call its methods. The same ranks give the same
+    group.
 
-    :raises ValueError: if a rank does not exist or stands twice.
+    :raises ValueError: if a rank does not exist or is named twice.
+    :raises TypeError: if a rank is not a whole number.
+    :raises SyncError: if the ranks do not meet, as :func:`barrier`.
     """
-    return current().new_group(ranks)
+    return make_group(current(), ranks)
 
 
 def barrier(
@@ -96,12 +102,22 @@ def barrier(
     group: Group | None = None,
     device: bool = False,
 ) -> None:
-    """Return when every member has arrived. See :meth:`Group.barrier`."""
-    members = group or active_group(timeout)
-    if members.silent and name is None and timeout is None and not device:
-        return  # as the Group's method would; in a world of one the extra call is half the price
-    if members.passing is not None and name is None and timeout is None and not device:
-        members.passing()
+    """Return when every member of the group has arrived.
+
+    With `device`, this rank's GPU work is completed before it arrives. `name` is shown in errors,
+    and must be the same on all members.
+
+    :param timeout: seconds, or a `timedelta`; None is the world's default.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises CollectiveMismatch: on all members, if one makes another call.
+    :raises SyncTimeout: naming the ranks that did not arrive in time.
+    :raises PeerLost: if a member died, or finished without this call.
+    :raises PeerFailed: if a member raised; with its type, message and traceback.
+    """
+    members = group or get_active_group(timeout)
+    skip = members._skip_barrier  # pyright: ignore[reportPrivateUsage]
+    if skip is not None and name is None and timeout is None and not device:
+        skip()  # as the Group's method does; without that call it is twice as fast
         return
     members.barrier(name, timeout=timeout, device=device)
 
@@ -109,13 +125,29 @@ def barrier(
 def broadcast(
     obj: T, src: int = 0, *, out: Any = None, timeout: Seconds = None, group: Group | None = None
 ) -> T:
-    """Return `src`'s object on every member. See :meth:`Group.broadcast`."""
-    return (group or active_group(timeout)).broadcast(obj, src, out=out, timeout=timeout)
+    """Return the object of rank `src` on every member; on `src` itself, the very object.
+
+    `src` is a world rank. With `out`, an array that arrives is copied into it, and `out` is
+    returned.
+
+    :param timeout: seconds, or a `timedelta`; None is the world's default.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises EncodingError: on `src`, if the object cannot travel; the others raise `PeerFailed`.
+    :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+    """
+    return (group or get_active_group(timeout)).broadcast(obj, src, out=out, timeout=timeout)
 
 
 def all_gather(obj: T, *, timeout: Seconds = None, group: Group | None = None) -> list[T]:
-    """Return every member's object, in rank order. See :meth:`Group.all_gather`."""
-    return (group or active_group(timeout)).all_gather(obj, timeout=timeout)
+    """Return every member's object, in rank order; this rank's own is the very object.
+
+    :param timeout: seconds, or a `timedelta`; None is the world's default.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises EncodingError: if the object cannot travel; the others raise `PeerFailed`.
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+    """
+    return (group or get_active_group(timeout)).all_gather(obj, timeout=timeout)
 
 
 def all_reduce(
@@ -126,25 +158,56 @@ def all_reduce(
     timeout: Seconds = None,
     group: Group | None = None,
 ) -> T:
-    """Return the sum, mean, min, max or prod over all members. See :meth:`Group.all_reduce`."""
-    return (group or active_group(timeout)).all_reduce(value, op, out=out, timeout=timeout)
+    """Return the sum, mean, min, max or prod over all members, the same bits on each.
+
+    `value` is a number, a numpy array, a torch tensor, or a dict, list or tuple of them, and does
+    not change. Python integers stay exact; arrays keep their dtype, except that a mean of integers
+    is float64 and a sum or product of bools int64. With `out`, an array of the result's shape and
+    dtype is filled and returned.
+
+    :param timeout: seconds, or a `timedelta`; None is the world's default.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises RankMismatch: on all members, if trees, shapes or dtypes differ.
+    :raises ValueError: if `op` is unknown, or `out` does not fit.
+    :raises TypeError: if `value` cannot be reduced; the others raise `PeerFailed`.
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+    """
+    return (group or get_active_group(timeout)).all_reduce(value, op, out=out, timeout=timeout)
 
 
 def any_rank(flag: object, *, timeout: Seconds = None, group: Group | None = None) -> bool:
-    """Return True everywhere if `flag` is true on at least one member."""
-    return (group or active_group(timeout)).any_rank(flag, timeout=timeout)
+    """Return True on every member if `flag` is true on at least one, else False on every member.
+
+    :param timeout: seconds, or a `timedelta`; None is the world's default.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+    """
+    return (group or get_active_group(timeout)).any_rank(flag, timeout=timeout)
 
 
 def all_ranks(flag: object, *, timeout: Seconds = None, group: Group | None = None) -> bool:
-    """Return True everywhere if `flag` is true on all members."""
-    return (group or active_group(timeout)).all_ranks(flag, timeout=timeout)
+    """Return True on every member if `flag` is true on all, else False on every member.
+
+    :param timeout: seconds, or a `timedelta`; None is the world's default.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+    """
+    return (group or get_active_group(timeout)).all_ranks(flag, timeout=timeout)
 
 
 def assert_same(
     value: object, name: str, *, timeout: Seconds = None, group: Group | None = None
 ) -> None:
-    """Return only if `value` is the same on every member. See :meth:`Group.assert_same`."""
-    (group or active_group(timeout)).assert_same(value, name, timeout=timeout)
+    """Return only if `value` is the same on every member, bit for bit; only digests travel.
+
+    Dicts and sets may differ in order. `name` says in errors what the value is.
+
+    :param timeout: seconds, or a `timedelta`; None is the world's default.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises RankMismatch: on all members otherwise, showing each rank's value.
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+    """
+    (group or get_active_group(timeout)).assert_same(value, name, timeout=timeout)
 
 
 def main_first(
@@ -154,11 +217,17 @@ def main_first(
     timeout: Seconds = None,
     group: Group | None = None,
 ) -> MainFirst:
-    """Return a context manager: main runs the block, then the others. See `Group.main_first`.
+    """Return a context manager: main runs the block, then all other ranks run it.
 
-    With `local`, the first rank of each node goes first, and no node waits for another.
+    Main is the lowest rank of the group. It does not wait for the others' blocks. If its block
+    raises, the others raise `PeerFailed` and no other block runs. With `local`, the first rank of
+    each node goes first, and no node waits for another.
 
-    :raises ValueError: if both `local` and `group` say who is first.
+    :param timeout: seconds for main's block, or a `timedelta`; None waits as long as it takes, the
+        world's default does not apply.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises ValueError: if both `local` and `group` are given.
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
     if local and group is not None:
         raise ValueError(
@@ -166,22 +235,29 @@ def main_first(
             f"ranks; give one of the two"
         )
     if local:
-        return current(timeout).node_group.main_first(name=name, timeout=timeout)
-    return (group or active_group(timeout)).main_first(name=name, timeout=timeout)
+        group = get_node_group(current(timeout))
+    return (group or get_active_group(timeout)).main_first(name=name, timeout=timeout)
 
 
 def in_turn(*, timeout: Seconds = None, group: Group | None = None) -> InTurn:
-    """Return a context manager: ranks run the block one after another. See `Group.in_turn`."""
-    return (group or active_group(timeout)).in_turn(timeout=timeout)
+    """Return a context manager: the members run the block one after another, in rank order.
+
+    All leave together. If a block raises, no later one runs and the others raise `PeerFailed`.
+
+    :param timeout: seconds for each block, or a `timedelta`; None is the world's default.
+    :param group: by default that of the ``with`` block, else all ranks.
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+    """
+    return (group or get_active_group(timeout)).in_turn(timeout=timeout)
 
 
 def split(items: Any, *, pad: bool = False) -> Any:
-    """Return this rank's contiguous share of `items`, extras going to the lowest ranks.
+    """Return this rank's contiguous share of `items`; extra items go to the lowest ranks.
 
     Takes a list, tuple, range, dict of equally long sequences, numpy array, tensor, or anything
-    with ``.select(indices)``, and returns the same type; `items` itself is left alone. With `pad`,
-    the last of all items is repeated until every share is equally long (a range becomes a list).
-    Nobody is waited for.
+    with ``.select(indices)``, and returns the same type; `items` does not change. With `pad`, the
+    last of all items is repeated until every share is equally long (a range becomes a list). In a
+    group's ``with`` block the members share. Waits for no rank.
 
     :raises TypeError: for `str` and `bytes`, and for what has no length.
     :raises ValueError: if the dict's values differ in length.
@@ -189,5 +265,5 @@ def split(items: Any, *, pad: bool = False) -> Any:
     within = entered.get()
     if within is not None:
         return within.split(items, pad=pad)
-    place = topology()
-    return share(items, place.rank, place.world_size, pad=pad)
+    place = get_topology()
+    return split_items(items, place.rank, place.world_size, pad=pad)

@@ -1,18 +1,17 @@
-"""Run this on one rank only: decorators that ask at each call which rank this is."""
+"""Decorators that run a function on one rank only, decided at each call."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
-from syncprims._protocol.validation import whole
-from syncprims._world.group import entered
-from syncprims._world.runtime import current, topology
+from syncprims._protocol.validation import whole_number
+from syncprims._world.group import SharedResult, entered
+from syncprims._world.runtime import current, get_topology
+from syncprims._world.world import get_node_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from syncprims._world.group import Group
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,15 +29,15 @@ class _Choice(NamedTuple):
     number: int | None  #: None is the last
 
     def runs_here(self) -> bool:
-        """Tell whether this is the rank.
+        """Return whether this rank runs.
 
         :raises ValueError: if there is no such rank.
         """
-        place = topology()
+        place = get_topology()
         mine, count = place.rank, place.world_size
         if self.local:
             mine, count = place.local_rank, place.local_world_size
-        chosen = self._of(count)
+        chosen = count - 1 if self.number is None else self.number
         if not 0 <= chosen < count:
             where = "on this node" if self.local else "in this world"
             raise ValueError(
@@ -46,27 +45,25 @@ class _Choice(NamedTuple):
             )
         return chosen == mine
 
-    def _of(self, count: int) -> int:
-        return count - 1 if self.number is None else self.number
+    def find_shared_result(self) -> SharedResult:
+        """Return the ranks that share the result, and which of them has it.
 
-    def sharing(self) -> tuple[Group, int]:
-        """Return the ranks that share the result, and whose it is.
-
-        :raises ValueError: if not all of them are in the group that is entered: no one else calls.
+        :raises ValueError: if not all of them are in the group that is entered: no other rank
+            makes the call.
         """
         world, within = current(), entered.get()
-        everybody = world.node_group if self.local else world.group
-        src = everybody.ranks[self._of(len(everybody.ranks))]
+        members = get_node_group(world) if self.local else world.group
+        src = members.ranks[-1 if self.number is None else self.number]
         if within is None:
-            return everybody, src
-        needed = everybody.ranks if self.local else (src,)
+            return SharedResult(members, self.call, src)
+        needed = members.ranks if self.local else (src,)
         if not set(needed) <= set(within.ranks):
             raise ValueError(
-                f"{self.call}(share=True) runs on rank {src}, for ranks {list(everybody.ranks)}, "
+                f"{self.call}(share=True) runs on rank {src}, for ranks {list(members.ranks)}, "
                 f"and this is within a group of ranks {list(within.ranks)}: call it outside of the "
                 f"group's block, or use the group's own broadcast()"
             )
-        return everybody if self.local else within, src
+        return SharedResult(members if self.local else within, self.call, src)
 
 
 @overload
@@ -79,12 +76,13 @@ def on_main(
     """Make a function run on rank 0 only; the others return `default`.
 
     With ``share=True`` all ranks call it together and all return rank 0's result; if it raises,
-    rank 0 raises that, and the others `PeerFailed` with its traceback. Within a group's block the
-    members share, and it is a `ValueError` if rank 0 is none of them. Works with and without
-    parentheses, and on ``async def``.
+    rank 0 raises that, and the others `PeerFailed` with its traceback. The others wait without a
+    timeout. Within a group's block the members share, and it is a `ValueError` if rank 0 is not
+    among them. Works with and without parentheses, and on ``async def``.
+
+    :raises TypeError: if what is decorated is no function.
     """
-    choice = _Choice("on_main", False, 0)
-    return _decorate(fn, choice, default=default, share=share)
+    return _decorate(fn, _Choice("on_main", False, 0), default=default, share=share)
 
 
 @overload
@@ -94,9 +92,11 @@ def on_last(*, default: Any = None, share: bool = False) -> _Decorator: ...
 def on_last(
     fn: Callable[..., Any] | None = None, /, *, default: Any = None, share: bool = False
 ) -> Any:
-    """Make a function run on the highest rank only. Otherwise as :func:`on_main`."""
-    choice = _Choice("on_last", False, None)
-    return _decorate(fn, choice, default=default, share=share)
+    """Make a function run on the highest rank only; the others return `default`.
+
+    With ``share=True`` all ranks return its result. Otherwise as :func:`on_main`.
+    """
+    return _decorate(fn, _Choice("on_last", False, None), default=default, share=share)
 
 
 @overload
@@ -106,29 +106,39 @@ def on_local_main(*, default: Any = None, share: bool = False) -> _Decorator: ..
 def on_local_main(
     fn: Callable[..., Any] | None = None, /, *, default: Any = None, share: bool = False
 ) -> Any:
-    """Make a function run on the first rank of each node only. Otherwise as :func:`on_main`.
+    """Make a function run on the first rank of each node only; the others return `default`.
 
-    With ``share=True`` the ranks of a node share; no node waits for another.
+    With ``share=True`` the ranks of a node share its result; no node waits for another. Otherwise
+    as :func:`on_main`.
     """
-    choice = _Choice("on_local_main", True, 0)
-    return _decorate(fn, choice, default=default, share=share)
+    return _decorate(fn, _Choice("on_local_main", True, 0), default=default, share=share)
 
 
 def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
-    """Make a function run on rank `n` only. Otherwise as :func:`on_main`.
+    """Make a function run on rank `n` only; the others return `default`.
 
-    The decorated function raises ValueError on every rank if there is no rank `n`.
+    With ``share=True`` all ranks return its result. The decorated function raises ValueError on
+    every rank if there is no rank `n`. Otherwise as :func:`on_main`.
+
+    :raises TypeError: if `n` is not a whole number.
     """
-    choice = _Choice("on_rank", False, whole(n, "on_rank takes a rank, a whole number"))
-    decorator: _Decorator = _decorate(None, choice, default=default, share=share)
-    return decorator
+    choice = _Choice("on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"))
+    return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
 def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
-    """Make a function run on local rank `n` of each node only. As :func:`on_local_main`."""
-    choice = _Choice("on_local_rank", True, whole(n, "on_local_rank takes a rank, a whole number"))
-    decorator: _Decorator = _decorate(None, choice, default=default, share=share)
-    return decorator
+    """Make a function run on local rank `n` of each node only; the others return `default`.
+
+    With ``share=True`` the ranks of a node share its result; no node waits for another. The
+    decorated function raises ValueError on a node that has no such rank. Otherwise as
+    :func:`on_main`.
+
+    :raises TypeError: if `n` is not a whole number.
+    """
+    choice = _Choice(
+        "on_local_rank", True, whole_number(n, "on_local_rank takes a rank, a whole number")
+    )
+    return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
 def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, share: bool) -> Any:
@@ -142,30 +152,28 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
 
         @functools.wraps(fn)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            result, here = default, choice.runs_here()
-            shared = choice.sharing() if share else None
-            if here:
-                try:
-                    result = await fn(*args, **kwargs)
-                except BaseException as error:
-                    if shared is not None:
-                        shared[0].send_failure(choice.call, error, shared[1])
-                    raise
-            return result if shared is None else shared[0].send(choice.call, result, shared[1])
+            here = choice.runs_here()
+            shared = choice.find_shared_result() if share else None
+            try:
+                result = await fn(*args, **kwargs) if here else default
+            except BaseException as error:
+                if shared is not None:
+                    shared.fail(error)
+                raise
+            return result if shared is None else shared.send(result)
 
         return call_async
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result, here = default, choice.runs_here()
-        shared = choice.sharing() if share else None
-        if here:
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:
-                if shared is not None:
-                    shared[0].send_failure(choice.call, error, shared[1])
-                raise
-        return result if shared is None else shared[0].send(choice.call, result, shared[1])
+        here = choice.runs_here()
+        shared = choice.find_shared_result() if share else None
+        try:
+            result = fn(*args, **kwargs) if here else default
+        except BaseException as error:
+            if shared is not None:
+                shared.fail(error)
+            raise
+        return result if shared is None else shared.send(result)
 
     return call

@@ -1,11 +1,11 @@
-"""Say it once, not once per rank."""
+"""Output once, not once per rank."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from syncprims._world.runtime import topology
+from syncprims._world.runtime import get_topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,9 +20,11 @@ _LOG_EVERY = 5.0  # seconds between two lines of a bar that goes into a log
 
 
 def print_main(*args: object, local: bool = False, **options: Any) -> None:
-    """Print on rank 0 only; with `local`, on the first rank of each node. Options as `print`."""
-    place = topology()
-    if (place.local_rank if local else place.rank) == 0:
+    """Print on rank 0 only; with `local`, on the first rank of each node. Waits for no rank.
+
+    Options as `print`.
+    """
+    if _is_first(local):
         print(*args, **options)  # noqa: T201
 
 
@@ -33,10 +35,11 @@ def progress(iterable: None = None, *, local: bool = False, **options: Any) -> t
 def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tqdm[Any]:
     """Return `iterable` behind one progress bar: rank 0's; with `local`, one on each node.
 
-    What is returned is tqdm's own object, on the other ranks one that shows nothing: all of its
-    methods (`set_postfix`, `update`, `write`, ...) and options work. Without an iterable there is
+    It is tqdm's own object; on the other ranks one that shows nothing. All of its methods
+    (`set_postfix`, `update`, `write`, ...) and options work. Without an iterable there is
     ``progress(total=100)`` and `update`. Where the output is no terminal, the bar is a line at most
-    every 5 seconds, unless `mininterval` says otherwise. The world need not have started.
+    every 5 seconds, unless `mininterval` says otherwise. Waits for no rank, and does not start the
+    world.
 
     :raises ImportError: if tqdm is not installed.
     """
@@ -46,8 +49,7 @@ def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tq
         raise ImportError(
             "progress() shows tqdm's bar: pip install 'syncprims[progress]'"
         ) from error
-    place = topology()
-    if (place.local_rank if local else place.rank) != 0:
+    if not _is_first(local):
         options["disable"] = True
     elif not _is_terminal(options.get("file") or sys.stderr):
         options.setdefault("mininterval", _LOG_EVERY)
@@ -62,15 +64,21 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def get_logger(name: str, level: int | str | None = None) -> RankLogger:
-    """Return the logger `name`; every line carries the rank, and may be kept to rank 0.
+    """Return the logger `name`, whose lines carry the rank, and may be kept to rank 0.
 
     ``logger.info("saved", main_only=True)``; see :class:`RankLogger` for `local`, `once` and
     `in_order`. Underneath is `logging.getLogger(name)`, with its handlers and levels; `level` sets
-    its level, and no other logger's. The world need not have started.
+    its level, and no other logger's. Waits for no rank, and does not start the world.
     """
-    from .rank_logger import rank_logger  # logging is slow to import
+    from .rank_logger import make_rank_logger  # logging is slow to import
 
-    logger = rank_logger(name)
+    logger = make_rank_logger(name)
     if level is not None:
         logger.setLevel(level)
     return logger
+
+
+def _is_first(local: bool) -> bool:
+    """Return whether this is rank 0; with `local`, the first rank of its node."""
+    place = get_topology()
+    return (place.local_rank if local else place.rank) == 0

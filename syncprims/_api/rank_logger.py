@@ -7,7 +7,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.runtime import active_group, topology
+from syncprims._world.runtime import get_active_group, get_topology
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -19,12 +19,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     Every method of a logger takes four keywords more: ``main_only=True`` keeps a line to rank 0,
     ``local=True`` to the first rank of each node, ``once=True`` logs a text only the first time on
     this rank, and with ``in_order=True`` the ranks log one after another. The last is a call of all
-    ranks, whatever their levels are, and starts the world; the others wait for nobody.
+    ranks, whatever their levels are, and starts the world; the others wait for no rank.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger)
-        self._said: set[tuple[int, int, str]] = set()  # rank, level, text
+        self._logged: set[tuple[int, int, str]] = set()  # rank, level, text
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log as :meth:`logging.Logger.log`, with the rank in front."""
@@ -33,11 +33,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         )
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         in_order = in_order and not (main_only or local)
-        # Before the level is asked: ranks whose levels differ would not meet.
-        with active_group().in_turn() if in_order else contextlib.nullcontext():
+        # Before the level is looked at: ranks whose levels differ would not meet.
+        with get_active_group().in_turn() if in_order else contextlib.nullcontext():
             if not self.isEnabledFor(level):
                 return
-            place = topology()
+            place = get_topology()
             if (local and place.local_rank != 0) or (main_only and not local and place.rank != 0):
                 return
             if once and not self._is_new(place.rank, level, msg, args):
@@ -49,7 +49,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self, msg: object, kwargs: MutableMapping[str, Any]
     ) -> tuple[str, MutableMapping[str, Any]]:
         """Put the rank in front, and into the record: ``%(rank)d``, ``%(world_size)d``."""
-        place = topology()
+        place = get_topology()
         known = {
             "rank": place.rank,
             "local_rank": place.local_rank,
@@ -62,13 +62,13 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         return f"[rank {place.rank}] {msg}", kwargs
 
     def _is_new(self, rank: int, level: int, msg: object, args: tuple[Any, ...]) -> bool:
-        said = rank, level, f"{msg}{args or ''}"  # the rank: threads that are ranks share this
-        is_new = said not in self._said
-        self._said.add(said)
+        key = rank, level, f"{msg}{args or ''}"  # the rank: threads that are ranks share this
+        is_new = key not in self._logged
+        self._logged.add(key)
         return is_new
 
 
 @functools.cache  # so that `once` is once, whichever module asks for the logger
-def rank_logger(name: str) -> RankLogger:
-    """Return the adapter of the logger `name`, always the same."""
+def make_rank_logger(name: str) -> RankLogger:
+    """Return the adapter of the logger `name`: the same for the same name."""
     return RankLogger(logging.getLogger(name))

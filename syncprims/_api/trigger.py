@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
 from syncprims._protocol.validation import require
-from syncprims._world.runtime import active_group, current
+from syncprims._world.group import collect_flags, defer_flags, exchange_flags
+from syncprims._world.runtime import current, get_active_group
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from syncprims._protocol.rounds import Meeting
+    from syncprims._protocol.rounds import PendingRound
     from syncprims._world.group import Group
 
 
 class Trigger:
     """A flag that any rank may set, and that all ranks see set at the same :meth:`check`.
 
-    With ``lag=1`` a check answers for the previous one. It then waits only while a peer is more
-    than one check behind, and all ranks still agree.
+    With ``lag=1`` a check answers for the previous one. It then waits only while another rank is
+    more than one check behind, and all ranks still agree.
 
     :raises ValueError: if `lag` is neither 0 nor 1.
     """
@@ -31,12 +32,12 @@ class Trigger:
         self._lag = lag
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
-        self._before: tuple[Group, Meeting] | None = None
-        self.ranks: list[int] = []  #: after a true check: who had set it
+        self._before: tuple[Group, PendingRound] | None = None
+        self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
 
     def set(self, reason: str | None = None) -> None:
-        """Raise the flag on this rank; every rank sees it at its next check. Waits for nobody.
+        """Raise the flag on this rank; every rank sees it at its next check. Waits for no rank.
 
         Safe in a signal handler. The first reason given before a check is the one that counts.
 
@@ -47,24 +48,26 @@ class Trigger:
         self._set.setdefault("reason", (reason,))
 
     def check(self) -> bool:
-        """Return the same answer on every rank: had any set the flag? Then it is reset.
+        """Return on every rank whether any rank had set the flag, and reset it.
 
-        A collective call, at the price of a barrier; with ``lag=1`` the first check is False.
+        A collective call of the current group, at the price of a barrier; it waits for at most the
+        world's default timeout. With ``lag=1`` the first check is False.
+
+        :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`syncprims.barrier`.
         """
         # Reset before waiting: a signal that arrives meanwhile counts for the next check.
         why = self._set.pop("reason", None)
-        group = active_group()
-        flag = why is not None
-        payload = codec.encode(why[0]) if why is not None else b""
+        payload = None if why is None else codec.encode(why[0])
+        group = get_active_group()
         if not self._lag:
-            raised = group.raise_flag("trigger", self._name, flag, payload)
+            raised = exchange_flags(group, "trigger", self._name, payload)
         else:
             # Of another group, or another world: then this is the first check of this one.
-            of, meeting = self._before or (group, None)
-            before = meeting if of is group else None
-            later = group.defer_flag("trigger", self._name, flag, payload, before)
+            of, pending = self._before or (group, None)
+            before = pending if of is group else None
+            later = defer_flags(group, "trigger", self._name, payload, before)
             self._before = group, later
-            raised = group.flags(before) if before is not None else []
+            raised = collect_flags(group, before) if before is not None else []
         if not raised:
             return False
         self.ranks = [rank for rank, _ in raised]
@@ -72,9 +75,9 @@ class Trigger:
         return True
 
     def set_on_signal(self, signum: int | None = None) -> None:
-        """Let `signum` (SIGTERM) set the flag instead of ending this process.
+        """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
 
-        A second one has the effect it had before.
+        A second signal has the effect it had before.
 
         :raises ValueError: outside the main thread, as :func:`signal.signal`.
         """
@@ -84,22 +87,30 @@ class Trigger:
         previous: Any = signal.getsignal(signum)
 
         def on_signal(received: int, frame: FrameType | None) -> None:
-            signal.signal(signum, previous)  # asked twice, it is meant
+            signal.signal(signum, previous)  # a second one is meant
             self.set(signal.Signals(received).name)
 
         signal.signal(signum, on_signal)
 
 
-def _default() -> Trigger:
+def _get_default() -> Trigger:
     trigger: Trigger = current().extras.setdefault("trigger", Trigger())
     return trigger
 
 
 def set_trigger(reason: str | None = None) -> None:
-    """Raise the world's own trigger. See :meth:`Trigger.set`."""
-    _default().set(reason)
+    """Raise the world's own trigger; every rank sees it at its next check. Waits for no rank.
+
+    Starts the world, if it does not run. Otherwise as :meth:`Trigger.set`.
+
+    :raises TypeError: if the reason is no text.
+    """
+    _get_default().set(reason)
 
 
 def check_trigger() -> bool:
-    """Return on every rank whether any rank has raised the world's own trigger, then reset it."""
-    return _default().check()
+    """Return on every rank whether any rank has raised the world's own trigger, and reset it.
+
+    :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+    """
+    return _get_default().check()

@@ -1,23 +1,97 @@
-"""Numpy arrays and tensors: what they are, apart from their contents, and their bare bytes."""
+"""Numpy arrays and tensors: what they are, where they are, and their bytes.
+
+Whether a value is one is asked without importing numpy or torch. A tensor on an accelerator never
+arrives on its sender's device, since eight ranks would fill the first GPU, but on the receiver's
+own: see :func:`own_device`.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
-from .devices import is_on_device, own_device
-from .kinds import is_array
+from syncprims.interface import own_device_index
+
+# -- kinds of values -----------------------------------------------------------------------------
+
+
+def is_dict(value: object) -> TypeGuard[dict[Any, Any]]:
+    """Return whether `value` is a dict."""
+    return isinstance(value, dict)
+
+
+def is_list_or_tuple(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    """Return whether `value` is a list or a tuple."""
+    return isinstance(value, list | tuple)
+
+
+def is_array(value: object) -> bool:
+    """Return whether `value` is a numpy array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether `value` is a numpy number."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.number | numpy.bool_)
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether `value` is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is a number, of Python's or of numpy's."""
+    return isinstance(value, int | float | complex) or is_scalar(value)
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+def has_devices() -> bool:
+    """Return whether this process may hold tensors on an accelerator."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(
+        torch.cuda.is_initialized() or torch.backends.mps.is_available() or torch.xpu.is_available()
+    )
+
+
+def is_on_device(value: Any) -> bool:
+    """Return whether `value` is a tensor whose items are on an accelerator."""
+    return is_tensor(value) and value.device.type not in ("cpu", "meta")
+
+
+def own_device(kind: str, local_rank: int) -> Any:
+    """Return this rank's device of `kind` (``"cuda"``, ``"xpu"``, ...); the CPU if there is none.
+
+    Which one, :func:`own_device_index` decides.
+    """
+    import torch
+
+    module = getattr(torch, kind, None)
+    if kind == "cpu" or module is None or not module.is_available():
+        return torch.device("cpu")
+    if not hasattr(module, "current_device"):  # there is only one of this kind
+        return torch.device(kind, 0)
+    index = own_device_index(module.current_device(), module.device_count(), local_rank)
+    return torch.device(kind, index)
+
+
+# -- what an array is ----------------------------------------------------------------------------
 
 
 class Spec(NamedTuple):
-    """What an array is, but for its contents."""
+    """What an array is, except for its contents."""
 
     library: Literal["numpy", "torch"]
     dtype: str  #: as numpy's `dtype.str`, or torch's name
     shape: tuple[int, ...]
     requires_grad: bool = False
-    device: str = "cpu"  #: its kind: which one of them is the receiver's choice
+    device: str = "cpu"  #: its kind: the receiver chooses which device of this kind
 
     def encode(self) -> bytes:
         """Return it as bytes."""
@@ -29,16 +103,16 @@ class Spec(NamedTuple):
     def decode(cls, data: bytes) -> Spec:
         """Return what :meth:`encode` wrote.
 
-        :raises ValueError: if these bytes are nothing of the kind.
+        :raises ValueError: if these bytes are not such an encoding.
         """
         library, dtype, shape, requires_grad, device = data.decode().split(";")
-        if library == "numpy":
-            if dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV":
-                raise ValueError(f"{dtype!r} is no dtype of an array that was sent")
-        elif library != "torch":
+        if library not in ("numpy", "torch"):
             raise ValueError(f"{library!r} makes no arrays that are sent")
+        if library == "numpy" and (dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV"):
+            raise ValueError(f"{dtype!r} is no dtype of an array that was sent")
         sizes = tuple(int(part) for part in shape.split(",") if part)
-        return cls(library, dtype, sizes, requires_grad == "1", device)  # type: ignore[arg-type]
+        known = cast("Literal['numpy', 'torch']", library)
+        return cls(known, dtype, sizes, requires_grad == "1", device)
 
     def make(self, local_rank: int = 0) -> Any:
         """Return such an array, its contents not set; a tensor on this rank's own device."""
@@ -53,28 +127,28 @@ class Spec(NamedTuple):
         return made.requires_grad_(self.requires_grad)
 
     @property
-    def numpy_dtype(self) -> Any:
-        """The dtype of a numpy array."""
-        import numpy
+    def loaded_dtype(self) -> Any:
+        """The dtype object of the library."""
+        if self.library == "numpy":
+            import numpy
 
-        return numpy.dtype(self.dtype)
+            return numpy.dtype(self.dtype)
+        import torch
+
+        return getattr(torch, self.dtype)
 
     @property
     def nbytes(self) -> int:
         """The bytes of its contents."""
-        if self.library == "numpy":
-            return math.prod(self.shape) * int(self.numpy_dtype.itemsize)
-        import torch
-
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
+        return math.prod(self.shape) * int(self.loaded_dtype.itemsize)
 
 
 def spec_of(obj: Any) -> Spec | None:
     """Return what `obj` is, or None unless it is a plain array or a dense tensor."""
-    numpy = sys.modules.get("numpy")  # not loaded: then it is no array
+    numpy = sys.modules.get("numpy")  # if it is not loaded, `obj` is no array
     if numpy is not None and type(obj) is numpy.ndarray:
         if obj.dtype.hasobject or numpy.dtype(obj.dtype.str) != obj.dtype:
-            return None  # objects, records, and other people's dtypes
+            return None  # objects, records, and dtypes of other libraries
         return Spec("numpy", obj.dtype.str, obj.shape)
     torch = sys.modules.get("torch")
     if torch is not None and type(obj) is torch.Tensor:
@@ -83,6 +157,9 @@ def spec_of(obj: Any) -> Spec | None:
         dtype, shape = str(obj.dtype)[6:], tuple(obj.shape)
         return Spec("torch", dtype, shape, obj.requires_grad, obj.device.type)
     return None
+
+
+# -- bytes ---------------------------------------------------------------------------------------
 
 
 def size_of(obj: Any) -> int:
@@ -119,42 +196,42 @@ def raw(vector: Any) -> memoryview:
     return memoryview(vector.view(numpy.uint8))
 
 
+def empty_vector(like: Any, items: int) -> Any:
+    """Return a vector of so many items, of the kind and dtype of `like`, its contents not set."""
+    if is_array(like):
+        import numpy
+
+        return numpy.empty(items, like.dtype)
+    import torch
+
+    return torch.empty(items, dtype=like.dtype)
+
+
 def on_host(obj: Any) -> Any:
     """Return an array or tensor in this host's memory: the very one, if it is there."""
-    return obj if is_array(obj) or not is_on_device(obj) else obj.detach().cpu()
+    return obj.detach().cpu() if is_on_device(obj) else obj
+
+
+# -- arrays that are written to ------------------------------------------------------------------
 
 
 def fits(out: Any, spec: Spec) -> bool:
-    """Tell whether the bytes of such an array can be written into `out` as they are."""
+    """Return whether the bytes of such an array can be written into `out` as they are."""
     found = spec_of(out)
     same = found is not None and found[:3] == spec[:3] and found.device == spec.device
     return same and is_fillable(out)
 
 
 def is_fillable(out: Any) -> bool:
-    """Tell whether to write to what :func:`flat` returns is to write to this array."""
+    """Return whether writing to what :func:`flat` returns writes to this array."""
     if is_array(out):
         return bool(out.flags.c_contiguous and out.flags.writeable)
     return bool(out.is_contiguous() and not out.is_conj() and not out.is_neg())
 
 
-def filled(out: Any) -> Any:
-    """Return `out`, which was written to behind torch's back; torch hears of it."""
-    if not is_array(out):
-        import torch
-
-        torch.autograd.graph.increment_version(out)
-    return out
-
-
-def is_contiguous(obj: Any) -> bool:
-    """Tell whether the items of an array stand in memory one after the other."""
-    return bool(obj.flags.c_contiguous if is_array(obj) else obj.is_contiguous())
-
-
 def may_fill(out: Any, source: Any) -> bool:
-    """Tell whether `out` may be filled item by item while `source` is read likewise."""
-    if not is_contiguous(source):
+    """Return whether `out` may be filled item by item while `source` is read likewise."""
+    if not (source.flags.c_contiguous if is_array(source) else source.is_contiguous()):
         return True  # what is read is a copy
     begin, other = _begin(out), _begin(source)
     in_place = begin == other and out.itemsize == source.itemsize
@@ -163,3 +240,11 @@ def may_fill(out: Any, source: Any) -> bool:
 
 def _begin(obj: Any) -> int:
     return int(obj.__array_interface__["data"][0] if is_array(obj) else obj.data_ptr())
+
+
+def mark_written(out: Any) -> None:
+    """Inform torch that `out` has been written to through its bare memory."""
+    if is_tensor(out):
+        import torch
+
+        torch.autograd.graph.increment_version(out)

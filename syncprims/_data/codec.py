@@ -8,12 +8,11 @@ kept exactly; a subclass is another type. Anything else needs pickle, which the 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims.errors import EncodingError
 
-from .arrays import Spec, flat, on_host, raw, size_of, spec_of
-from .devices import arrived
+from .arrays import Spec, flat, on_host, own_device, raw, size_of, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
+_LARGE_HEADER = struct.Struct("<cQ?")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
-
 _MOST_REPEATS = 10_000
-BESIDE = b"A"  #: the tag of an array that goes beside
-LARGE = 1536  #: bytes from which on an array may go beside: about what a small note holds
+_OUT_OF_BAND = b"A"  # the tag of an array that travels by itself
+_LARGE = 1536  # bytes from which on an array may travel so: about what a small note holds
 
-_SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
+_CONTAINERS: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z", dict: b"d"}
 _PATHS = {"PosixPath": b"p", "PurePosixPath": b"q"}
-_MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SEQUENCES.items()}
+_MAKERS: dict[bytes, Callable[[Any], Any]] = {tag: kind for kind, tag in _CONTAINERS.items()}
 
 
 def encode(
@@ -37,50 +36,71 @@ def encode(
     *,
     allow_pickle: bool = True,
     canonical: bool = False,
-    beside: list[Any] | None = None,
+    out_of_band: list[Any] | None = None,
 ) -> bytes:
     """Return `obj` as bytes; if `canonical`, equal dicts in any order give equal bytes.
 
-    With `beside`, arrays of some size are appended to that list, and only what they are is encoded.
+    With `out_of_band`, large arrays are appended to that list, and only their specs are encoded.
 
     :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it.
     """
     try:
-        return _Encoder(allow_pickle, canonical, beside).encode(obj)
-    except _Entangled:
-        if beside is not None:
-            beside.clear()  # the pickle holds all
+        return _Encoder(allow_pickle, canonical, out_of_band).encode(obj)
+    except _NeedsPickle:
+        if out_of_band is not None:
+            out_of_band.clear()  # the pickle holds all
         return _pickled(obj, allow_pickle)
 
 
 def is_plain(obj: object) -> bool:
-    """Tell whether `obj` can travel without pickle."""
+    """Return whether `obj` can travel without pickle."""
     try:
-        encode(obj, allow_pickle=False, beside=[])
+        encode(obj, allow_pickle=False, out_of_band=[])
     except EncodingError:
         return False
     return True
 
 
-class _Entangled(Exception):
-    """A container holds itself, or one seen before, or too many others: left to pickle."""
+def is_one_array(data: bytes) -> bool:
+    """Return whether :func:`encode` wrote these bytes for an array that travels out of band."""
+    return data[:1] == _OUT_OF_BAND
+
+
+class LargeHeader(NamedTuple):
+    """What is sent in place of an encoding that itself travels as an array of bytes."""
+
+    size: int  #: of the encoding
+    has_arrays: bool  #: arrays of the object follow, out of band
+
+    def encode(self) -> bytes:
+        """Return it as bytes; no encoded object begins with the same tag."""
+        return _LARGE_HEADER.pack(b"W", *self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> LargeHeader | None:
+        """Return what :meth:`encode` wrote; None for an encoded object."""
+        return cls(*_LARGE_HEADER.unpack(data)[1:]) if data[:1] == b"W" else None
+
+
+class _NeedsPickle(Exception):
+    """A container holds itself, or one seen before, or is nested too deeply."""
 
 
 def decode(
     data: bytes,
     *,
     allow_pickle: bool = True,
-    beside: Callable[[Spec], Any] | None = None,
+    out_of_band: Callable[[Spec], Any] | None = None,
     local_rank: int = 0,
 ) -> Any:
-    """Return the object that :func:`encode` wrote; arrays that went beside it are `beside`'s.
+    """Return the object that :func:`encode` wrote, with ``out_of_band(spec)`` for such arrays.
 
-    Tensors of devices arrive on that of `local_rank`, unless another is current.
+    Tensors on devices arrive on the :func:`own_device` of `local_rank`.
 
     :raises EncodingError: if the bytes hold a pickle and it is forbidden or fails, or are damaged.
     """
     try:
-        obj, end = _Decoder(data, allow_pickle, beside, local_rank).read(0)
+        obj, end = _Decoder(data, allow_pickle, out_of_band, local_rank).read(0)
     except EncodingError:
         raise
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -97,13 +117,13 @@ def _sized(tag: bytes, body: bytes) -> bytes:
 
 
 class _Encoder:
-    def __init__(self, allow_pickle: bool, canonical: bool, beside: list[Any] | None) -> None:
+    def __init__(self, allow_pickle: bool, canonical: bool, out_of_band: list[Any] | None) -> None:
         self._allow_pickle = allow_pickle
         self._canonical = canonical
-        self._beside = beside
+        self._out_of_band = out_of_band
         self._open: set[int] = set()  # containers that are being written
         self._seen: set[int] = set()  # and that have been: written again, they could be huge
-        self._again = 0
+        self._repeats = 0
 
     def encode(self, obj: object, depth: int = 0) -> bytes:
         out: list[bytes] = []
@@ -127,8 +147,8 @@ class _Encoder:
         elif kind is complex:
             out.append(b"c" + _COMPLEX.pack(obj.real, obj.imag))
         elif depth >= _DEEPEST:
-            raise _Entangled
-        elif kind in _SEQUENCES or kind is dict:
+            raise _NeedsPickle
+        elif kind in _CONTAINERS:
             self._write_container(kind, obj, out, depth + 1)
         elif kind.__name__ in _PATHS and kind.__module__.startswith("pathlib"):
             body = str(obj).encode("utf-8", "surrogatepass")
@@ -141,48 +161,41 @@ class _Encoder:
             out.append(_pickled(obj, self._allow_pickle))
 
     def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
-        if self._beside is not None and size_of(obj) >= LARGE:
-            self._beside.append(obj)
-            out.append(_sized(BESIDE, spec.encode()))
+        if self._out_of_band is not None and size_of(obj) >= _LARGE:
+            self._out_of_band.append(obj)
+            out.append(_sized(_OUT_OF_BAND, spec.encode()))
         else:
             out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(on_host(obj))).tobytes()))
 
     def _write_container(self, kind: type, obj: Any, out: list[bytes], depth: int) -> None:
         key = id(obj)
         if key in self._open:
-            raise _Entangled
+            raise _NeedsPickle
         if key in self._seen and len(obj):
             if self._allow_pickle and not self._canonical:
-                raise _Entangled
-            self._again += 1
-            if self._again > _MOST_REPEATS:
+                raise _NeedsPickle
+            self._repeats += 1
+            if self._repeats > _MOST_REPEATS:
                 raise EncodingError(
                     f"a {kind.__name__} stands in the object more than {_MOST_REPEATS} times, and "
                     f"would be sent as often; send it once"
                 )
         self._open.add(key)
         self._seen.add(key)
-        if kind is dict:
-            out.append(b"d" + _LENGTH.pack(len(obj)))
-            self._write_items(obj, out, depth)
-        else:
-            out.append(_SEQUENCES[kind] + _LENGTH.pack(len(obj)))
-            if kind in (set, frozenset):  # no order of its own, and no two runs give the same
-                out += sorted(self.encode(item, depth) for item in obj)
-            else:
-                for item in obj:
-                    self._write(item, out, depth)
-        self._open.discard(key)
-
-    def _write_items(self, obj: dict[Any, Any], out: list[bytes], depth: int) -> None:
-        if self._canonical:
+        out.append(_CONTAINERS[kind] + _LENGTH.pack(len(obj)))
+        if kind in (set, frozenset):  # no order of its own, and no two runs give the same
+            out += sorted(self.encode(item, depth) for item in obj)
+        elif kind is dict and self._canonical:
             pairs = [(self.encode(k, depth), self.encode(v, depth)) for k, v in obj.items()]
-            for key, value in sorted(pairs):
-                out += (key, value)
-            return
-        for key, value in obj.items():
-            self._write(key, out, depth)
-            self._write(value, out, depth)
+            out += [part for pair in sorted(pairs) for part in pair]
+        elif kind is dict:
+            for name, value in obj.items():
+                self._write(name, out, depth)
+                self._write(value, out, depth)
+        else:
+            for item in obj:
+                self._write(item, out, depth)
+        self._open.discard(key)
 
 
 def _spec_of_scalar(obj: Any) -> Spec | None:
@@ -209,12 +222,12 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
         ) from error
 
 
-def _integer(body: bytes) -> int:
-    return int.from_bytes(body, "little", signed=True)
-
-
 def _text(body: bytes) -> str:
     return body.decode("utf-8", "surrogatepass")
+
+
+def _integer(body: bytes) -> int:
+    return int.from_bytes(body, "little", signed=True)
 
 
 #: What most objects are made of: read without a further call.
@@ -227,13 +240,13 @@ class _Decoder:
         self,
         data: bytes,
         allow_pickle: bool,
-        beside: Callable[[Spec], Any] | None,
+        out_of_band: Callable[[Spec], Any] | None,
         local_rank: int,
     ) -> None:
         self._local_rank = local_rank
         self._data = data
         self._allow_pickle = allow_pickle
-        self._beside = beside
+        self._out_of_band = out_of_band
 
     def read(self, at: int) -> tuple[Any, int]:
         """Return the object that starts at `at`, and where it ends."""
@@ -255,7 +268,7 @@ class _Decoder:
             return complex(*_COMPLEX.unpack_from(data, at)), at + 16
         (size,) = _LENGTH.unpack_from(data, at)
         at += 8
-        if tag in _MAKERS or tag == b"d":
+        if tag in _MAKERS:
             return self._read_container(tag, size, at)
         body, at = _slice(data, at, size)
         if tag in (b"a", b"g"):
@@ -267,9 +280,7 @@ class _Decoder:
         for _ in range(size if tag != b"d" else 2 * size):
             item, at = self.read(at)
             items.append(item)
-        if tag == b"d":
-            return dict(zip(items[::2], items[1::2], strict=True)), at
-        return _MAKERS[tag](items), at
+        return _MAKERS[tag](items if tag != b"d" else zip(items[::2], items[1::2], strict=True)), at
 
     def _read_array(self, tag: bytes, header: bytes, at: int) -> tuple[Any, int]:
         (size,) = _LENGTH.unpack_from(self._data, at)
@@ -277,12 +288,11 @@ class _Decoder:
         spec = Spec.decode(header)
         if spec.nbytes != len(body):
             raise ValueError(f"{len(body)} bytes for an array that has {spec.nbytes}")
-        array = spec._replace(device="cpu").make()
+        array = spec._replace(device="cpu", requires_grad=False).make()
         raw(flat(array))[:] = body
-        if spec.device != "cpu":
-            array = arrived(
-                (spec.device, array.detach(), False, spec.requires_grad), self._local_rank
-            )
+        if spec.library == "torch":
+            device = own_device(spec.device, self._local_rank)
+            array = array.to(device).requires_grad_(spec.requires_grad)
         return (array[()] if tag == b"g" else array), at
 
     def _make(self, tag: bytes, body: bytes) -> Any:
@@ -293,8 +303,8 @@ class _Decoder:
             return make_path(_text(body))
         if tag == b"P":
             return _unpickle(body, self._allow_pickle, self._local_rank)
-        if tag == BESIDE and self._beside is not None:
-            return self._beside(Spec.decode(body))
+        if tag == _OUT_OF_BAND and self._out_of_band is not None:
+            return self._out_of_band(Spec.decode(body))
         raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
 
 

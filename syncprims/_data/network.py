@@ -1,100 +1,83 @@
-"""Arrays in bulk where members share no memory: an engine carries them, a piece at a time.
-
-The counterpart of the module on the window, called in the same places. Rounds before and after say
-that all are there and that all have it: an engine by itself would wait for a dead peer for ever.
-"""
+"""Arrays between members that share no memory: an engine carries them, a piece at a time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .arrays import flat, raw
-from .kinds import is_array
+from .arrays import empty_vector, flat, raw
 from .reduction import combine
+from .transport import Operand, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncprims._protocol.round_sequence import Steps
-    from syncprims.interface import Engine, Note
+    from syncprims._protocol.round_sequence import RoundSequence
+    from syncprims.interface import Engine
 
-    from .shared_memory import Job
-
-_PIECE = 16 << 20  # bytes of one's own array that are reduced at a time
-_MOST = 256 << 20  # bytes that are broadcast at a time
+_REDUCED_AT_ONCE = 16 << 20  # bytes of one's own array
+_BROADCAST_AT_ONCE = 256 << 20  # bytes
 
 
-def send(steps: Steps, step: Note, engine: Engine, arrays: Sequence[Any]) -> None:
-    """Pass `arrays` to all members, who call :func:`receive` for such."""
-    _broadcast(steps, step, engine, arrays, steps.index)
+class EngineTransport(Transport):
+    """Carries arrays of the hosts' memory through an engine.
 
-
-def receive(steps: Steps, step: Note, engine: Engine, arrays: Sequence[Any], src: int) -> None:
-    """Fill the contiguous `arrays` with what member number `src` sends."""
-    _broadcast(steps, step, engine, arrays, src)
-
-
-def _broadcast(steps: Steps, step: Note, engine: Engine, arrays: Sequence[Any], src: int) -> None:
-    def carry() -> None:
-        for array in arrays:
-            data = raw(flat(array))
-            for at in range(0, len(data), _MOST):
-                engine.broadcast(data[at : at + _MOST], src)
-
-    _in_step(steps, step, engine, carry)
-
-
-def reduce(steps: Steps, step: Note, engine: Engine, jobs: Sequence[Job], op: str) -> None:
-    """Fill the results of all jobs, on all members alike.
-
-    Each member reduces its share, always in the order of ranks: so all hold the same bits, and the
-    same that one rank would have found by itself.
+    Rounds before and after show that all are there and that all have the data: an engine by itself
+    would wait for a dead peer for ever.
     """
 
-    def carry() -> None:
-        for job in jobs:
-            mine, result = flat(job.mine), flat(job.result)
-            most = max(1, _PIECE // mine.itemsize)
-            for begin in range(0, len(mine), most):
-                piece = slice(begin, begin + most)
-                _reduce(engine, len(steps.members), steps.index, mine[piece], result[piece], op)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
-    _in_step(steps, step, engine, carry)
+    def send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
+        """Send `arrays` to all other members, which call :meth:`receive`."""
+        self.receive(sequence, arrays, sequence.index)
 
+    def receive(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Fill the contiguous `arrays` with what member number `src` sends."""
 
-def _in_step(steps: Steps, step: Note, engine: Engine, carry: Callable[[], None]) -> None:
-    """Have the data carried once all are there, and return once all have it.
+        def carry() -> None:
+            for array in arrays:
+                data = raw(flat(array))
+                for at in range(0, len(data), _BROADCAST_AT_ONCE):
+                    self._engine.broadcast(data[at : at + _BROADCAST_AT_ONCE], src)
 
-    An error in there breaks the group: what others wait for in theirs will not come.
-    """
-    steps.agree(step)
-    steps.stand_by(carry, engine.close)
-    steps.agree(step)
+        self._between_rounds(sequence, carry)
 
+    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Fill the results of all operands, with the same bits on all members."""
 
-def _reduce(engine: Engine, members: int, index: int, mine: Any, result: Any, op: str) -> None:
-    """Reduce a piece: exchange shares, combine one's own, and gather the combined."""
-    share = -(-len(mine) // members)
-    padded = _like(mine, share * members)
-    padded[: len(mine)] = mine
-    padded[len(mine) :] = 0
-    theirs = _like(mine, share * members)
-    engine.exchange(raw(padded), raw(theirs))
-    combined = _like(result, share)
-    parts = [theirs[member * share : (member + 1) * share] for member in range(members)]
-    parts[index] = padded[index * share : (index + 1) * share]
-    combine(parts, op, combined)
-    whole = _like(result, share * members)
-    engine.gather(raw(combined), raw(whole))
-    result[:] = whole[: len(result)]
+        def carry() -> None:
+            for operand in operands:
+                mine, result = flat(operand.mine), flat(operand.result)
+                most = max(1, _REDUCED_AT_ONCE // mine.itemsize)
+                for begin in range(0, len(mine), most):
+                    piece = Operand(mine[begin : begin + most], result[begin : begin + most])
+                    self._reduce(piece, op, sequence.index, len(sequence.rounds.members))
 
+        self._between_rounds(sequence, carry)
 
-def _like(vector: Any, items: int) -> Any:
-    """Return an array or tensor of so many items of the same dtype, its contents not set."""
-    if is_array(vector):
-        import numpy
+    def _between_rounds(self, sequence: RoundSequence, carry: Callable[[], None]) -> None:
+        """Call ``carry()`` once all are there, and return once all have the data.
 
-        return numpy.empty(items, vector.dtype)
-    import torch
+        An error in it breaks the group: what others wait for in theirs will not come.
+        """
+        sequence.meet()
+        sequence.run_watched(carry, self._engine.close)
+        sequence.meet()
 
-    return torch.empty(items, dtype=vector.dtype)
+    def _reduce(self, piece: Operand, op: str, index: int, members: int) -> None:
+        """Reduce a piece: exchange parts, combine one's own, and gather the combined ones."""
+        mine, result = piece
+        part = -(-len(mine) // members)
+        padded = empty_vector(mine, part * members)
+        padded[: len(mine)] = mine
+        padded[len(mine) :] = 0
+        theirs = empty_vector(mine, part * members)
+        self._engine.exchange(raw(padded), raw(theirs))
+        combined = empty_vector(result, part)
+        parts = [theirs[member * part : (member + 1) * part] for member in range(members)]
+        parts[index] = padded[index * part : (index + 1) * part]
+        combine(parts, op, combined)
+        whole = empty_vector(result, part * members)
+        self._engine.gather(raw(combined), raw(whole))
+        result[:] = whole[: len(result)]

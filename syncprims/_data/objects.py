@@ -1,18 +1,19 @@
-"""Objects between ranks: encoded once; arrays of some size go beside, through shared memory."""
+"""Objects between ranks: encoded once; large arrays in them travel out of band."""
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims._protocol.round_sequence import Steps
+from syncprims._protocol.round_sequence import RoundSequence
 from syncprims.errors import EncodingError, RankMismatch, SyncError
 from syncprims.interface import Note
 
 from . import codec, reduction
-from .arrays import Spec, filled, fits, may_fill
-from .shared_memory import Job
-from .transport import Carriage
+from .arrays import Spec, fits, mark_written, may_fill
+from .codec import LargeHeader
+from .network import EngineTransport
+from .shared_memory import SharedMemoryTransport
+from .transport import DeviceTransport, Operand, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,126 +22,146 @@ if TYPE_CHECKING:
     from syncprims.interface import Label
 
 
-#: Why a rank may be unable to take what is sent: said to the others in the round. (Torch says
+#: What a rank raises if it cannot take what is sent: the others get it in the round. (Torch raises
 #: RuntimeError where memory is short.) Anything else comes from outside, and breaks the group.
 _CANNOT = (SyncError, OSError, MemoryError, RuntimeError)
 #: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
 _NO_RESULT = (TypeError, ValueError, OverflowError, ArithmeticError)
 
 
-#: In place of an object's encoding: so many bytes, which follow as an array.
-_WHOLE = struct.Struct("<cQ?")  # tag, bytes, whether other arrays follow those
-_TAG = b"W"
-
-
-class Package(NamedTuple):
-    """An object on its way."""
-
-    payload: bytes
-    arrays: list[Any]  #: that go beside it
-    carriage: Carriage | None  #: and what carries them
-
-
 def encode(rounds: Rounds, label: Label, obj: object, *, canonical: bool = False) -> bytes:
-    """Return `obj` as bytes; if it cannot travel, the others are told in this very round."""
+    """Return `obj` as bytes; if it cannot travel, the others get a `PeerFailed` in this round."""
     try:
         return codec.encode(obj, allow_pickle=rounds.settings.pickle, canonical=canonical)
     except EncodingError as error:
-        rounds.fail(label, _at(error, rounds, label))
+        rounds.fail(label, _locate(error, rounds, label))
         raise
 
 
 def check(rounds: Rounds, label: Label, obj: object) -> None:
-    """Accept what could travel, in a world where it need not.
+    """Accept an object that could travel, in a world where it need not.
 
     :raises EncodingError: as where it does.
     """
     try:
-        codec.encode(obj, allow_pickle=rounds.settings.pickle, beside=[])
+        codec.encode(obj, allow_pickle=rounds.settings.pickle, out_of_band=[])
     except EncodingError as error:
-        raise _at(error, rounds, label) from error.__cause__
+        raise _locate(error, rounds, label) from error.__cause__
 
 
-def _at(error: EncodingError, rounds: Rounds, label: Label) -> EncodingError:
-    """Let the error say in which call it is."""
+def _locate(error: EncodingError, rounds: Rounds, label: Label) -> EncodingError:
+    """Return `error`, which now names the call."""
     error.call, error.rank = str(label), rounds.rank
     error.args = (f"{label}: {error}",)
     return error
 
 
-def decode(rounds: Rounds, payload: bytes, beside: Callable[[Spec], Any] | None = None) -> Any:
-    """Return the object in a payload; arrays that go beside it are `beside`'s."""
-    allow_pickle, local_rank = rounds.settings.pickle, rounds.local_rank
-    return codec.decode(payload, allow_pickle=allow_pickle, beside=beside, local_rank=local_rank)
+def _decode(
+    rounds: Rounds, payload: bytes, out_of_band: Callable[[Spec], Any] | None = None
+) -> Any:
+    return codec.decode(
+        payload,
+        allow_pickle=rounds.settings.pickle,
+        out_of_band=out_of_band,
+        local_rank=rounds.local_rank,
+    )
+
+
+def _transport(rounds: Rounds) -> Transport | None:
+    """Return what carries arrays between all members, if anything does.
+
+    :raises OSError: if there is no room for a window.
+    """
+    board = rounds.board
+    window = board.window()
+    if window is not None:
+        return DeviceTransport(SharedMemoryTransport(window), board.devices)
+    if board.engine is not None:
+        return DeviceTransport(EngineTransport(board.engine), board.devices)
+    return None
+
+
+class _Package(NamedTuple):
+    """An encoded object."""
+
+    payload: bytes
+    arrays: list[Any]  #: that travel out of band
+    transport: Transport | None  #: None if the payload is all
+
+
+def _is_large(rounds: Rounds, payload: bytes) -> bool:
+    """Return whether `payload` itself travels as an array."""
+    limit = rounds.board.note_limit
+    return limit is not None and len(payload) > limit
+
+
+def _pack(rounds: Rounds, label: Label, obj: object) -> _Package:
+    arrays: list[Any] = []
+    transport = None
+    try:
+        payload = codec.encode(obj, allow_pickle=rounds.settings.pickle, out_of_band=arrays)
+        if arrays or _is_large(rounds, payload):
+            transport = _transport(rounds)
+    except _CANNOT as error:
+        if isinstance(error, EncodingError):
+            _locate(error, rounds, label)
+        rounds.fail(label, error)
+        raise
+    if arrays and transport is None:
+        return _Package(encode(rounds, label, obj), [], None)
+    return _Package(payload, arrays, transport)
+
+
+def _send_large(sequence: RoundSequence, transport: Transport, payload: bytes) -> None:
+    import numpy
+
+    transport.send(sequence, [numpy.frombuffer(bytearray(payload), numpy.uint8)])
+
+
+def _receive_large(
+    sequence: RoundSequence, transport: Transport, header: LargeHeader, src: int
+) -> bytes:
+    import numpy
+
+    payload = numpy.empty(header.size, numpy.uint8)
+    transport.receive(sequence, [payload], src)
+    return payload.tobytes()
+
+
+# -- all-gather --------------------------------------------------------------------------------
 
 
 def gather(rounds: Rounds, label: Label, obj: Any, timeout: float | None) -> list[Any]:
     """Return every member's object, in rank order; one's own is the very object."""
     payload = encode(rounds, label, obj)
-    if rounds.note_limit is None:
+    if rounds.board.note_limit is None:
         payloads = [note.payload for note in rounds.meet(Note(label, payload=payload), timeout)]
     else:
-        carriage = _carriage(rounds)
-        payloads = rounds.as_one(
-            label, lambda: _gather(Steps(rounds, timeout), rounds, label, payload, carriage)
-        )
+        payloads = RoundSequence.run(rounds, Note(label), timeout, lambda s: _gather(s, payload))
     return [
-        obj if rank == rounds.rank else decode(rounds, payload)
+        obj if rank == rounds.rank else _decode(rounds, payload)
         for rank, payload in zip(rounds.members, payloads, strict=True)
     ]
 
 
-def _gather(
-    steps: Steps, rounds: Rounds, label: Label, payload: bytes, carriage: Carriage | None
-) -> list[bytes]:
+def _gather(sequence: RoundSequence, payload: bytes) -> list[bytes]:
     """Return all members' payloads; large ones follow as arrays, one member's after the other's."""
-    large = carriage is not None and len(payload) > (rounds.note_limit or 0)
-    steps.post(Note(label, large, _WHOLE.pack(_TAG, len(payload), False) if large else payload))
+    transport = _transport(sequence.rounds)
+    large = transport is not None and _is_large(sequence.rounds, payload)
+    posted = LargeHeader(len(payload), has_arrays=False).encode() if large else payload
+    notes = sequence.meet(Note(sequence.note.label, large, posted))
     found: list[bytes] = []
-    for member, note in enumerate(steps.reach(steps.posted)):
+    for member, note in enumerate(notes):
         found.append(note.payload)
-        if note.flag:
-            assert carriage is not None, "one member has one"
-            mine = payload if member == steps.index else None
-            found[-1] = _carry_whole(steps, Note(label), carriage, note.payload, mine, member)
+        header = LargeHeader.decode(note.payload)
+        if header is not None:
+            assert transport is not None, "all members have one, or none has"
+            if member == sequence.index:
+                _send_large(sequence, transport, payload)
+                found[-1] = payload
+            else:
+                found[-1] = _receive_large(sequence, transport, header, member)
     return found
-
-
-def _carry_whole(
-    steps: Steps, step: Note, carriage: Carriage, header: bytes, mine: bytes | None, src: int
-) -> bytes:
-    """Return the payload that `header` stands for; `mine` is sent, if it is this rank's."""
-    import numpy
-
-    if mine is not None:
-        carriage.send(steps, step, [numpy.frombuffer(bytearray(mine), numpy.uint8)])
-        return mine
-    whole = numpy.empty(_WHOLE.unpack(header)[1], numpy.uint8)
-    carriage.receive(steps, step, [whole], src)
-    return whole.tobytes()
-
-
-def _carriage(rounds: Rounds) -> Carriage | None:
-    carrier, devices = rounds.carriers()
-    return None if carrier is None else Carriage(carrier, devices)
-
-
-def _pack(rounds: Rounds, label: Label, obj: object) -> Package:
-    arrays: list[Any] = []
-    limit = rounds.note_limit
-    carriage = None
-    try:
-        payload = codec.encode(obj, allow_pickle=rounds.settings.pickle, beside=arrays)
-        if arrays or (limit is not None and len(payload) > limit):
-            carriage = _carriage(rounds)
-    except _CANNOT as error:
-        if isinstance(error, EncodingError):
-            _at(error, rounds, label)
-        rounds.fail(label, error)
-        raise
-    if arrays and carriage is None:
-        return Package(encode(rounds, label, obj), [], None)
-    return Package(payload, arrays, carriage)
 
 
 # -- broadcast ---------------------------------------------------------------------------------
@@ -152,55 +173,56 @@ def broadcast(
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src == rounds.rank:
         package = _pack(rounds, note.label, obj)
-        rounds.as_one(note.label, lambda: _send(Steps(rounds, timeout), rounds, note, package))
+        RoundSequence.run(rounds, note, timeout, lambda sequence: _send(sequence, package))
         return obj
-    return rounds.as_one(
-        note.label, lambda: _receive(Steps(rounds, timeout), rounds, note, src, out)
-    )
+    return RoundSequence.run(rounds, note, timeout, lambda sequence: _receive(sequence, src, out))
 
 
-def _send(steps: Steps, rounds: Rounds, note: Note, package: Package) -> None:
-    payload, arrays, carriage = package
-    limit = rounds.note_limit
-    whole = carriage is not None and limit is not None and len(payload) > limit
-    header = _WHOLE.pack(_TAG, len(payload), bool(arrays)) if whole else payload
-    steps.post(Note(note.label, carriage is not None, header))
-    steps.reach(steps.posted)
-    if carriage is not None:
-        if whole:
-            _carry_whole(steps, note, carriage, header, payload, steps.index)
-        if arrays:
-            carriage.send(steps, note, arrays)
+def _send(sequence: RoundSequence, package: _Package) -> None:
+    payload, arrays, transport = package
+    label = sequence.note.label
+    if transport is None:
+        sequence.meet(Note(label, payload=payload))
+        return
+    large = _is_large(sequence.rounds, payload)
+    posted = LargeHeader(len(payload), bool(arrays)).encode() if large else payload
+    sequence.meet(Note(label, True, posted))
+    if large:
+        _send_large(sequence, transport, payload)
+    if arrays:
+        transport.send(sequence, arrays)
 
 
-def _receive(steps: Steps, rounds: Rounds, note: Note, src: int, out: Any) -> Any:
-    steps.post(note)
+def _receive(sequence: RoundSequence, src: int, out: Any) -> Any:
+    rounds = sequence.rounds
     index = rounds.members.index(src)
-    sent = steps.reach(steps.posted)[index]
+    sent = sequence.meet()[index]
+    payload = sent.payload
     if not sent.flag:
-        return decode(rounds, sent.payload)
+        return _decode(rounds, payload)
     arrays: list[Any] = []
-    payload, follows = sent.payload, True
-    alone = payload[:1] == codec.BESIDE  # the object is an array, and no more
+    may_use_out = codec.is_one_array(payload)  # the object is an array, and no more
 
     def make(spec: Spec) -> Any:
-        arrays.append(out if alone and fits(out, spec) else spec.make(rounds.local_rank))
+        arrays.append(out if may_use_out and fits(out, spec) else spec.make(rounds.local_rank))
         return arrays[-1]
 
+    header = LargeHeader.decode(payload)
     try:
-        carriage = _carriage(rounds)
-        assert carriage is not None, "the source has one"
-        if payload[:1] == _TAG:
-            follows = _WHOLE.unpack(payload)[2]
-            payload = _carry_whole(steps, note, carriage, payload, None, index)
-        value = decode(rounds, payload, make)
+        transport = _transport(rounds)
+        assert transport is not None, "the source has one"
+        if header is not None:
+            payload = _receive_large(sequence, transport, header, index)
+        value = _decode(rounds, payload, make)
     except _CANNOT as error:
-        if follows:
-            steps.fail(note.label, error)
+        if header is None or header.has_arrays:
+            sequence.fail(error)
         raise
     if arrays:
-        carriage.receive(steps, note, arrays, index)
-    return filled(out) if value is out else value
+        transport.receive(sequence, arrays, index)
+    if value is out:
+        mark_written(out)
+    return value
 
 
 # -- all-reduce --------------------------------------------------------------------------------
@@ -217,86 +239,71 @@ def all_reduce(
         raise
     value = reduction.detached(value)
     package = _pack(rounds, note.label, value)
-    steps = _Reduction(rounds, note, op, out, package)
-    return rounds.as_one(note.label, lambda: steps.run(Steps(rounds, timeout), value))
+    return RoundSequence.run(
+        rounds, note, timeout, lambda sequence: _all_reduce(sequence, package, value, op, out)
+    )
 
 
-class _Reduction:
-    """One all-reduce of one rank."""
+def _all_reduce(sequence: RoundSequence, package: _Package, value: Any, op: str, out: Any) -> Any:
+    payload, arrays, transport = package
+    notes = sequence.meet(Note(sequence.note.label, bool(arrays), payload))
+    payloads = [note.payload for note in notes]
+    operands: list[Operand] = []
 
-    def __init__(self, rounds: Rounds, note: Note, op: str, out: Any, package: Package) -> None:
-        self._rounds = rounds
-        self._note = note
-        self._op = op
-        self._out = out
-        self._package = package
-        self._jobs: list[tuple[Any, Any]] = []  # own array, and where its reduction goes
+    def add_operand(mine: Any) -> Any:
+        """Return the array that the reduction of `mine` will be in."""
+        direct = codec.is_one_array(payload)  # the value is an array, and no more
+        if direct and reduction.fits_result(out, mine, op) and may_fill(out, mine):
+            operands.append(Operand(mine, out))
+        else:
+            operands.append(Operand(mine, reduction.empty_result(mine, op)))
+        return operands[-1].result
 
-    def run(self, steps: Steps, value: Any) -> Any:
-        payload, arrays, carriage = self._package
-        steps.post(Note(self._note.label, bool(arrays), payload))
-        notes = steps.reach(steps.posted)
-        try:
-            result = self._reduce(notes, value)
-        except RankMismatch:
-            raise  # on all
-        except (*_CANNOT, *_NO_RESULT) as error:
-            if arrays:
-                steps.fail(self._note.label, error)
-            self._rounds.told = error  # or they need not be: the round is whole
-            raise
-        if carriage is not None and arrays:
-            jobs = [Job(mine, target) for mine, target in self._jobs]
-            carriage.reduce(steps, self._note, jobs, self._op)
-            if result is self._out:
-                filled(result)
-        return result
+    try:
+        if arrays and arrays[0] is value and len(set(payloads)) == 1:
+            result = add_operand(value)  # one array, alike on all: there is nothing to compare
+        else:
+            # Equal bytes are decoded once.
+            known: dict[bytes, Any] = {} if arrays else {payload: value}
+            for other in payloads:
+                if other not in known:
+                    known[other] = _decode(sequence.rounds, other, reduction.number_arrays())
+            result = _reduce(
+                sequence,
+                [known[other] for other in payloads],
+                op,
+                lambda placeholders: add_operand(arrays[placeholders[sequence.index].number]),
+            )
+    except RankMismatch:
+        raise  # on all
+    except (*_CANNOT, *_NO_RESULT) as error:
+        if arrays:
+            sequence.fail(error)
+        sequence.rounds.reported = error  # or it need not be: the round is complete
+        raise
+    if transport is not None and operands:
+        transport.reduce(sequence, operands, op)
+        if result is out:
+            mark_written(out)
+    return result
 
-    def _reduce(self, notes: Any, value: Any) -> Any:
-        """Reduce what came in the notes, and make room for the arrays beside them."""
-        rounds, (payload, arrays, _) = self._rounds, self._package
-        if arrays and arrays[0] is value and all(other.payload == payload for other in notes):
-            return self._target(value)  # one array, alike on all: nothing to look for
-        seen: dict[bytes, Any] = {}  # equal bytes are read once
-        if not arrays:
-            seen[payload] = value
-        for other in notes:
-            if other.payload not in seen:
-                seen[other.payload] = self._read(other.payload)
-        values = [seen[other.payload] for other in notes]
-        try:
-            return reduction.reduce(values, self._op, rounds.members, self._take)
-        except RankMismatch as error:
-            here = str(self._note.label)
-            members = list(rounds.members)
-            raise RankMismatch(
-                f"{here}: {error}", rank=rounds.rank, call=here, arrived=members
-            ) from None
-        except _NO_RESULT as error:
-            # The builtin one: numpy's own cannot be made from a text.
-            kind = next(one for one in _NO_RESULT if one in type(error).__mro__)
-            raise kind(f"{self._note.label}: these values have no {self._op}: {error}") from error
 
-    def _read(self, payload: bytes) -> Any:
-        count = 0
-
-        def place(spec: Spec) -> reduction.Beside:
-            nonlocal count
-            count += 1
-            return reduction.Beside(spec, count - 1)
-
-        return decode(self._rounds, payload, place)
-
-    def _take(self, values: list[reduction.Beside]) -> Any:
-        """Return the array that the reduction of these will be in."""
-        place = values[self._rounds.members.index(self._rounds.rank)]
-        return self._target(self._package.arrays[place.number])
-
-    def _target(self, mine: Any) -> Any:
-        """Make room for the reduction of an array, and note that it is to be done."""
-        out, op = self._out, self._op
-        alone = self._package.payload[:1] == codec.BESIDE  # the value is an array, and no more
-        if not alone or not reduction.fits_result(out, mine, op) or not may_fill(out, mine):
-            out = reduction.empty_result(mine, op)
-        self._jobs.append((mine, out))
-        return out
+def _reduce(
+    sequence: RoundSequence,
+    values: list[Any],
+    op: str,
+    out_of_band: Callable[[list[reduction.Placeholder]], Any],
+) -> Any:
+    """Return the reduction of `values`; an error names the call."""
+    rounds, here = sequence.rounds, str(sequence.note.label)
+    try:
+        return reduction.reduce(values, op, rounds.members, out_of_band)
+    except RankMismatch as error:
+        members = list(rounds.members)
+        raise RankMismatch(
+            f"{here}: {error}", rank=rounds.rank, call=here, arrived=members
+        ) from None
+    except _NO_RESULT as error:
+        # The builtin one: numpy's own cannot be made from a text.
+        kind = next(one for one in _NO_RESULT if one in type(error).__mro__)
+        raise kind(f"{here}: these values have no {op}: {error}") from error

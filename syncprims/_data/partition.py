@@ -1,22 +1,30 @@
-"""Who takes which items: contiguous shares that differ by at most one."""
+"""Splitting items between ranks: contiguous parts whose lengths differ by at most one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .kinds import is_dict, is_tensor
+from .arrays import is_dict, is_tensor
 
 
-def share(items: Any, index: int, count: int, *, pad: bool = False) -> Any:
-    """Return share `index` of `count`; extras go to the lowest, and `items` is left alone.
+def split(items: Any, index: int, count: int, *, pad: bool = False) -> Any:
+    """Return part `index` of `count`; extras go to the lowest, and `items` is left alone.
 
-    With `pad`, the last of all items is repeated until all shares are equally long.
+    With `pad`, the last of all items is repeated until all parts are equally long.
 
-    :raises TypeError: if `items` cannot be cut, or is a `str` or `bytes`.
+    :raises TypeError: if `items` cannot be split, or is a `str` or `bytes`.
     :raises ValueError: if a dict's values differ in length.
     """
     if is_dict(items):
-        return _share_dict(items, index, count, pad)
+        lengths = {key: _length(value) for key, value in items.items()}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
+            raise ValueError(
+                f"the dict's values must be equally long to be split; they have {shown}"
+            )
+        part = items.copy()  # of the same type, with the same keys
+        part.update({key: split(value, index, count, pad=pad) for key, value in items.items()})
+        return part
     length = _length(items)
     size, extras = divmod(length, count)
     begin = index * size + min(index, extras)
@@ -25,16 +33,6 @@ def share(items: Any, index: int, count: int, *, pad: bool = False) -> Any:
     if missing:
         return _pick(items, [*range(begin, end), *[length - 1] * missing])
     return items.select(range(begin, end)) if _has_select(items) else items[begin:end]
-
-
-def _share_dict(items: dict[Any, Any], index: int, count: int, pad: bool) -> dict[Any, Any]:
-    lengths = {key: _length(value) for key, value in items.items()}
-    if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
-        raise ValueError(f"the dict's values must be equally long to be split; they have {shown}")
-    shares = items.copy()  # of the same type, with the same keys
-    shares.update({key: share(value, index, count, pad=pad) for key, value in items.items()})
-    return shares
 
 
 def _length(items: Any) -> int:

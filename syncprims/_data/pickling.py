@@ -1,6 +1,6 @@
-"""Pickles between ranks, in which tensors of devices stand apart.
+"""Pickles between ranks, in which tensors on devices are replaced.
 
-A plain pickle would bring them to their sender's device.
+A plain pickle would restore them on their sender's device.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ import io
 import pickle
 from typing import Any
 
-from .devices import arrived, has_devices, portable
+from .arrays import has_devices, is_on_device, own_device
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        return portable(obj)
+        """Return what replaces a tensor on a device; None for anything else."""
+        if not is_on_device(obj):
+            return None
+        import torch
+
+        is_parameter = isinstance(obj, torch.nn.Parameter)
+        return obj.device.type, obj.detach().cpu(), is_parameter, obj.requires_grad
 
 
 class _Unpickler(pickle.Unpickler):
@@ -23,12 +29,18 @@ class _Unpickler(pickle.Unpickler):
         self._local_rank = local_rank
 
     def persistent_load(self, pid: Any) -> Any:
-        return arrived(pid, self._local_rank)
+        import torch
+
+        kind, tensor, is_parameter, requires_grad = pid
+        here = tensor.to(own_device(kind, self._local_rank))
+        if is_parameter:
+            return torch.nn.Parameter(here, requires_grad)
+        return here.requires_grad_(requires_grad)
 
 
 def dumps(obj: object) -> bytes:
     """Return `obj` as a pickle."""
-    if not has_devices():  # then there is nothing to look for in every part of it
+    if not has_devices():  # then no part of it needs a look
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)

@@ -6,27 +6,45 @@ in the same order, so all hold the same bits.
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.errors import RankMismatch
 
-from .arrays import Spec, flat, is_fillable, spec_of
-from .kinds import is_array, is_dict, is_list_or_tuple, is_number, is_scalar, is_tensor
+from .arrays import (
+    Spec,
+    flat,
+    is_array,
+    is_dict,
+    is_fillable,
+    is_list_or_tuple,
+    is_number,
+    is_scalar,
+    is_tensor,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Beside(NamedTuple):
-    """In place of an array that is reduced elsewhere: the array of this number of its sender."""
+class Placeholder(NamedTuple):
+    """Stands for an array that is reduced out of band: the array of this number of its sender."""
 
     spec: Spec
     number: int
 
 
+def number_arrays() -> Callable[[Spec], Placeholder]:
+    """Return what makes the placeholders of one object's arrays, in their order."""
+    numbers = itertools.count()
+    return lambda spec: Placeholder(spec, next(numbers))
+
+
 OPS = ("sum", "mean", "min", "max", "prod")
-#: What can be made of moments, and of spans of time.
+#: What dates and durations can be reduced with.
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 
 
@@ -86,73 +104,63 @@ def reduce(
     values: Sequence[Any],
     op: str,
     ranks: Sequence[int],
-    beside: Callable[[list[Beside]], Any] | None = None,
+    out_of_band: Callable[[list[Placeholder]], Any],
+    where: str = "value",
 ) -> Any:
     """Return the reduction of one value per rank; the values themselves are left alone.
 
-    Where all values are a :class:`Beside`, the result is what `beside` returns for them.
+    Where all values are placeholders, the result is ``out_of_band(placeholders)``.
 
     :raises RankMismatch: if their trees, shapes or dtypes differ, showing each rank's.
     """
-    return _Reducer(op, ranks, beside).reduce(list(values), "value")
+
+    def part(key: Any, label: str) -> Any:
+        parts = [value[key] for value in values]
+        return reduce(parts, op, ranks, out_of_band, f"{where}[{label}]")
+
+    shapes = [_describe(value) for value in values]
+    alike = len(set(shapes)) == 1
+    if alike and len({isinstance(value, Placeholder) for value in values}) > 1:  # dense, and sparse
+        kinds = ["plain" if isinstance(value, Placeholder) else "not plain" for value in values]
+        shapes = [f"{shape}, {kind}" for shape, kind in zip(shapes, kinds, strict=True)]
+    if len(set(shapes)) > 1:
+        pairs = zip(ranks, shapes, strict=True)
+        lines = "\n".join(f"  rank {rank}: {shape}" for rank, shape in pairs)
+        raise RankMismatch(
+            f"all_reduce of values that differ in kind, shape or dtype, at {where}:\n{lines}\n"
+            f"Give every rank the same structure, with equal shapes and dtypes."
+        )
+    first = values[0]
+    if is_dict(first):
+        return {key: part(key, repr(key)) for key in first}
+    if isinstance(first, Placeholder):
+        return out_of_band(list(values))
+    if is_list_or_tuple(first):
+        return _like_sequence(first, [part(index, str(index)) for index in range(len(first))])
+    if is_tensor(first) and str(first.layout) != "torch.strided":
+        total = sum(values[1:], first)
+        return total / len(values) if op == "mean" else total
+    if is_tensor(first) or is_array(first):
+        result = empty_result(first, op)
+        combine(values, op, result)
+        return result
+    return _reduce_numbers(values, op)
 
 
-class _Reducer:
-    def __init__(
-        self, op: str, ranks: Sequence[int], beside: Callable[[list[Beside]], Any] | None
-    ) -> None:
-        self._op = op
-        self._ranks = ranks
-        self._beside = beside
-
-    def reduce(self, values: list[Any], where: str) -> Any:
-        shapes = [_describe(value) for value in values]
-        alike = len(set(shapes)) == 1
-        if alike and len({isinstance(value, Beside) for value in values}) > 1:  # dense, and sparse
-            kinds = ["plain" if isinstance(value, Beside) else "not plain" for value in values]
-            shapes = [f"{shape}, {kind}" for shape, kind in zip(shapes, kinds, strict=True)]
-        if any(shape != shapes[0] for shape in shapes):
-            pairs = zip(self._ranks, shapes, strict=True)
-            lines = "\n".join(f"  rank {rank}: {shape}" for rank, shape in pairs)
-            raise RankMismatch(
-                f"all_reduce of values that differ in kind, shape or dtype, at {where}:\n{lines}\n"
-                f"Give every rank the same structure, with equal shapes and dtypes."
-            )
-        first = values[0]
-        if is_dict(first):
-            return {
-                key: self.reduce([value[key] for value in values], f"{where}[{key!r}]")
-                for key in first
-            }
-        if isinstance(first, Beside):
-            assert self._beside is not None
-            return self._beside(values)
-        if is_list_or_tuple(first):
-            parts = [
-                self.reduce([value[i] for value in values], f"{where}[{i}]")
-                for i in range(len(first))
-            ]
-            if hasattr(first, "_fields"):  # a named tuple
-                return type(first)(*parts)
-            return parts if isinstance(first, list) else tuple(parts)
-        if is_tensor(first) and str(first.layout) != "torch.strided":
-            return _reduce_sparse(values, self._op)
-        if is_tensor(first) or is_array(first):
-            result = empty_result(first, self._op)
-            combine(values, self._op, result)
-            return result
-        return _reduce_numbers(values, self._op)
+def _like_sequence(first: Any, parts: list[Any]) -> Any:
+    """Return `parts` in a sequence of the type of `first`, as far as that can be made of parts."""
+    if hasattr(first, "_fields"):  # a named tuple
+        return type(first)(*parts)
+    return parts if isinstance(first, list) else tuple(parts)
 
 
 def _describe(value: Any) -> str:
     """Return what must agree between ranks. Python's numbers mix: 0 here, and 0.5 there."""
     if is_dict(value):
         return f"dict with keys {sorted(map(repr, value))}"
-    if isinstance(value, Beside):
-        spec = value.spec
-        if spec.library == "numpy":
-            return f"array of shape {spec.shape}, dtype {spec.numpy_dtype}"
-        return f"tensor of shape {spec.shape}, dtype torch.{spec.dtype}"
+    if isinstance(value, Placeholder):
+        name = "array" if value.spec.library == "numpy" else "tensor"
+        return f"{name} of shape {value.spec.shape}, dtype {value.spec.loaded_dtype}"
     if is_list_or_tuple(value):
         return f"{type(value).__name__} of {len(value)}"
     if is_array(value):
@@ -167,7 +175,7 @@ def _describe(value: Any) -> str:
     return "number"
 
 
-def _reduce_numbers(values: list[Any], op: str) -> Any:
+def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
     if all(is_scalar(value) and value.dtype == values[0].dtype for value in values):
         return _reduce_scalars(values, op)
     numbers = [value.item() if is_scalar(value) else value for value in values]
@@ -181,7 +189,7 @@ def _reduce_numbers(values: list[Any], op: str) -> Any:
     return total / len(numbers) if op == "mean" else total
 
 
-def _reduce_scalars(values: list[Any], op: str) -> Any:
+def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
     import numpy
 
     if values[0].dtype.kind in "iu" and op in ("sum", "prod"):
@@ -196,22 +204,35 @@ def _reduce_scalars(values: list[Any], op: str) -> Any:
 
 def empty_result(value: Any, op: str) -> Any:
     """Return an array like `value` for the result of `op`, its contents not set."""
+    dtype = _result_dtype(value, op)
     if is_array(value):
         import numpy
 
-        return numpy.empty(value.shape, _numpy_dtype(value.dtype, op))
+        return numpy.empty(value.shape, dtype)
     import torch
 
-    dtype = _torch_dtype(value.dtype, op)
     return torch.empty(value.shape, dtype=dtype, device=value.device)
 
 
+def _result_dtype(value: Any, op: str) -> Any:
+    library: Any = sys.modules["numpy" if is_array(value) else "torch"]
+    if is_array(value):
+        is_whole, is_bool = value.dtype.kind in "biu", value.dtype.kind == "b"
+    else:
+        is_whole = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        is_bool = value.dtype is library.bool
+    if op == "mean" and is_whole:
+        return library.float64
+    if op in ("sum", "prod") and is_bool:
+        return library.int64  # a count, not an OR
+    return value.dtype
+
+
 def fits_result(out: Any, value: Any, op: str) -> bool:
-    """Tell whether the result of `op` on arrays like `value` can be put into `out` bit by bit."""
+    """Return whether the result of `op` on arrays like `value` can be written into `out`."""
     if spec_of(out) is None or is_array(out) != is_array(value) or not is_fillable(out):
         return False
-    dtype = _numpy_dtype(value.dtype, op) if is_array(value) else _torch_dtype(value.dtype, op)
-    return bool(out.dtype == dtype and out.shape == value.shape)
+    return bool(out.dtype == _result_dtype(value, op) and out.shape == value.shape)
 
 
 def detached(value: Any) -> Any:
@@ -221,31 +242,8 @@ def detached(value: Any) -> Any:
     if is_dict(value):
         return {key: detached(part) for key, part in value.items()}
     if is_list_or_tuple(value):
-        parts = [detached(part) for part in value]
-        if hasattr(value, "_fields"):  # a named tuple
-            return type(value)(*parts)
-        return parts if isinstance(value, list) else tuple(parts)
+        return _like_sequence(value, [detached(part) for part in value])
     return value
-
-
-def _numpy_dtype(dtype: Any, op: str) -> Any:
-    import numpy
-
-    if op == "mean" and dtype.kind in "biu":
-        return numpy.dtype("f8")
-    if dtype.kind == "b" and op in ("sum", "prod"):
-        return numpy.dtype("i8")  # a count, not an OR
-    return dtype
-
-
-def _torch_dtype(dtype: Any, op: str) -> Any:
-    import torch
-
-    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        return torch.float64
-    if dtype is torch.bool and op in ("sum", "prod"):
-        return torch.int64
-    return dtype
 
 
 def combine(parts: Sequence[Any], op: str, out: Any) -> None:
@@ -281,13 +279,6 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
             out[...] = total
 
 
-def _reduce_sparse(values: list[Any], op: str) -> Any:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total / len(values) if op == "mean" else total
-
-
 def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     import torch
 
@@ -311,7 +302,7 @@ def copy_into(out: Any, value: Any) -> Any:
     if not (is_array(value) or is_tensor(value)):
         raise TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
     if tuple(out.shape) != tuple(value.shape) or str(out.dtype) != str(value.dtype):
-        raise ValueError(f"out is {_one(out)}; what arrived is {_one(value)}")
+        raise ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
     if is_array(out):
         out[...] = value
     else:
@@ -319,6 +310,6 @@ def copy_into(out: Any, value: Any) -> Any:
     return out
 
 
-def _one(value: Any) -> str:
-    said = _describe(value)
-    return f"{'an' if said[0] in 'aeiou' else 'a'} {said}"
+def _with_article(value: Any) -> str:
+    text = _describe(value)
+    return f"{'an' if text[0] in 'aeiou' else 'a'} {text}"

@@ -1,203 +1,169 @@
-"""Arrays in bulk: through memory that all members share, a piece at a time; each piece is a round.
+"""Arrays through memory that all members share, a piece at a time; each piece is a round.
 
 Nothing is pickled, and no rank ever holds another's array: an array of any size passes through a
-window of fixed size, which stays in the processors' caches. The rounds say when a piece is there
-and when its place is free again, so that a rank that dies, fails or differs is told as ever.
+window of fixed size, which stays in the processors' caches. The rounds show when a piece is there
+and when its place is free again, so that a rank that dies, fails or differs raises as ever.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from .arrays import flat, raw
-from .kinds import is_array
+from .arrays import flat, is_array, raw
 from .reduction import combine
+from .transport import Operand, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncprims._protocol.round_sequence import Steps
-    from syncprims.interface import Note, Window
+    from syncprims._protocol.round_sequence import RoundSequence
+    from syncprims.interface import Window
 
 _SLOTS = 4  # of a broadcast, so that its source may be some pieces ahead
-#: Of a reduction. Whoever has posted round k has read the results of piece k - 2, and may still be
-#: reading those of k - 1: so piece k + 1 goes where k - 2 was.
+#: Of a reduction. A rank that has posted round k has read the results of piece k - 2, and may still
+#: be reading those of k - 1: so piece k + 1 goes where k - 2 was.
 _BUFFERS = 3
 _SMALL_PIECE = 256 << 10
 _LINE = 64  # bytes, of a processor's cache
 
 
-def send(steps: Steps, step: Note, window: Window, arrays: Sequence[Any]) -> None:
-    """Pass `arrays` to all members, who call :func:`receive` for such; one round per piece."""
-    size = _slot_size(window)
-    first = steps.posted + 1  # the round of piece 0
-    sources = [raw(flat(array)) for array in arrays]
-    for number, (index, at, length) in enumerate(_byte_pieces(sources, size)):
-        # The place of the piece is free when all have gone on from the round of its last one. In
-        # the first round, others may say that they cannot receive: that is heard before going on.
-        steps.reach(first if number == 1 else first + number - _SLOTS + 1)
-        begin = number % _SLOTS * size
-        window.memory[begin : begin + length] = sources[index][at : at + length]
-        window.fence()
-        steps.post(step)
-    steps.reach(steps.posted)
+class SharedMemoryTransport(Transport):
+    """Carries arrays of the hosts' memory through a window."""
 
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._slot_size = len(window.memory) // _SLOTS // _LINE * _LINE
 
-def receive(steps: Steps, step: Note, window: Window, arrays: Sequence[Any]) -> None:
-    """Fill the contiguous `arrays` with what the source sends."""
-    size = _slot_size(window)
-    targets = [raw(flat(array)) for array in arrays]
-    for number, (index, at, length) in enumerate(_byte_pieces(targets, size)):
-        steps.post(step)  # and so the piece before has been read
-        steps.reach(steps.posted)
-        window.fence()
-        begin = number % _SLOTS * size
-        targets[index][at : at + length] = window.memory[begin : begin + length]
-        window.fence()  # read before this rank says so
+    def send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
+        """Send `arrays` to all other members, which call :meth:`receive`; one round per piece."""
+        memory, fence = self._window
+        first = sequence.rounds.board.posted + 1  # the round of piece 0
+        for number, (begin, piece) in enumerate(self._byte_pieces(arrays)):
+            # The place of the piece is free when all have gone on from the round of its last one.
+            # In the first round, others may say that they cannot receive: that comes before more.
+            sequence.collect_until(first if number == 1 else first + number - _SLOTS + 1)
+            memory[begin : begin + len(piece)] = piece
+            fence()
+            sequence.post()
+        sequence.collect_until(sequence.rounds.board.posted)
 
+    def receive(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Fill the contiguous `arrays` with what member number `src` sends."""
+        memory, fence = self._window
+        for begin, piece in self._byte_pieces(arrays):
+            sequence.meet()  # the piece is there, and all have read the one before
+            fence()
+            piece[:] = memory[begin : begin + len(piece)]
+            fence()  # read before this rank says so
 
-class Job(NamedTuple):
-    """One array to reduce, and where to."""
+    def _byte_pieces(self, arrays: Sequence[Any]) -> Iterator[tuple[int, memoryview]]:
+        """Yield each piece, and its place in the window."""
+        number = 0
+        for array in [raw(flat(array)) for array in arrays]:
+            # Smaller ones where the array is small, so that the others read one while the next is
+            # written.
+            most = min(self._slot_size, max(_SMALL_PIECE, _up(len(array) // _SLOTS)))
+            for at in range(0, len(array), most):
+                yield number % _SLOTS * self._slot_size, array[at : at + most]
+                number += 1
 
-    mine: Any
-    result: Any  #: contiguous
+    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Fill the results of all operands, with the same bits on all members.
 
+        In the round of piece k, members say that their part of it is there, and that they have
+        reduced their part of piece k - 1.
+        """
+        fence = self._window.fence
+        before: _Piece | None = None
+        for piece in (*self._item_pieces(operands, sequence), None):
+            if piece is not None:
+                piece.write_mine()
+            if before is not None:
+                before.reduce_part(op)
+            fence()
+            sequence.meet()
+            fence()
+            if before is not None:
+                before.read_others()
+            before = piece
+        fence()
 
-def reduce(steps: Steps, step: Note, window: Window, jobs: Sequence[Job], op: str) -> None:
-    """Fill the results of all jobs, on all members alike.
-
-    Each member reduces its share of a piece, always in the order of ranks: so all hold the same
-    bits, and the same that one rank would have found by itself. In the round of piece k, members
-    say that their part of it is there, and that they have reduced their share of piece k - 1.
-    """
-    members, index = steps.members, steps.index
-    vectors = [Job(flat(job.mine), flat(job.result)) for job in jobs]
-    before: _Piece | None = None
-    pieces = [
-        _Piece(window.memory, len(members), index, number % _BUFFERS, job, begin, end)
-        for number, (job, begin, end) in enumerate(_item_pieces(vectors, window, len(members)))
-    ]
-    for piece in (*pieces, None):
-        if piece is not None:
-            piece.write_mine()
-        if before is not None:
-            before.reduce_share(op)
-        window.fence()
-        steps.post(step)
-        steps.reach(steps.posted)
-        window.fence()
-        if before is not None:
-            before.read_others()
-        before = piece
-    window.fence()
+    def _item_pieces(
+        self, operands: Sequence[Operand], sequence: RoundSequence
+    ) -> Iterator[_Piece]:
+        """Yield the pieces of all operands; all places of one fit into a buffer."""
+        memory, members = self._window.memory, len(sequence.rounds.members)
+        room = len(memory) // _BUFFERS - (members + 1) * _LINE
+        number = 0
+        for operand in operands:
+            mine, result = flat(operand.mine), flat(operand.result)
+            most = room // (members * mine.itemsize + result.itemsize)
+            for begin in range(0, len(mine), most):
+                part = Operand(mine[begin : begin + most], result[begin : begin + most])
+                yield _Piece(memory, members, sequence.index, number % _BUFFERS, part)
+                number += 1
 
 
 class _Piece:
     """Some items of one array, and their places in the window."""
 
     def __init__(
-        self,
-        memory: memoryview,
-        count: int,
-        index: int,
-        buffer: int,
-        job: Job,
-        begin: int,
-        end: int,
+        self, memory: memoryview, members: int, index: int, buffer: int, operand: Operand
     ) -> None:
         self._memory = memory
-        self._count = count
         self._index = index
-        self._job = Job(job.mine[begin:end], job.result[begin:end])
-        self._items = end - begin
+        self._mine, self._result = operand
+        self._items = items = len(self._mine)
         at = buffer * (len(memory) // _BUFFERS)
-        stride = _up(self._items * job.mine.itemsize)
-        self._inputs_at = [at + member * stride for member in range(count)]
-        self._result_at = at + count * stride
-        share = _up(-(-self._items // count))  # in items: so no two members write one cache line
-        self._shares = [
-            slice(min(i * share, self._items), min((i + 1) * share, self._items))
-            for i in range(count)
-        ]
+        stride = _up(items * self._mine.itemsize)
+        self._inputs_at = [at + member * stride for member in range(members)]
+        self._result_at = at + members * stride
+        part = _up(-(-items // members))  # in items: so no two members write one cache line
+        self._part = slice(min(index * part, items), min((index + 1) * part, items))
+
+    def _others(self, size: int) -> list[slice]:
+        """Return where the parts of the others are, in bytes, if an item has `size`."""
+        own = self._part
+        parts = slice(0, own.start * size), slice(own.stop * size, self._items * size)
+        return [part for part in parts if part.start < part.stop]
 
     def write_mine(self) -> None:
-        """Write this rank's items, but for those of its own share, which nobody else needs."""
-        mine = raw(self._job.mine)
-        size = self._job.mine.itemsize
-        at = self._inputs_at[self._index]
-        shared = self._memory[at : at + self._items * size]
-        for begin, end in self._not_mine(size):
-            shared[begin:end] = mine[begin:end]
+        """Write this rank's items, except for those of its own part: no other rank needs them."""
+        size, at = self._mine.itemsize, self._inputs_at[self._index]
+        mine, shared = raw(self._mine), self._memory[at : at + self._items * size]
+        for part in self._others(size):
+            shared[part] = mine[part]
 
-    def _not_mine(self, size: int) -> list[tuple[int, int]]:
-        """Return where the shares of the others begin and end, in bytes."""
-        own = self._shares[self._index]
-        ends = ((0, own.start * size), (own.stop * size, self._items * size))
-        return [(begin, end) for begin, end in ends if begin < end]
-
-    def reduce_share(self, op: str) -> None:
-        """Write the reduction of this rank's share, for itself and for the others."""
-        share = self._shares[self._index]
-        if share.start == share.stop:
+    def reduce_part(self, op: str) -> None:
+        """Write the reduction of this rank's part, for itself and for the others."""
+        part = self._part
+        if part.start == part.stop:
             return
-        parts = [
-            self._job.mine[share]
-            if member == self._index
-            else _vector(self._memory, at, share, like=self._job.mine)
+        inputs = [
+            self._mine[part] if member == self._index else self._view(at, like=self._mine)
             for member, at in enumerate(self._inputs_at)
         ]
-        result = _vector(self._memory, self._result_at, share, like=self._job.result)
-        combine(parts, op, result)
-        raw(self._job.result[share])[:] = raw(result)
+        result = self._view(self._result_at, like=self._result)
+        combine(inputs, op, result)
+        raw(self._result[part])[:] = raw(result)
+
+    def _view(self, at: int, like: Any) -> Any:
+        """Return the items of this rank's part at `at` of the window, of the kind of `like`."""
+        begin, count = at + self._part.start * like.itemsize, self._part.stop - self._part.start
+        if is_array(like):
+            import numpy
+
+            return numpy.frombuffer(self._memory, like.dtype, count, begin)
+        import torch
+
+        return torch.frombuffer(self._memory, dtype=like.dtype, count=count, offset=begin)
 
     def read_others(self) -> None:
         """Read what the others have reduced."""
-        result = raw(self._job.result)
-        size = self._job.result.itemsize
-        own = self._shares[self._index]
-        at = self._result_at
-        for begin, end in ((0, own.start), (own.stop, self._items)):
-            if begin < end:
-                result[begin * size : end * size] = self._memory[
-                    at + begin * size : at + end * size
-                ]
-
-
-def _vector(memory: memoryview, at: int, share: slice, like: Any) -> Any:
-    """Return the items of `share` at `at` of the window, as an array or tensor like `like`."""
-    begin, count = at + share.start * like.itemsize, share.stop - share.start
-    if is_array(like):
-        import numpy
-
-        return numpy.frombuffer(memory, like.dtype, count, begin)
-    import torch
-
-    return torch.frombuffer(memory, dtype=like.dtype, count=count, offset=begin)
-
-
-def _slot_size(window: Window) -> int:
-    return len(window.memory) // _SLOTS // _LINE * _LINE
-
-
-def _byte_pieces(arrays: Sequence[memoryview], size: int) -> Iterator[tuple[int, int, int]]:
-    """Return array number, place and length of each piece."""
-    for index, array in enumerate(arrays):
-        # Smaller ones where the array is small, so that the others read one while the next is
-        # written.
-        most = min(size, max(_SMALL_PIECE, _up(len(array) // _SLOTS)))
-        for at in range(0, len(array), most):
-            yield index, at, min(most, len(array) - at)
-
-
-def _item_pieces(
-    jobs: Sequence[Job], window: Window, members: int
-) -> Iterator[tuple[Job, int, int]]:
-    """Return job, first item and last item of each piece; all its places fit into a buffer."""
-    room = len(window.memory) // _BUFFERS - (members + 1) * _LINE
-    for job in jobs:
-        most = room // (members * job.mine.itemsize + job.result.itemsize)
-        for begin in range(0, len(job.mine), most):
-            yield job, begin, min(begin + most, len(job.mine))
+        size, at = self._result.itemsize, self._result_at
+        result, shared = raw(self._result), self._memory[at : at + self._items * size]
+        for part in self._others(size):
+            result[part] = shared[part]
 
 
 def _up(size: int) -> int:

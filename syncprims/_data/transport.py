@@ -1,106 +1,108 @@
-"""How the arrays of a call travel: through shared memory, an engine, or from device to device."""
+"""How the arrays of a call travel between the members of a board."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims.interface import Window
-
-from .arrays import on_host
-from .devices import is_on_device
-from .kinds import is_tensor
-from .shared_memory import Job
+from .arrays import is_on_device, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncprims._protocol.round_sequence import Steps
-    from syncprims.interface import DeviceEngine, Engine, Note
+    from syncprims._protocol.round_sequence import RoundSequence
+    from syncprims.interface import DeviceEngine
 
 
-class Carriage:
-    """What carries arrays between the members of a board; all choose alike for each array."""
+class Operand(NamedTuple):
+    """One array to reduce, and where its reduction goes."""
 
-    def __init__(self, carrier: Window | Engine, devices: DeviceEngine | None) -> None:
-        self._carrier = carrier
-        self._devices = devices
+    mine: Any
+    result: Any  #: contiguous
 
-    def send(self, steps: Steps, step: Note, arrays: Sequence[Any]) -> None:
-        """Pass `arrays` to all members, who call :meth:`receive` for such."""
-        host = [on_host(array) for array in arrays if not self._is_direct(array)]
-        if host and isinstance(self._carrier, Window):
-            from . import shared_memory
 
-            shared_memory.send(steps, step, self._carrier, host)
-        elif host:
-            from . import network
+class Transport(ABC):
+    """Carries arrays. All members make the same call at one time, for arrays of the same specs.
 
-            network.send(steps, step, self._carrier, host)  # type: ignore[arg-type]
-        self._broadcast_direct(steps, step, arrays, steps.index)
+    The rounds of `sequence` show that all are there and that all have the data: a member that dies,
+    fails or differs raises on the others as in any round.
+    """
 
-    def receive(self, steps: Steps, step: Note, arrays: Sequence[Any], src: int) -> None:
+    @abstractmethod
+    def send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
+        """Send `arrays` to all other members, which call :meth:`receive`."""
+
+    @abstractmethod
+    def receive(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         """Fill the contiguous `arrays` with what member number `src` sends."""
-        targets = [array for array in arrays if not self._is_direct(array)]
-        host = [_host_like(target) for target in targets]
-        if host and isinstance(self._carrier, Window):
-            from . import shared_memory
 
-            shared_memory.receive(steps, step, self._carrier, host)
-        elif host:
-            from . import network
+    @abstractmethod
+    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Fill the results of all operands, with the same bits on all members.
 
-            network.receive(steps, step, self._carrier, host, src)  # type: ignore[arg-type]
-        _bring_home(targets, host)
-        self._broadcast_direct(steps, step, arrays, src)
+        Members reduce one part each, in the order of ranks: as one rank alone would have.
+        """
 
-    def reduce(self, steps: Steps, step: Note, jobs: Sequence[Job], op: str) -> None:
-        """Fill the results of all jobs, on all members alike."""
-        direct = [job for job in jobs if self._is_direct(job.mine, op)]
-        rest = [job for job in jobs if not self._is_direct(job.mine, op)]
-        host = [Job(on_host(job.mine), _host_like(job.result)) for job in rest]
-        if host and isinstance(self._carrier, Window):
-            from . import shared_memory
 
-            shared_memory.reduce(steps, step, self._carrier, host, op)
-        elif host:
-            from . import network
+class DeviceTransport(Transport):
+    """Carries arrays of hosts and of devices: from device to device where an engine can.
 
-            network.reduce(steps, step, self._carrier, host, op)  # type: ignore[arg-type]
-        _bring_home([job.result for job in rest], [job.result for job in host])
+    All others pass through the hosts' memory, and `host` carries them there.
+    """
+
+    def __init__(self, host: Transport, engine: DeviceEngine | None) -> None:
+        self._host = host
+        self._engine = engine
+
+    def send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
+        """Send `arrays` to all other members, which call :meth:`receive`."""
+        if rest := [on_host(array) for array in arrays if not self._engine_for(array)]:
+            self._host.send(sequence, rest)
+        self._broadcast(sequence, arrays, sequence.index)
+
+    def receive(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Fill the contiguous `arrays` with what member number `src` sends."""
+        if rest := [array for array in arrays if not self._engine_for(array)]:
+            here = [_host_room(array) for array in rest]
+            self._host.receive(sequence, here, src)
+            _copy_back(rest, here)
+        self._broadcast(sequence, arrays, src)
+
+    def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        direct = [(array, engine) for array in arrays if (engine := self._engine_for(array))]
         if direct:
-            steps.agree(step)  # all are here, and alive: what is queued now will not wait for long
-            assert self._devices is not None
-            for job in direct:
-                job.result.copy_(job.mine)
-                self._devices.all_reduce(job.result, op)
+            sequence.meet()  # all are here, and alive: what is queued now will not wait for long
+        for array, engine in direct:
+            engine.broadcast(array.detach().contiguous(), src)
 
-    def _broadcast_direct(self, steps: Steps, step: Note, arrays: Sequence[Any], src: int) -> None:
-        direct = [array.detach() for array in arrays if self._is_direct(array)]
+    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Fill the results of all operands, with the same bits on all members."""
+        if rest := [one for one in operands if not self._engine_for(one.mine, op)]:
+            here = [Operand(on_host(one.mine), _host_room(one.result)) for one in rest]
+            self._host.reduce(sequence, here, op)
+            _copy_back([one.result for one in rest], [one.result for one in here])
+        direct = [(one, engine) for one in operands if (engine := self._engine_for(one.mine, op))]
         if direct:
-            steps.agree(step)
-            assert self._devices is not None
-            for tensor in direct:
-                self._devices.broadcast(tensor.contiguous(), src)
+            sequence.meet()
+        for one, engine in direct:
+            one.result.copy_(one.mine)
+            engine.all_reduce(one.result, op)
 
-    def _is_direct(self, array: Any, op: str | None = None) -> bool:
-        return (
-            self._devices is not None
-            and is_tensor(array)
-            and is_on_device(array)
-            and self._devices.takes(array, op)
-        )
+    def _engine_for(self, array: Any, op: str | None = None) -> DeviceEngine | None:
+        engine = self._engine
+        return engine if engine and is_on_device(array) and engine.takes(array, op) else None
 
 
-def _host_like(target: Any) -> Any:
+def _host_room(target: Any) -> Any:
     """Return `target`, or, for one on a device, room for it in this host's memory."""
-    if not is_tensor(target) or not is_on_device(target):
+    if not is_on_device(target):
         return target
     import torch
 
     return torch.empty(target.shape, dtype=target.dtype)
 
 
-def _bring_home(targets: Sequence[Any], host: Sequence[Any]) -> None:
-    for target, arrived in zip(targets, host, strict=True):
+def _copy_back(targets: Sequence[Any], here: Sequence[Any]) -> None:
+    for target, arrived in zip(targets, here, strict=True):
         if arrived is not target:
             target.detach().copy_(arrived)

@@ -1,36 +1,44 @@
-"""Where in the user's program a primitive was called: of interest, unlike our own frames."""
+"""The place in the user's program where a primitive was called, and its cached notes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
+from syncprims.interface import Label, Note
+
+from .validation import check_name
+
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import CodeType, FrameType, TracebackType
+
+    _Cached = tuple[Note, Note, CodeType]
 
 # pathlib is slow to import
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
+_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 #: Frames of these stand between the user's line and ours.
-_BETWEEN = (_HERE, contextlib.__file__, _STANDARD + "asyncio", _STANDARD + "logging")
-_LONGEST = 200
+_NOT_USERS = (_LIBRARY, contextlib.__file__, _STANDARD + "asyncio", _STANDARD + "logging")
+_LONGEST_PATH = 200
+_MOST_NOTES = 4096
 
 
 def users_frame(frame: FrameType) -> FrameType:
     """Return the nearest frame from `frame` on outwards that is the user's."""
-    while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(_NOT_USERS) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` down to the user's last line: what the library did then helps nobody."""
+    """Return `trace` up to the user's last line, without the library's frames after it."""
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_HERE):
+    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_LIBRARY):
         frames.pop()
     short: TracebackType | None = None
     for one in reversed(frames):
@@ -39,7 +47,7 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def describe(frame: FrameType) -> str:
-    """Return ``file:line`` of `frame`, the file as short as it stays findable from here."""
+    """Return ``file:line`` of `frame`; the path is relative if the file is below this directory."""
     path = frame.f_code.co_filename
     try:
         relative = os.path.relpath(path)
@@ -47,4 +55,51 @@ def describe(frame: FrameType) -> str:
         relative = path
     if relative.startswith(os.pardir):
         relative = os.path.basename(path)  # noqa: PTH119
-    return f"{relative[-_LONGEST:]}:{frame.f_lineno}"
+    return f"{relative[-_LONGEST_PATH:]}:{frame.f_lineno}"
+
+
+class NoteCache:
+    """The notes of one group's calls, made once for each call site in the user's program."""
+
+    def __init__(self) -> None:
+        self._notes: dict[tuple[object, ...], _Cached] = {}
+        self._library_files: set[str] = set()  # whose frames are not the user's, as far as seen
+
+    def note(
+        self,
+        kind: str,
+        name: str | None = None,
+        src: int | None = None,
+        op: str | None = None,
+        flag: bool = False,
+    ) -> Note:
+        """Return the note of a call that carries at most a flag, labeled with the user's call site.
+
+        The call site is searched from ``sys._getframe(2)`` outwards: call this only in a function
+        that the user calls, or in one that such a function calls.
+        """
+        if name is not None and name.__class__ is not str:  # it may not even be hashable
+            check_name(name)
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        while (code := frame.f_code).co_filename in self._library_files and frame.f_back:
+            frame = frame.f_back
+        key = (kind, name, src, op, id(code), frame.f_lasti)
+        cached = self._notes.get(key) or self._add(key, frame, Label(kind, name, src, op))
+        return cached[1] if flag else cached[0]
+
+    def _add(self, key: tuple[object, ...], frame: FrameType, label: Label) -> _Cached:
+        user = users_frame(frame)
+        while frame is not user and frame.f_back is not None:
+            self._library_files.add(frame.f_code.co_filename)
+            frame = frame.f_back
+        code = user.f_code
+        key = (*key[:4], id(code), user.f_lasti)
+        cached = self._notes.get(key)
+        if cached is None:
+            check_name(label.name)
+            if len(self._notes) > _MOST_NOTES:  # names made from a counter must not fill memory
+                self._notes.clear()
+            label.site = describe(user)
+            # The code object is kept, so that no other one gets its id.
+            cached = self._notes[key] = Note(label), Note(label, flag=True), code
+        return cached

@@ -1,174 +1,192 @@
-"""Who waits where, when ranks wait at different boards.
+"""Deadlocks between groups: the search for ranks that wait for each other, and its error.
 
 A missing note at one board says nothing about another: if rank 0 waits in a group's barrier for
-rank 1, and rank 1 in the world's for rank 0, both boards only see somebody slow. So a rank that has
+rank 1, and rank 1 in the world's for rank 0, each board only shows a slow rank. So a rank that has
 waited for a second publishes where it waits and how many rounds it has posted at each board, and
-looks at the others' words. Everybody waits for *all* missing members, and a waiting rank posts
-nothing, so a cycle of ranks that each lack the next one's note is a deadlock, and stays one.
+reads what the others published. A rank waits for *all* missing members and posts nothing until it
+has their notes, so a cycle of ranks that each lack the next one's note is a deadlock for good.
 (A rank that uses several threads may post while it waits; it takes no part.)
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims import errors
-from syncprims.errors import CollectiveMismatch, SyncError, format_ranks, name_ranks, parse_ranks
+from syncprims.errors import CollectiveMismatch, SyncError, name_ranks, parse_ranks
 
 if TYPE_CHECKING:
-    from syncprims.interface import Backend
+    from collections.abc import Callable, Iterable, Mapping
 
-#: Bytes of a verdict that is left for others, in a word of 4 KB at most.
+    from syncprims.interface import Backend, Board
+
+#: Bytes of a verdict that is published for others, in a word of 4 KB at most.
 _LONGEST_VERDICT = 2500
 
 
-class Waiter(Protocol):
-    """The rounds of one board, as far as this module needs them."""
+class Wait(NamedTuple):
+    """Where one rank waits."""
 
-    rank: int
-    members: tuple[int, ...]
-    thread: int  #: that called last, 0 for none
-
-    @property
-    def posted(self) -> int:
-        """How many rounds this rank has posted to."""
-        ...
-
-    @property
-    def collected(self) -> int:
-        """How many it has collected."""
-        ...
-
-    def here(self) -> str:
-        """Return the call this rank is in."""
-        ...
+    call: str  #: that it waits in, as messages show it
+    group: str  #: whose round it waits for, as messages show it
+    missing: Iterable[int]  #: members that have not posted to this round
 
 
-class Whereabouts:
-    """This rank's published words, and what it makes of the others'."""
+def find_cycle(start: int, wait_of: Callable[[int], Wait | None]) -> list[int]:
+    """Return the shortest cycle of waiting ranks that begins with `start`; empty if there is none.
+
+    Each rank of it lacks the note of the next one, and the last that of `start`. `wait_of` returns
+    None for a rank that does not wait. It is called at most once per rank, and only for ranks that
+    `start` waits for directly or indirectly; each `missing` is iterated once.
+    """
+    waited_for_by = {start: start}
+    queue = [start]
+    for rank in queue:
+        wait = wait_of(rank)
+        for other in () if wait is None else wait.missing:
+            if other == start:
+                cycle = [rank]
+                while cycle[0] != start:
+                    cycle.insert(0, waited_for_by[cycle[0]])
+                return cycle
+            if other not in waited_for_by:
+                waited_for_by[other] = rank
+                queue.append(other)
+    return []
+
+
+def find_any_cycle(waits: Mapping[int, Wait]) -> list[int]:
+    """Return a cycle among these waits, beginning with the lowest rank in any; empty if none."""
+    for rank in sorted(waits):
+        if cycle := find_cycle(rank, waits.get):
+            return cycle
+    return []
+
+
+def deadlock_error(cycle: Mapping[int, Wait], rank: int) -> CollectiveMismatch:
+    """Return the error that `rank`, one of this cycle, raises; it shows every rank of the cycle."""
+    lines = "\n".join(
+        f"  rank {waiting}: {wait.call} in group {wait.group}" for waiting, wait in cycle.items()
+    )
+    return CollectiveMismatch(
+        f"ranks wait for each other in different groups, and none can go on:\n{lines}\n"
+        f"Every rank must make the calls of different groups in the same order.",
+        rank=rank,
+        call=cycle[rank].call,
+    )
+
+
+class DeadlockDetector:
+    """Publishes where this rank waits, and looks for a cycle in what all ranks have published."""
 
     def __init__(self, backend: Backend) -> None:
-        self.told = False  #: this rank has found a deadlock, and its word still says so
+        self.holds_verdict = False  #: this rank has found a deadlock, and still publishes that
         self._backend = backend
-        self._boards: list[Waiter] = []
-        self._waits = 0  # tells one wait from the next, so that two looks can be compared
+        self._boards: list[tuple[Board, Callable[[], int]]] = []
+        self._waits = 0  # distinguishes one wait from the next, so that two looks can be compared
         self._published = False
-        self._suspected: list[bytes] = []
+        self._suspected: list[dict[str, Any]] = []
 
-    def add(self, board: Waiter) -> None:
-        """Count the rounds of `board` among this rank's."""
-        self._boards.append(board)
+    def add(self, board: Board, last_thread: Callable[[], int]) -> None:
+        """Count the rounds at `board`, where ``last_thread()`` called last, 0 for none."""
+        self._boards.append((board, last_thread))
 
-    def moved_on(self) -> None:
-        """Take back what :meth:`deadlock` published: the wait is over."""
+    def end_wait(self) -> None:
+        """Withdraw what :meth:`search` has published: the wait is over."""
         if self._published:
             self._published = False
             self._waits += 1
             self._suspected = []
             self._backend.publish(b"")
 
-    def take_back(self) -> None:
-        """Take back the word of a deadlock: this rank has passed a round since."""
-        self.told = False
+    def withdraw_verdict(self) -> None:
+        """Withdraw the verdict of a deadlock: this rank has passed a round since."""
+        self.holds_verdict = False
         self._backend.publish(b"")
 
-    def deadlock(self, board: Waiter) -> SyncError | None:
+    def search(self, board: Board, call: str) -> SyncError | None:
         """Publish that this rank waits at `board`; return an error once a deadlock is certain."""
         if len(self._boards) < 2:
-            return None  # one board: nobody can wait elsewhere
-        threads = {b.thread for b in self._boards}
+            return None  # no rank can wait elsewhere
+        threads = {last_thread() for _, last_thread in self._boards}
         if len(threads - {0}) > 1 or (0 in threads and threading.active_count() > 1):
             return None  # several threads: while one waits, another may post
         self._published = True
-        word = {
-            "wait": self._waits,
-            "at": _wait_of(board),
-            "members": format_ranks(board.members),
-            "here": board.here(),
-            "posted": {name_ranks(b.members): b.posted for b in self._boards},
-        }
-        self._publish(word)
-        cycle = self._cycle(board.rank)
-        # Words are read one after another. Only if the same ones stand at a second look did they
-        # all stand at one time.
-        words = [self._backend.published(rank) for rank in cycle]
-        if not cycle or words != self._suspected:
-            self._suspected = words
-            return None
-        return self._report(board, cycle, [_parse(word) for word in words])
-
-    def told_deadlock(self, board: Waiter, missing: list[int]) -> SyncError | None:
-        """Return the verdict of a missing rank that has found this very wait in a deadlock."""
-        for rank in missing:
-            word = _parse(self._backend.published(rank))
-            if _wait_of(board) in word.get("waits", ()):
-                # Who waits for this rank, and not for that one, has to hear of it, too.
-                self._published, self.told = False, True
-                self._publish(word)
-                return errors.load(word["verdict"].encode())
-        return None
-
-    def _cycle(self, start: int) -> list[int]:
-        """Return the fewest ranks that each wait for a note of the next, the last for `start`'s."""
-        words: dict[int, dict[str, Any]] = {}  # each is read once
-        waited_for_by = {start: start}
-        queue = [start]
+        self._publish(
+            {
+                "wait": self._waits,
+                "at": _place(board),
+                "members": errors.format_ranks(board.members),
+                "here": call,
+                "posted": {name_ranks(b.members): b.posted for b, _ in self._boards},
+            }
+        )
+        words: dict[int, dict[str, Any]] = {}
+        waits: dict[int, Wait] = {}
 
         def word_of(rank: int) -> dict[str, Any]:
             if rank not in words:
-                words[rank] = _parse(self._backend.published(rank))
+                words[rank] = self._read(rank)
             return words[rank]
 
-        for rank in queue:
-            key, number = word_of(rank).get("at", ("", 0))
-            for other in parse_ranks(word_of(rank).get("members", "")):
-                posted = word_of(other).get("posted")
-                if posted is None or posted.get(key, 0) >= number:
-                    continue
-                if other == start:
-                    trail = [rank]
-                    while trail[0] != start:
-                        trail.insert(0, waited_for_by[trail[0]])
-                    return trail
-                if other not in waited_for_by:
-                    waited_for_by[other] = rank
-                    queue.append(other)
-        return []
+        def has_posted(rank: int, group: str, number: int) -> bool:
+            posted = word_of(rank).get("posted")
+            return posted is None or posted.get(group, 0) >= number
 
-    def _report(self, board: Waiter, cycle: list[int], words: list[dict[str, Any]]) -> SyncError:
-        lines = "\n".join(
-            f"  rank {rank}: {word['here']} in group {name_ranks(parse_ranks(word['members']))}"
-            for rank, word in zip(cycle, words, strict=True)
-        )
-        error = CollectiveMismatch(
-            f"ranks wait for each other in different groups, and none can go on:\n{lines}\n"
-            f"Every rank must make the calls of different groups in the same order.",
-            rank=board.rank,
-            call=board.here(),
-        )
-        # The others may look only after this rank has raised: leave them the verdict.
-        self._published, self.told = False, True
-        waits = list(dict.fromkeys(tuple(word["at"]) for word in words))
+        def wait_of(rank: int) -> Wait | None:
+            word = word_of(rank)
+            if "at" not in word:
+                return None
+            group, number = word["at"]
+            members = parse_ranks(word["members"])
+            missing = (other for other in members if not has_posted(other, group, number))
+            waits[rank] = Wait(word["here"], group, missing)
+            return waits[rank]
+
+        rank = self._backend.topology.rank
+        cycle = find_cycle(rank, wait_of)
+        # Words are read one after another. Only if the same ones are read at a second look were all
+        # of them true at one time.
+        found = [words[waiting] for waiting in cycle]
+        if not cycle or found != self._suspected:
+            self._suspected = found
+            return None
+        error = deadlock_error({waiting: waits[waiting] for waiting in cycle}, rank)
+        # The others may look only after this rank has raised: the verdict stays published.
         verdict = errors.dump(error, _LONGEST_VERDICT).decode()
-        self._publish({"waits": waits, "verdict": verdict})
+        self._publish_verdict({"waits": [word["at"] for word in found], "verdict": verdict})
         return error
 
+    def verdict_for(self, board: Board, missing: list[int]) -> SyncError | None:
+        """Return the verdict of a missing rank that has found this very wait in a deadlock."""
+        for rank in missing:
+            word = self._read(rank)
+            if _place(board) in word.get("waits", ()):
+                # A rank that waits for this one, and not for that one, needs it, too.
+                self._publish_verdict(word)
+                return errors.load(word["verdict"].encode())
+        return None
+
+    def _publish_verdict(self, word: dict[str, Any]) -> None:
+        self._published, self.holds_verdict = False, True
+        self._publish(word)
+
     def _publish(self, word: dict[str, Any]) -> None:
-        import json  # slow to import, and only who waits for long needs it
+        import json  # slow to import, and only a rank that waits for long needs it
 
         text = json.dumps(word, ensure_ascii=False)
         self._backend.publish(text.encode(errors="backslashreplace"))
 
+    def _read(self, rank: int) -> dict[str, Any]:
+        import json
 
-def _wait_of(board: Waiter) -> list[Any]:
+        word = self._backend.published(rank)
+        try:
+            return dict(json.loads(word)) if word else {}
+        except ValueError:  # it was read while being rewritten; the next look finds it whole
+            return {}
+
+
+def _place(board: Board) -> list[Any]:
     return [name_ranks(board.members), board.collected + 1]
-
-
-def _parse(word: bytes) -> dict[str, Any]:
-    import json
-
-    try:
-        return dict(json.loads(word)) if word else {}
-    except ValueError:  # being rewritten while it was read; the next look finds it whole
-        return {}

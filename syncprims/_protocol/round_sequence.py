@@ -4,62 +4,85 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncprims.interface import Label, Note
+    from syncprims.interface import Note
 
     from .rounds import Rounds
 
+T = TypeVar("T")
 
-_SOON = 0.01  # seconds of work before this rank looks around
-_CAUSE = 1.0  # seconds for the death that an engine has met to be known
-_FAREWELL = 1.0  # seconds for a thread whose work was stopped to end
+_FIRST_LOOK = 0.01  # seconds of work before this rank looks for lost members
+_TIME_FOR_CAUSE = 1.0  # seconds within which the death that an engine has met is known
+_TIME_TO_END = 1.0  # seconds for a thread whose work was stopped
 
 
-class Steps:
-    """One call's rounds, one after another; within :meth:`Rounds.as_one`."""
+class RoundSequence:
+    """One call's rounds, one after another. All have the label of `note`, the call's plain note."""
 
-    def __init__(self, rounds: Rounds, timeout: float | None) -> None:
-        self._rounds = rounds
-        self._timeout = timeout
-        self._before = rounds.posted
-        self.members = rounds.members
+    def __init__(self, rounds: Rounds, note: Note, timeout: float | None) -> None:
+        self.rounds = rounds
+        self.note = note
         self.index = rounds.members.index(rounds.rank)  #: of this rank among the members
+        self._timeout = timeout
+        self._before = rounds.board.posted
 
-    @property
-    def posted(self) -> int:
-        """How many rounds this rank has posted to."""
-        return self._rounds.posted
+    @classmethod
+    def run(
+        cls,
+        rounds: Rounds,
+        note: Note,
+        timeout: float | None,
+        call: Callable[[RoundSequence], T],
+    ) -> T:
+        """Return ``call(sequence)``, run as by :meth:`Rounds.atomic_call`."""
+        return rounds.atomic_call(note.label, lambda: call(cls(rounds, note, timeout)))
 
-    def post(self, note: Note) -> None:
-        """Post a note, having made room for it.
+    def post(self, note: Note | None = None) -> int:
+        """Post a note, by default the plain one, and return the number of its round.
 
-        :raises OSError: if there is none on the disk; the others are told.
+        :raises OSError: if the disk has no room; the others get a `PeerFailed`.
         """
-        self._rounds.post(note, self._timeout)
+        self.rounds.post(note or self.note, self._timeout)
+        return self.rounds.board.posted
 
-    def fail(self, label: Label, error: BaseException) -> None:
-        """Post that this rank failed, and is about to raise `error`."""
+    def fail(self, error: BaseException) -> None:
+        """Post that this rank failed; the caller is about to raise `error`."""
         try:
-            self.post(self._rounds.failure_note(label, error))
+            self.post(self.rounds.failure_note(self.note.label, error))
         except OSError as full:
-            if full is not self._rounds.told:
-                raise  # else there was room to say it in few words
-        self._rounds.told = error
+            if full is not self.rounds.reported:
+                raise  # else a shorter note has been posted
+        self.rounds.reported = error
 
-    def agree(self, step: Note) -> None:
-        """Return once all members have come to this step, and none has failed in this call."""
-        self.post(step)
-        self.reach(self.posted)
+    def meet(self, note: Note | None = None) -> Sequence[Note]:
+        """Return the notes of all members in the next round, to which this rank posts `note`.
 
-    def stand_by(self, work: Callable[[], None], stop: Callable[[], None]) -> None:
-        """Have `work` done on a thread, and see to it that no member is lost meanwhile.
+        :raises PeerFailed: if another member failed in this call.
+        """
+        return self.collect_until(self.post(note))
 
-        What waits for others in there hears of nothing: this rank must be free to. It calls `stop`,
-        which ends the work, if there is no need for it any more.
+    def collect_until(self, number: int) -> Sequence[Note]:
+        """Collect the rounds up to `number`, and return the notes of the last.
+
+        :raises PeerFailed: if another member failed in one that is of this call.
+        """
+        rounds, board = self.rounds, self.rounds.board
+        notes: Sequence[Note] = ()
+        while board.collected < number:
+            notes = rounds.collect(self._timeout)
+            if board.collected > self._before:
+                rounds.raise_shared(notes)
+        return notes
+
+    def run_watched(self, work: Callable[[], None], stop: Callable[[], None]) -> None:
+        """Run `work` on a thread, while this one looks for lost members.
+
+        `work` may wait for the other members without noticing that one is lost. If it is not needed
+        any more, ``stop()`` is called to end it.
 
         :raises BaseException: what `work` raises; but a lost member's `PeerLost`, if that is why.
         """
@@ -73,39 +96,27 @@ class Steps:
                 raised.append(error)
             done.set()
 
+        def until_done(seconds: float) -> bool | None:
+            return done.wait(seconds) or None
+
+        def until_cause_is_known(seconds: float) -> bool | None:
+            time.sleep(min(seconds, _FIRST_LOOK))
+            return time.monotonic() >= failed_at + _TIME_FOR_CAUSE or None
+
         thread = threading.Thread(target=run, name="syncprims-engine", daemon=True)
         thread.start()
         try:
-            if not done.wait(_SOON):
-                self._rounds.stand_by(lambda seconds: done.wait(seconds) or None, self._timeout)
+            if not done.wait(_FIRST_LOOK):
+                self._watch(until_done, self._timeout)
             if raised:
-                self._look_for_the_cause()
+                failed_at = time.monotonic()
+                self._watch(until_cause_is_known, None)
                 raise raised[0]
         except BaseException:
             stop()
             raise
         finally:
-            thread.join(_FAREWELL)
+            thread.join(_TIME_TO_END)
 
-    def _look_for_the_cause(self) -> None:
-        """Return if no member turns out to be lost within a moment."""
-        until = time.monotonic() + _CAUSE
-
-        def look(seconds: float) -> bool | None:
-            time.sleep(min(seconds, _SOON))
-            return time.monotonic() >= until or None
-
-        self._rounds.stand_by(look, None)
-
-    def reach(self, number: int) -> Sequence[Note]:
-        """Collect the rounds up to `number`, and return the notes of the last.
-
-        :raises PeerFailed: if another member failed in one that is of this call.
-        """
-        rounds = self._rounds
-        notes: Sequence[Note] = ()
-        while rounds.collected < number:
-            notes = rounds.collect(self._timeout)
-            if rounds.collected > self._before:
-                rounds.raise_shared(notes)
-        return notes
+    def _watch(self, attempt: Callable[[float], bool | None], timeout: float | None) -> None:
+        self.rounds.wait(attempt, timeout, self.rounds.board.now(), at_board=False)

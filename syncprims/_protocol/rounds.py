@@ -10,29 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from threading import get_ident
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar, TypeVarTuple
 
 from syncprims import errors
 from syncprims.errors import Failure, PeerFailed
 from syncprims.interface import Note
 
-from .diagnosis import Diagnosis
-from .note_cache import Notes
-from .waiting import FIRST_LOOK, Waiting
+from .call_site import NoteCache
+from .diagnosis import Snapshot, concurrent_call_error, current_call, mismatch_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from syncprims.errors import SyncError
-    from syncprims.interface import Board, DeviceEngine, Engine, Label, Settings, Window
+    from syncprims.interface import Board, Label, Settings
 
-    from .deadlock import Whereabouts
+    from .deadlock import DeadlockDetector
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
+_LONGEST_PAUSE = 0.25
+#: Seconds after which differing labels are a mismatch even if some are still to come. The wait is
+#: worth it: then the message usually shows every rank's call.
+_EARLY_MISMATCH = 0.3
+_DEADLOCK_SEARCH = 1.0  # seconds after which boards are compared
 
 
-class Meeting:
+class PendingRound:
     """A round that this rank has posted to and will collect later."""
 
     __slots__ = ("error", "notes", "timeout")
@@ -46,39 +54,37 @@ class Meeting:
 class Rounds:
     """One rank's rounds at one board."""
 
-    traced = False  #: what it does is written down
+    traced = False  #: every round is recorded
 
     def __init__(
         self,
         board: Board,
         rank: int,
         settings: Settings,
-        whereabouts: Whereabouts,
+        deadlocks: DeadlockDetector,
         local_rank: int,
         own: int = 0,
     ) -> None:
-        """Meet at `board`; the first `own` rounds there are not the user's."""
+        """Use `board`, where the first `own` rounds are the library's and not the user's."""
+        self.board = board
         self.rank = rank
         self.local_rank = local_rank
         self.members = board.members
-        self.posts_alone = board.posts_alone
         self.settings = settings
-        self._board = board
-        self._first_look = math.inf if board.virtual_time else FIRST_LOOK
-        self._diagnosis = Diagnosis(board, rank, own)
-        self._whereabouts = whereabouts
-        self._meetings: dict[int, Meeting] = {}  # round -> who still wants its notes
-        self.note = Notes().of  #: the note of a call: see there
+        self._own = own
+        self._first_look = math.inf if board.virtual_time else _FIRST_LOOK
+        self._deadlocks = deadlocks
+        self._pending: dict[int, PendingRound] = {}  # by the number of the round
+        self.note = NoteCache().note  #: see there for what it asks of its caller
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
-        self.thread = 0  # that called last
-        # Who is in a call. A dict, since one operation on it is atomic, also for an interrupt: a
+        self._thread = 0  # that called last
+        # The calls under way. A dict, since one operation on it is atomic, also for an interrupt: a
         # lock taken just before a `try` can stay taken for ever.
         self._inside: dict[object, int] = {}
-        self._barred: Callable[[], SyncError] | None = None  # closed, forked or torn: why
+        self._closed: Callable[[], SyncError] | None = None  # closed, forked or broken: why
         self._before = 0  # rounds posted to before the call under way
-        self.told: BaseException | None = None  #: of the call under way: what the others know of
-        whereabouts.add(self)
-        self._waiting = Waiting(self, board, self._diagnosis, whereabouts)
+        self.reported: BaseException | None = None  #: of the call under way: what the others know
+        deadlocks.add(board, lambda: self._thread)
 
     # -- what the primitives use ------------------------------------------------------------
 
@@ -89,249 +95,261 @@ class Rounds:
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: if the group breaks, or was
             broken before.
         """
-        # What `as_one` does, written out: this is the way of every barrier.
-        board, turn = self._board, object()
-        before, told = board.posted, None
+        return self.atomic_call(note.label, self._meet, note, timeout)
+
+    def _meet(self, note: Note, timeout: float | None) -> Sequence[Note]:
+        # What `post` and `collect` do, written out: every barrier takes this path.
+        board = self.board
+        before = board.posted
+        if before != board.collected:
+            self.make_room(timeout)
         try:
-            thread = self._inside[turn] = get_ident()
-            if len(self._inside) > 1 or self._barred is not None:
-                self._refuse(note.label)
-            self.thread = thread
-            if before != board.collected:
-                self.make_room(timeout)
-            try:
-                board.post(note)
-            except OSError as error:
-                told = error
-                self._post_instead(note, error)
-                raise
-            notes = None
-            if board.collected == before:  # nothing older to collect first, as nearly always
-                limit = self._first_look
-                if timeout is not None and timeout < limit:
-                    limit = min(timeout, self.settings.warn_after)
-                notes = board.collect(limit)
-                for other in notes or (None,):
-                    if other is not note:  # else all are the same: nothing to look for
-                        notes = self._examine(notes, limit, timeout)
-                        break
-            while notes is None or board.collected <= before:
-                notes = self.collect(timeout)
-        except errors.SyncError:
+            board.post(note)
+        except OSError as error:
+            self._post_failure(note, error)
             raise
-        except BaseException as error:
-            if error is not told and board.posted > before:
-                self._break_off(error)
-            raise
-        finally:
-            self._inside.pop(turn, None)
+        while board.collected < before:  # older rounds first; there is nearly never one
+            self.collect(timeout)
+        limit = self._first_look
+        if timeout is not None and timeout < limit:
+            limit = min(timeout, self.settings.warn_after)
+        notes = board.collect(limit)
+        if notes is not None:
+            for other in notes:
+                if other is not note:
+                    break
+            else:  # all are this very note: there is nothing to check
+                return notes
+        notes = self._check(notes, limit, timeout)
         for other in notes:
-            if other is not note and other.failure:
+            if other.failure and other is not note:
                 self.raise_shared(notes)
         return notes
 
-    def pass_alone(self) -> None:
-        """Hear of a barrier of one, which needs no round. Called by what the user calls."""
+    def skip_barrier(self) -> None:
+        """Record nothing: a barrier in a group of one needs no round.
 
-    def as_one(self, label: Label | None, steps: Callable[[], T]) -> T:
-        """Return ``steps()``, with no other call of this rank between them.
+        Only for `barrier` functions that the user calls: the call site is found by frame depth.
+        """
+
+    def atomic_call(self, label: Label | None, steps: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return ``steps(*args)``, with no other call of this rank between its rounds.
 
         An exception on the way breaks the group, unless all ranks have it: the others may have
-        gone on, and all later rounds would be paired off wrongly.
+        gone on, and all later rounds would be paired wrongly.
         """
-        board, turn = self._board, object()
+        board, token = self.board, object()
         before = board.posted
         try:
-            thread = self._inside[turn] = get_ident()
-            if len(self._inside) > 1 or self._barred is not None:
+            thread = self._inside[token] = get_ident()
+            if len(self._inside) > 1 or self._closed is not None:
                 self._refuse(label)
-            self.thread, self.told, self._before = thread, None, before
-            return steps()
+            self._thread, self.reported, self._before = thread, None, before
+            return steps(*args)
         except BaseException as error:
-            self.ends_with(error, before)
-            whole = isinstance(error, errors.SyncError) or error is self.told
-            if not whole and board.posted > before:
+            self._call_failed(error, before)
+            is_shared = isinstance(error, errors.SyncError) or error is self.reported
+            if not is_shared and board.posted > before:
                 self._break_off(error)
             raise
         finally:
-            self._inside.pop(turn, None)
+            self._inside.pop(token, None)
 
-    def defer(self, note: Note, timeout: float | None, before: Meeting | None = None) -> Meeting:
-        """Post `note` and return what :meth:`settle` collects; settle `before` on the way."""
+    def defer(
+        self, note: Note, timeout: float | None, before: PendingRound | None = None
+    ) -> PendingRound:
+        """Post `note` and return what :meth:`finish` collects; collect `before` on the way."""
 
-        def post() -> Meeting:
+        def post() -> PendingRound:
             self.post(note, timeout)
-            meeting = self._meetings[self._board.posted] = Meeting(timeout)
+            pending = self._pending[self.board.posted] = PendingRound(timeout)
             if before is not None:
-                self._collect_for(before)
-            return meeting
+                self._collect_pending(before)
+            return pending
 
-        return self.as_one(note.label, post)
+        return self.atomic_call(note.label, post)
 
-    def settle(self, meeting: Meeting) -> Sequence[Note]:
+    def finish(self, pending: PendingRound) -> Sequence[Note]:
         """Return the notes of a deferred round, as :meth:`meet` would have."""
-        if meeting.notes is None:
-            self.as_one(None, lambda: self._collect_for(meeting))
-        if meeting.error is not None:
-            raise meeting.error
-        assert meeting.notes is not None
-        return meeting.notes
+        if pending.notes is None:
+            self.atomic_call(None, self._collect_pending, pending)
+        if pending.error is not None:
+            raise pending.error
+        assert pending.notes is not None
+        return pending.notes
 
-    def _collect_for(self, meeting: Meeting) -> None:
-        while meeting.notes is None:
-            self.collect(meeting.timeout)
+    def _collect_pending(self, pending: PendingRound) -> None:
+        while pending.notes is None:
+            self.collect(pending.timeout)
 
     def fail(self, label: Label, error: BaseException) -> None:
-        """Tell the others, in the round of `label`, that this rank raised `error`.
+        """Report to the others, in the round of `label`, that this rank raised `error`.
 
         Never raises: the caller is about to raise `error` itself. Waits only if as many rounds
         are outstanding as the board can hold.
         """
-        if self.torn:
-            return  # everybody knows already
+        if self._closed is not None:
+            return  # the others have a verdict already
         # If the group is broken, or the disk full, what is about to be raised says enough.
         with contextlib.suppress(errors.SyncError, OSError):
             self.defer(self.failure_note(label, error), None)
 
     def failure_note(self, label: Label, error: BaseException) -> Note:
-        """Return the note that says so."""
+        """Return the note which says that this rank raised `error`."""
         failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(label))
         return Note(label, failure=errors.dump(failed))
 
-    @property
-    def torn(self) -> bool:
-        """True once the group is broken, closed or forked: no round will pass any more."""
-        return self._barred is not None
-
-    def bar(self, why: Callable[[], SyncError]) -> None:
-        """Let every later call raise ``why()``."""
-        self._barred = why
+    def close_with(self, why: Callable[[], SyncError]) -> None:
+        """Make every later call raise ``why()``."""
+        self._closed = why
 
     def _refuse(self, label: Label | None) -> NoReturn:
-        """Let one call in at a time, and none that is barred."""
         if len(self._inside) > 1:
-            raise self._diagnosis.two_at_once(label, self._inside.values())
-        assert self._barred is not None
-        raise self._barred()
+            raise concurrent_call_error(self.rank, self.here(), label, self._inside.values())
+        assert self._closed is not None
+        raise self._closed()
 
     def post(self, note: Note, timeout: float | None) -> None:
-        """Post a note, having made room for it.
+        """Post a note, after making room for it.
 
-        :raises OSError: if there is none on the disk; the others are told.
+        :raises OSError: if the disk has no room; the others get a `PeerFailed`.
         """
-        board = self._board
+        board = self.board
         if board.posted - board.collected >= board.depth:
             self.make_room(timeout)
         try:
             board.post(note)
         except OSError as error:
-            self._post_instead(note, error)
+            self._post_failure(note, error)
             raise
 
-    def _post_instead(self, note: Note, error: OSError) -> None:
-        """Post, where a disk has no room for `note`, why this rank cannot."""
-        self.told = error
-        # Short, so that it needs no room but what was set aside for every note.
+    def _post_failure(self, note: Note, error: OSError) -> None:
+        """Post why this rank cannot post `note`: the disk has no room for it."""
+        self.reported = error
+        # Short, so that it fits into the room that is set aside for every note.
         failure = Failure.of(self.rank, error)
         failure = failure._replace(message=failure.message[:150], traceback="")
         failed = PeerFailed.from_failure(failure, note.label.call)
-        self._board.post(Note(note.label, failure=errors.dump(failed)))
+        self.board.post(Note(note.label, failure=errors.dump(failed)))
 
-    def carriers(self) -> tuple[Window | Engine | None, DeviceEngine | None]:
-        """Return what arrays travel through, and tensors from device to device, if anything."""
-        return self._board.window() or self._board.engine, self._board.devices
-
-    @property
-    def note_limit(self) -> int | None:
-        """Bytes of payload from which on it travels as an array."""
-        return self._board.note_limit
-
-    def stand_by(self, job: Callable[[float], T | None], timeout: float | None) -> T:
-        """Return what ``job(seconds)`` gives, unless a member is lost meanwhile."""
-        return self._waiting.on(job, timeout, self._board.now(), at_board=False)
-
-    @property
-    def posted(self) -> int:
-        """How many rounds this rank has posted to."""
-        return self._board.posted
-
-    @property
-    def collected(self) -> int:
-        """How many it has collected."""
-        return self._board.collected
+    def here(self) -> str:
+        """Return the call this rank is in, with its call site."""
+        return current_call(self.board, self.rank)
 
     # -- waiting ------------------------------------------------------------------------------
 
     def make_room(self, timeout: float | None) -> None:
         """Collect until another note may be posted."""
-        while self._board.posted - self._board.collected >= self._board.depth:
+        while self.board.posted - self.board.collected >= self.board.depth:
             self.collect(timeout)
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
-        """Collect the oldest round, check that all came for the same, and count it."""
+        """Collect the oldest round, and check that all members made the same call."""
         limit = self._first_look
         if timeout is not None and timeout < limit:
             limit = min(timeout, self.settings.warn_after)
-        return self._examine(self._board.collect(limit), limit, timeout)
+        return self._check(self.board.collect(limit), limit, timeout)
 
-    def _examine(
+    def _check(
         self, notes: Sequence[Note] | None, waited: float, timeout: float | None
     ) -> Sequence[Note]:
-        """Wait on if these notes are None; look whether they are of one call; count the round."""
-        board = self._board
+        """Return a round's notes, which must be of one call; keep waiting if they are None yet."""
+        board = self.board
         if notes is None:
             begin = board.waiting_since if board.virtual_time else board.now() - waited
-            self.waits(waited)
-            notes = self._waiting.on(board.collect, timeout, begin)
+            self._wait_is_long(waited)
+            notes = self.wait(board.collect, timeout, begin)
         number = board.collected
         first = notes[0]
         for note in notes:
             if note is not first and note.label is not first.label and note.label != first.label:
-                self.tear(errors.dump(self._diagnosis.mismatch(number, notes)))
-        if self._whereabouts.told:
-            self._whereabouts.take_back()
-        if self._meetings:
-            meeting = self._meetings.pop(number, None)
-            if meeting is not None:
-                meeting.notes = notes
-                meeting.error = self._shared_failure(notes)
+                calls = {r: str(n.label) for r, n in zip(self.members, notes, strict=True)}
+                error = mismatch_error(self.rank, number - self._own, calls)
+                self._break_group(errors.dump(error))
+        if self._deadlocks.holds_verdict:
+            self._deadlocks.withdraw_verdict()
+        if self._pending:
+            pending = self._pending.pop(number, None)
+            if pending is not None:
+                pending.notes = notes
+                pending.error = self._shared_failure(notes)
         return notes
 
-    def ends_with(self, error: BaseException, before: int) -> None:
-        """Hear that a call raises, which `before` rounds had been posted to when it began."""
+    def wait(
+        self,
+        attempt: Callable[[float], T | None],
+        timeout: float | None,
+        begin: float,
+        *,
+        at_board: bool = True,
+    ) -> T:
+        """Return what ``attempt(seconds)`` gives, once that is not None.
 
-    def waits(self, waited: float) -> None:
-        """Hear that a round has not come for so long that there is time for other things."""
-
-    def _break_off(self, error: BaseException) -> None:
-        """Break the group after an exception in the middle of a wait.
-
-        This rank's note is up, and the others may have gone on: if it made the call again, all
-        later rounds would be paired off by one. So nobody passes another.
+        Between the attempts this rank looks for a verdict, a lost member, a deadlock and the
+        deadline. `begin` is when the wait began; without `at_board` it is not for a note.
         """
-        if self._barred is not None:
-            # A signal handler has shut the world down, or this is a child that it has forked: what
-            # was waited on is closed. What the handler itself raised goes its own way.
-            if isinstance(error, (ValueError, OSError)):
-                raise self._barred() from error
-            return
-        failed = PeerFailed.from_failure(Failure.of(self.rank, error), self.here())
-        verdict = errors.dump(failed)
-        self._barred = lambda: errors.load(verdict)
-        board = self._board
-        # What cannot be done here, the end of this process tells the others.
-        for _ in range(board.depth + 1):
-            with contextlib.suppress(Exception):
-                while board.collected < board.posted and board.collect(0.0) is not None:
-                    pass  # complete, so that it can no longer be aborted
-            with contextlib.suppress(Exception):
-                board.abort(verdict)
-                if board.verdict() is not None:
-                    break  # else the round has completed at this very moment: abort the next
+        board = self.board
+        number = board.collected + at_board  # not at the board, no member is missing
+        deadline = math.inf if timeout is None else begin + timeout
+        warn_every = self.settings.warn_after
+        pause = self._first_look
+        # Where time is virtual, a wait without a deadline lasts for ever.
+        warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
+        board.waits_until = deadline
+        try:
+            while True:
+                verdict = board.verdict()
+                if verdict is not None:
+                    self._break_group(verdict)
+                now = board.now()
+                if now >= deadline:
+                    board.inform()
+                seen = Snapshot(board, self.rank, number, now - begin, self._own)
+                error = self._explain(seen, now - begin, now >= deadline, at_board)
+                if error is not None:
+                    board.abort(errors.dump(error))
+                    if board.verdict() is not None:
+                        continue
+                    if not seen.missing and now >= deadline + _DEADLOCK_SEARCH:
+                        # All notes have long been up, and one cannot be read.
+                        self._break_group(errors.dump(error))
+                elif now >= warn_at:
+                    import logging  # slow to import, and only a long wait needs it
 
-    def here(self) -> str:
-        """Return the call this rank is in, with its call site."""
-        return self._diagnosis.here()
+                    logging.getLogger("syncprims").warning(seen.warning)
+                    warn_every *= 2
+                    warn_at = now + warn_every
+                until = min(now + pause, warn_at, deadline if now < deadline else math.inf)
+                came = attempt(max(until - now, 0.001))
+                if came is not None:
+                    return came
+                if board.now() < until and not board.virtual_time:
+                    time.sleep(0.001)  # it gave up early: what it saw is seen here soon
+                pause = max(self._first_look, min(2 * pause, _LONGEST_PAUSE))
+        finally:
+            board.waits_until = None
+            self._deadlocks.end_wait()
+
+    def _explain(
+        self, seen: Snapshot, waited: float, late: bool, at_board: bool
+    ) -> SyncError | None:
+        """Return why this round will not complete, or None while it still may."""
+        error = self._deadlocks.verdict_for(self.board, seen.missing) or seen.absence()
+        if error is None and waited >= _EARLY_MISMATCH:
+            error = seen.early_mismatch()
+        if error is None and late:
+            error = seen.timeout()
+        if error is None and waited >= _DEADLOCK_SEARCH and seen.missing and at_board:
+            error = self._deadlocks.search(self.board, seen.call)
+        return error
+
+    # -- hooks of a subclass that records rounds ------------------------------------------------
+
+    def _call_failed(self, error: BaseException, before: int) -> None:
+        """Do nothing; called when a call raises that began after `before` rounds were posted."""
+
+    def _wait_is_long(self, waited: float) -> None:
+        """Do nothing; called once a wait is so long that there is time for other things."""
 
     # -- failures -------------------------------------------------------------------------------
 
@@ -348,7 +366,33 @@ class Rounds:
         if failed is not None:
             raise failed
 
-    def tear(self, verdict: bytes) -> NoReturn:
+    def _break_group(self, verdict: bytes) -> NoReturn:
         """Break the group: this call raises the verdict, and so does every later one."""
-        self._barred = lambda: errors.load(verdict)
+        self._closed = lambda: errors.load(verdict)
         raise errors.load(verdict)
+
+    def _break_off(self, error: BaseException) -> None:
+        """Break the group after an exception in the middle of a wait.
+
+        This rank's note is up, and the others may have gone on: if it made the call again, all
+        later rounds would be paired off by one. So no rank passes another round.
+        """
+        if self._closed is not None:
+            # A signal handler has shut the world down, or this is a child that it has forked: what
+            # was waited on is closed. What the handler itself raised is not changed.
+            if isinstance(error, (ValueError, OSError)):
+                raise self._closed() from error
+            return
+        failed = PeerFailed.from_failure(Failure.of(self.rank, error), self.here())
+        verdict = errors.dump(failed)
+        self._closed = lambda: errors.load(verdict)
+        board = self.board
+        # What cannot be reported here, the others learn when this process ends.
+        for _ in range(board.depth + 1):
+            with contextlib.suppress(Exception):
+                while board.collected < board.posted and board.collect(0.0) is not None:
+                    pass  # complete, so that it can no longer be aborted
+            with contextlib.suppress(Exception):
+                board.abort(verdict)
+                if board.verdict() is not None:
+                    break  # else the round has completed at this very moment: abort the next

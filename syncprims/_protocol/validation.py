@@ -1,4 +1,4 @@
-"""What users pass: accepted, or refused in words that help."""
+"""Checks of what users pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def require(value: object, kind: type | tuple[type, ...], what: str) -> None:
         raise TypeError(f"{what}, and {value!r} is a {type(value).__name__}")
 
 
-def whole(value: Any, what: str) -> int:
+def whole_number(value: Any, what: str) -> int:
     """Return a whole number of any kind, numpy's too, as an int.
 
     :raises TypeError: if it is none, beginning with `what`.

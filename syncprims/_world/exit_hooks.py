@@ -1,4 +1,4 @@
-"""How a process ends, so that its world can be told without any ``try`` in the user's program.
+"""How a process ends, so that the others are notified without any ``try`` in the user's program.
 
 An uncaught exception passes the excepthook, a normal end atexit, and a fork the at-fork hook.
 Children of multiprocessing are special: they catch what they raise, and skip both. Up to Python
@@ -30,7 +30,7 @@ def reason(error: BaseException | None) -> BaseException | None:
 
 
 def _at_a_prompt() -> bool:
-    """Tell whether an interactive prompt in a living program shows what was mistyped there.
+    """Return whether an interactive prompt, in a program that goes on, shows a mistyped line.
 
     It calls the excepthook, too. (So do programs that run a script for it, as coverage does: there
     the script has ended.)
@@ -43,7 +43,7 @@ def _at_a_prompt() -> bool:
     return False
 
 
-class Endings:
+class ExitHooks:
     """Calls `on_end` with the exception (or None) that ends the process, `on_fork` in children."""
 
     def __init__(
@@ -52,19 +52,18 @@ class Endings:
         self._on_end = on_end
         self._on_fork = on_fork
         self._hook: Callable[..., Any] | None = None  # our excepthook
-        self._before: Callable[..., Any] | None = None  # the one that was there before
-        self._last_value: BaseException | None = None  # an old one
+        self._before = sys.excepthook  # the one that was there before
+        self._last_value: BaseException | None = None  # what Python kept before
         self._watches_forks = False
         # Whose exit is watched. A child of multiprocessing has lost the handlers; one of os.fork
-        # keeps them, and to be told twice does no harm.
+        # keeps them, and a second call does no harm.
         self._process = 0
 
-    def watch(self) -> None:
-        """From now on this process's end is seen."""
+    def install(self) -> None:
+        """Watch the end of this process."""
+        # One hook per call, each with its own predecessor: the last one may have been wrapped.
         self._before = sys.excepthook
-        # One per call, each with its own predecessor: somebody may have wrapped the last one.
-        self._hook = functools.partial(self._uncaught, sys.excepthook)
-        sys.excepthook = self._hook
+        self._hook = sys.excepthook = functools.partial(self._uncaught, sys.excepthook)
         self._last_value = getattr(sys, "last_value", None)
         if self._process != os.getpid():
             self._process = os.getpid()
@@ -74,16 +73,16 @@ class Endings:
                 self._watch_child_of_multiprocessing()
 
     def watch_forks(self) -> None:
-        """From now on a forked child is seen, in the child."""
+        """Watch forks; `on_fork` is called in the child."""
         if not self._watches_forks:
             self._watches_forks = True
             os.register_at_fork(after_in_child=self._on_fork)
 
-    def unwatch(self) -> None:
-        """Put back the excepthook that was there before."""
-        if self._before is not None and sys.excepthook is self._hook:
+    def remove(self) -> None:
+        """Restore the excepthook that was there before, unless another has replaced ours."""
+        if sys.excepthook is self._hook:
             sys.excepthook = self._before
-        self._before = self._hook = None
+        self._hook = None
 
     def _uncaught(
         self,
@@ -104,7 +103,7 @@ class Endings:
         error = sys.exc_info()[1]
         last = getattr(sys, "last_value", None)
         if error is None and sys.excepthook is not self._hook and last is not self._last_value:
-            error = last  # another excepthook is in our place, but Python kept what it was given
+            error = last  # another excepthook has replaced ours, but Python kept the exception
         self._on_end(reason(error))
 
     def _watch_child_of_multiprocessing(self) -> None:

@@ -1,16 +1,22 @@
-"""A group of ranks, and what its members can do together."""
+"""A group of ranks, and what its members can do together.
+
+:class:`Group` has what users call. What the rest of the library needs of a group are the functions
+below it, which use its private members.
+"""
+
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import math
-import operator
+import sys
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims._data import codec, objects, reduction
-from syncprims._data.partition import share
-from syncprims._protocol.rounds import Meeting, Rounds
-from syncprims._protocol.validation import seconds
+from syncprims._data.partition import split
+from syncprims._protocol.rounds import PendingRound, Rounds
+from syncprims._protocol.validation import seconds, whole_number
 from syncprims.errors import RankMismatch
 from syncprims.interface import Note
 
@@ -20,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextvars import Token
     from datetime import timedelta
-    from types import TracebackType
 
     from syncprims.errors import SyncError
 
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The group whose ``with`` block this code runs in, if any. Belongs to a thread or task, not to
+#: The group whose ``with`` block this code runs in, if any. It belongs to a thread or task, not to
 #: the process.
 entered: ContextVar[Group | None] = ContextVar("syncprims_group", default=None)
 
@@ -36,12 +41,9 @@ entered: ContextVar[Group | None] = ContextVar("syncprims_group", default=None)
 class Group:
     """Some ranks that synchronize together: the world, the ranks of one node, or a chosen set.
 
-    Every member makes the same calls in the same order. `src` and the ranks in errors are world
-    ranks. In ``with group:`` the module's functions act on this group.
-
-    Every method that meets the others raises :class:`CollectiveMismatch`, :class:`SyncTimeout`,
-    :class:`PeerLost` or :class:`PeerFailed` when they do not come as they should; `timeout` is in
-    seconds, and None is the world's default.
+    Made by :func:`syncprims.group`. Every member makes the same calls in the same order. `src` and
+    the ranks in errors are world ranks. In ``with group:`` the module's functions act on this
+    group. The methods are the module's functions of the same names, among the members.
     """
 
     def __init__(
@@ -52,13 +54,12 @@ class Group:
         self._member = rounds
         self._timeout = timeout
         self._tokens: list[Token[Group | None]] = []
-        # Whoever is alone waits for nobody, as long as the world is open.
-        self.alone = rounds is not None and len(self.ranks) == 1  #: and open
-        traced = rounds is not None and rounds.traced
-        skips = self.alone and rounds is not None and not rounds.posts_alone
-        self.silent = skips and not traced  #: so that its barriers are nothing at all
-        #: What is told of them else.
-        self.passing = rounds.pass_alone if rounds is not None and skips and traced else None
+        #: True for the only member of an open group: it waits for no other rank.
+        self._alone = rounds is not None and len(self.ranks) == 1
+        # What a plain barrier calls where it needs no round: of one, in an open world.
+        self._skip_barrier: Callable[[], None] | None = None
+        if rounds is not None and self._alone and not rounds.board.posts_alone:
+            self._skip_barrier = rounds.skip_barrier
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -68,12 +69,7 @@ class Group:
         self._tokens.append(entered.set(self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         entered.reset(self._tokens.pop())
 
     @property
@@ -85,32 +81,14 @@ class Group:
             )
         return self._member
 
-    def adopt(self, timeout: float) -> None:
-        """Make this the default timeout of every later call."""
-        self._timeout = timeout
-
-    def bar(self, why: Callable[[], SyncError]) -> None:
-        """Let every later call raise ``why()``: the world is closed, or this is a forked child."""
-        self.alone = self.silent = False
-        self.passing = None
-        if self._member is not None:
-            self._member.bar(why)
-
-    # -- calls --------------------------------------------------------------------------------
-
     def barrier(
         self, name: str | None = None, *, timeout: Seconds = None, device: bool = False
     ) -> None:
-        """Return when every member has arrived.
-
-        With `device`, this rank's GPU work is waited for first.
-        """
+        """As :func:`syncprims.barrier`, among the members."""
         if device:
             _wait_for_device()
-        if self.silent and name is None and timeout is None:
-            return
-        if self.passing is not None and name is None and timeout is None:
-            self.passing()
+        if self._skip_barrier is not None and name is None and timeout is None:
+            self._skip_barrier()
             return
         rounds = self._member or self._rounds
         timeout = self._timeout if timeout is None else seconds(timeout)
@@ -119,60 +97,37 @@ class Group:
     def broadcast(
         self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None
     ) -> T:
-        """Return `src`'s object on every member; on `src` itself, the very object.
-
-        `src` is a world rank, by default the lowest member. With `out`, an array that arrives is
-        copied into it, and `out` is returned.
-
-        :raises EncodingError: on `src`, if the object cannot travel; the others get `PeerFailed`.
-        :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
-        """
-        src = self._source(src)
-        rounds = self._rounds
-        note = rounds.note("broadcast", src=src)
-        if self.alone:
-            objects.check(rounds, note.label, obj)
-            rounds.meet(note)
-            value: Any = obj
-        else:
-            value = objects.broadcast(rounds, note, obj, src, out, self._seconds(timeout))
-        return value if out is None or out is value else reduction.copy_into(out, value)  # type: ignore[no-any-return]
+        """As :func:`syncprims.broadcast`, among the members; `src` is by default the lowest."""
+        found = (
+            self.ranks[0] if src is None else whole_number(src, "src takes a rank, a whole number")
+        )
+        if found not in self.ranks:
+            raise ValueError(
+                f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
+            )
+        value = _broadcast(self, "broadcast", obj, found, out, self._seconds(timeout))
+        if out is not None and out is not value:
+            value = reduction.copy_into(out, value)
+        return value
 
     def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
-        """Return every member's object, in rank order; one's own is the very object.
-
-        :raises EncodingError: if the object cannot travel; the others get `PeerFailed`.
-        """
-        rounds = self._rounds
-        label = rounds.note("all_gather").label
-        if self.alone:
-            objects.check(rounds, label, obj)
-            rounds.meet(Note(label))
-            return [obj]
-        return objects.gather(rounds, label, obj, self._seconds(timeout))
+        """As :func:`syncprims.all_gather`, among the members."""
+        return _gather(self, "all_gather", obj, self._seconds(timeout))
 
     def all_reduce(
         self, value: T, op: str = "sum", *, out: Any = None, timeout: Seconds = None
     ) -> T:
-        """Return the sum, mean, min, max or product over all members, the same bits on each.
-
-        `value` is a number, a numpy array, a torch tensor, or a dict, list or tuple of them, and
-        is left alone. Python integers stay exact; arrays keep their dtype, except that a mean of
-        integers is float64 and a sum or product of bools int64. With `out`, an array of the
-        result's shape and dtype is filled and returned.
-
-        :raises RankMismatch: on all members, if trees, shapes or dtypes differ.
-        :raises ValueError: if `op` is unknown, or `out` does not fit.
-        :raises TypeError: if `value` cannot be reduced; the others get `PeerFailed`.
-        """
+        """As :func:`syncprims.all_reduce`, among the members."""
         reduction.check_op(op)
         note = self._rounds.note("all_reduce", op=op)
-        seconds_ = self._seconds(timeout)
-        result: Any = objects.all_reduce(self._rounds, note, value, op, out, seconds_)
-        return result if out is None or out is result else reduction.copy_into(out, result)  # type: ignore[no-any-return]
+        limit = self._seconds(timeout)
+        result: T = objects.all_reduce(self._rounds, note, value, op, out, limit)
+        if out is not None and out is not result:
+            result = reduction.copy_into(out, result)
+        return result
 
     def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
-        """Return True on every member if `flag` is true on at least one."""
+        """As :func:`syncprims.any_rank`, among the members."""
         rounds = self._rounds
         note = rounds.note("any_rank", flag=bool(flag))
         # A loop, since `any` over a generator takes as long as all the rest of this method.
@@ -182,7 +137,7 @@ class Group:
         return False
 
     def all_ranks(self, flag: object, *, timeout: Seconds = None) -> bool:
-        """Return True on every member if `flag` is true on all."""
+        """As :func:`syncprims.all_ranks`, among the members."""
         rounds = self._rounds
         note = rounds.note("all_ranks", flag=bool(flag))
         for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
@@ -191,12 +146,7 @@ class Group:
         return True
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
-        """Return only if `value` is the same on every member, bit for bit; only digests travel.
-
-        Dicts and sets may differ in order.
-
-        :raises RankMismatch: on all members otherwise, showing each rank's value.
-        """
+        """As :func:`syncprims.assert_same`, among the members."""
         import hashlib  # slow to import
 
         rounds = self._rounds
@@ -210,7 +160,7 @@ class Group:
         # Equal objects may have different pickles: those are sent, to be compared themselves.
         mine = _shorten(value), None if codec.is_plain(value) else value
         shown = objects.gather(rounds, label, mine, limit)
-        if not _all_equal([whole for _, whole in shown]):
+        if not _all_equal([pickled for _, pickled in shown]):
             lines = "\n".join(
                 f"  rank {rank}: {text}  (digest {other.hex()[:8]})"
                 for rank, (text, _), other in zip(self.ranks, shown, seen, strict=True)
@@ -223,99 +173,124 @@ class Group:
             )
 
     def main_first(self, *, name: str | None = None, timeout: Seconds = None) -> MainFirst:
-        """Return a context manager: the lowest member runs the block, then the others.
-
-        The lowest member does not wait for the others' blocks. If its block raises, the others get
-        `PeerFailed` and no other block runs. Waiting is exempt from the default timeout.
-        """
+        """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
         return MainFirst(self._rounds, name, seconds(timeout))
 
     def in_turn(self, *, timeout: Seconds = None) -> InTurn:
-        """Return a context manager: the members run the block one after another, in rank order.
-
-        All leave together. If a block raises, no later one runs and the others get `PeerFailed`.
-        """
+        """As :func:`syncprims.in_turn`, among the members."""
         return InTurn(self._rounds, self._seconds(timeout))
 
     def split(self, items: Any, *, pad: bool = False) -> Any:
-        """Return this member's contiguous share of `items`; see :func:`syncprims.split`."""
-        return share(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
-
-    # -- for the rest of the library ------------------------------------------------------------
-
-    def send(self, kind: str, obj: T, src: int) -> T:
-        """Broadcast under another call's name, so that errors show what the user wrote.
-
-        As in `main_first`, the others wait for a body, however long it takes.
-        """
-        rounds = self._rounds
-        note = rounds.note(kind, src=src)
-        if self.alone:
-            objects.check(rounds, note.label, obj)
-            rounds.meet(note)
-            return obj
-        return objects.broadcast(rounds, note, obj, src, None, math.inf)  # type: ignore[no-any-return]
-
-    def gather(self, kind: str, obj: T) -> list[T]:
-        """Gather under another call's name, and wait for the others however long they take."""
-        rounds = self._rounds
-        label = rounds.note(kind).label
-        if self.alone:
-            rounds.meet(Note(label))
-            return [obj]
-        return objects.gather(rounds, label, obj, math.inf)
-
-    def send_failure(self, kind: str, error: BaseException, src: int) -> None:
-        """Let the others' :meth:`send` from `src` raise `PeerFailed`; does not wait."""
-        self._rounds.fail(self._rounds.note(kind, src=src).label, error)
-
-    def raise_flag(
-        self, kind: str, name: str | None, flag: bool, payload: bytes
-    ) -> list[tuple[int, bytes]]:
-        """Return rank and payload of every member that raises its flag in this round."""
-        rounds = self._rounds
-        note = rounds.note(kind, name)
-        return self._raised(rounds.meet(_flagged(note, flag, payload), self._timeout))
-
-    def defer_flag(
-        self, kind: str, name: str | None, flag: bool, payload: bytes, before: Meeting | None
-    ) -> Meeting:
-        """Post a flag, to ask :meth:`flags` for later, and wait for those of `before`."""
-        rounds = self._rounds
-        note = rounds.note(kind, name)
-        return rounds.defer(_flagged(note, flag, payload), self._timeout, before)
-
-    def flags(self, meeting: Meeting) -> list[tuple[int, bytes]]:
-        """Return rank and payload of every member that raised its flag at `meeting`."""
-        return self._raised(self._rounds.settle(meeting))
-
-    def _raised(self, notes: Sequence[Note]) -> list[tuple[int, bytes]]:
-        for note in notes:
-            if note.flag:
-                return [(r, n.payload) for r, n in zip(self.ranks, notes, strict=True) if n.flag]
-        return []
+        """As :func:`syncprims.split`, among the members."""
+        return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
 
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)
 
-    def _source(self, src: int | None) -> int:
-        try:
-            found = self.ranks[0] if src is None else int(operator.index(src))
-        except TypeError:
-            raise TypeError(f"src={src!r}: it takes a rank, a whole number") from None
-        if found not in self.ranks:
-            raise ValueError(
-                f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
-            )
-        return found
+
+# -- for the rest of the library -----------------------------------------------------------------
 
 
-def _flagged(note: Note, flag: bool, payload: bytes) -> Note:
-    return Note(note.label, flag, payload) if flag else note
+def rounds_of(group: Group) -> Rounds:
+    """Return the rounds of a group that this rank is a member of.
+
+    :raises ValueError: if it is none.
+    """
+    return group._rounds
+
+
+def set_group_timeout(group: Group, timeout: float) -> None:
+    """Make `timeout`, in seconds, the default of every later call."""
+    group._timeout = timeout
+
+
+def close_group(group: Group, why: Callable[[], SyncError]) -> None:
+    """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
+    group._alone = False
+    group._skip_barrier = None
+    if group._member is not None:
+        group._member.close_with(why)
+
+
+class SharedResult(NamedTuple):
+    """A result that rank `src` of a group sends to the others, in the call that the user wrote."""
+
+    group: Group
+    call: str
+    src: int
+
+    def send(self, result: T) -> T:
+        """Return the result of `src` on every member; as in `main_first`, without a timeout."""
+        return _broadcast(self.group, self.call, result, self.src, None, math.inf)
+
+    def fail(self, error: BaseException) -> None:
+        """Make the other members' :meth:`send` raise `PeerFailed` with `error`. Does not wait."""
+        rounds = self.group._rounds
+        rounds.fail(rounds.note(self.call, src=self.src).label, error)
+
+
+def gather_as(group: Group, kind: str, obj: T) -> list[T]:
+    """Gather under the name of the call `kind`; all members wait without a timeout."""
+    return _gather(group, kind, obj, math.inf)
+
+
+#: Rank and payload of each member that raised its flag in a round.
+Flags = list[tuple[int, bytes]]
+
+
+def exchange_flags(group: Group, kind: str, name: str | None, payload: bytes | None) -> Flags:
+    """Return the raised flags of all members; this rank's is raised if it has a payload."""
+    rounds = group._rounds
+    note = rounds.note(kind, name)
+    note = note if payload is None else Note(note.label, True, payload)
+    return _find_flags(group, rounds.meet(note, group._timeout))
+
+
+def defer_flags(
+    group: Group, kind: str, name: str | None, payload: bytes | None, before: PendingRound | None
+) -> PendingRound:
+    """Post this rank's flag for a later :func:`collect_flags`, and wait for those of `before`."""
+    rounds = group._rounds
+    note = rounds.note(kind, name)
+    note = note if payload is None else Note(note.label, True, payload)
+    return rounds.defer(note, group._timeout, before)
+
+
+def collect_flags(group: Group, pending: PendingRound) -> Flags:
+    """Return the flags that were raised in a deferred round."""
+    return _find_flags(group, group._rounds.finish(pending))
+
+
+def _find_flags(group: Group, notes: Sequence[Note]) -> Flags:
+    for note in notes:
+        if note.flag:
+            return [(r, n.payload) for r, n in zip(group.ranks, notes, strict=True) if n.flag]
+    return []
+
+
+def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: float | None) -> T:
+    rounds = group._rounds
+    note = rounds.note(kind, src=src)
+    if group._alone:
+        objects.check(rounds, note.label, obj)
+        rounds.meet(note)
+        return obj
+    value: T = objects.broadcast(rounds, note, obj, src, out, timeout)
+    return value
+
+
+def _gather(group: Group, kind: str, obj: T, timeout: float | None) -> list[T]:
+    rounds = group._rounds
+    label = rounds.note(kind).label
+    if group._alone:
+        objects.check(rounds, label, obj)
+        rounds.meet(Note(label))
+        return [obj]
+    return objects.gather(rounds, label, obj, timeout)
 
 
 def _all_equal(values: list[Any]) -> bool:
-    """Tell whether all values were sent, and are equal in their own eyes."""
+    """Return whether all values were sent, and each says that it equals the first."""
     try:
         return all(value is not None and bool(value == values[0]) for value in values)
     except Exception:  # a comparison is the object's own code: it may raise anything
@@ -323,17 +298,15 @@ def _all_equal(values: list[Any]) -> bool:
 
 
 def _shorten(value: object) -> str:
-    """Return the value's repr on one line, its middle left out where it is long."""
+    """Return the value's repr on one line, without its middle where it is long."""
     try:
         text = " ".join(repr(value).split())
-    except Exception as broken:  # the object's own code: the others wait to hear of the value
+    except Exception as broken:  # the object's own code: the others wait for what it is
         text = f"<no text: its __repr__ raised {type(broken).__name__}>"
     return text if len(text) <= 160 else f"{text[:120]} ... {text[-30:]}"
 
 
 def _wait_for_device() -> None:
-    import sys
-
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def processors() -> int:
+def count_processors() -> int:
     """Return how many processors this process may keep busy, by its affinity and its quota."""
     try:
         allowed = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
         allowed = os.cpu_count() or 1
-    quota = _quota()
+    quota = _read_quota()
     return max(1, min(allowed, quota) if quota else allowed)
 
 
-def _quota() -> int | None:
-    """Return how many processors' time a container is given, rounded up, if it is limited."""
+def _read_quota() -> int | None:
+    """Return how many processors a container may keep busy, rounded up, if it is limited."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return -(-int(limit) // int(period))
@@ -31,8 +31,8 @@ def _quota() -> int | None:
         return None
 
 
-def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the ids of the CUDA devices that a rank would see; None if it cannot be told."""
+def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the ids of the CUDA devices that a rank would see; None if unknown."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
@@ -43,14 +43,14 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     return [str(number) for number in range(len(found))]
 
 
-def shared_memory() -> Path:
-    """Return where shared memory is: in memory where there is such a place, else a disk."""
+def find_shared_memory() -> Path:
+    """Return the directory of shared memory, or of temporary files where there is none."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
-def free_bytes(path: Path) -> int | None:
-    """Return how much may still be written to the file system of `path`."""
+def count_free_bytes(path: Path) -> int | None:
+    """Return how many bytes the file system of `path` has room for; None if unknown."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -58,7 +58,7 @@ def free_bytes(path: Path) -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-def file_system(path: Path) -> str | None:
+def find_file_system(path: Path) -> str | None:
     """Return the type of the file system that `path` is on, or would be; None if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()

@@ -2,69 +2,70 @@
 
 The one place with mutable state, and the one place that reads ``os.environ``.
 
-A rank is a process, but in a test it may be a thread (:func:`seated`). Then it has a state of its
-own, which only the slow ways ask for: the quick one finds the process's world, and that is set
-aside for as long as any thread is a rank.
+A rank is a process, but in a test it may be a thread (:func:`thread_as_rank`). Then it has a state
+of its own, which only the slow paths look for: the fast path finds the process's world, and that is
+set aside for as long as any thread is a rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.validation import seconds
 from syncprims.errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed, dump, load
 from syncprims.interface import Topology
 
-from .choice import choose, class_of
-from .environment import detect, place_variables, read_settings
-from .exit_hooks import Endings, reason
+from .backends import choose_backend
+from .exit_hooks import ExitHooks, reason
 from .group import entered
-from .world import World
+from .launchers import detect, list_rank_variables
+from .settings import read_settings
+from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
     from datetime import timedelta
-    from types import ModuleType
 
     from syncprims.interface import Backend, Settings
 
     from .group import Group
 
-    Maker = Callable[[type[Backend], Topology, Settings], Backend]
-
-# -- the state -------------------------------------------------------------------------------
+    MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
 
 class _State:
-    """What a rank has: no world yet, a world, or the reason why there is none any more."""
+    """What a rank has: no world yet, a world, or the reason why it has none any more."""
 
-    def __init__(self, environ: Mapping[str, str], make: Maker) -> None:
+    def __init__(self, environ: Mapping[str, str], make: MakeBackend) -> None:
         self.environ = environ
         self.make = make
         self.world: World | None = None
         self.ended: Callable[[], SyncError] | None = None
         self.topology: Topology | None = None  # of a world that has ended
         self.starting = threading.RLock()  # two threads may make the first call
-        self.aside: World | None = None  # the process's, while threads are ranks
-        self.guests = 0  # how many are
-        self.hosted = False  # a test has started the world: what `init` asks for is not there
+        self.aside: World | None = None  # the process's world, while threads are ranks
+        self.rank_threads = 0  # how many threads are
+        self.provided = False  # a test has started the world: what `init` asks for is ignored
 
     @property
     def running(self) -> World | None:
         return self.world or self.aside
 
     def forget(self, why: Callable[[], SyncError]) -> World | None:
-        """Have no world any more; return the one there was."""
+        """Close the world, so that it raises ``why()``, and return it if there is one."""
         world = self.running
         if world is not None:
             self.world = self.aside = None
             self.ended = why
-            world.bar(why)
+            close_world(world, why)
+            if self is _state:
+                _exit_hooks.remove()
         return world
 
 
@@ -73,12 +74,12 @@ def _make(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
 
 
 _state = _State(os.environ, _make)  # of this process
-_seat: ContextVar[_State | None] = ContextVar("syncprims_seat", default=None)
+_thread_state: ContextVar[_State | None] = ContextVar("syncprims_thread_state", default=None)
 
 
-def _mine() -> _State:
-    """Return the state of the rank that asks."""
-    return _seat.get() or _state
+def _get_state() -> _State:
+    """Return the state of the rank that this code runs on."""
+    return _thread_state.get() or _state
 
 
 def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> World:
@@ -86,34 +87,36 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
 
     `backend` and `timeout` (the default of every call, in seconds) may also come from
     ``SYNCPRIMS_BACKEND`` and ``SYNCPRIMS_TIMEOUT``. If the world runs already, it is returned.
-    ``with init(...):`` ends it with the block. On the torch backends torch's own default group is
-    not made by this: :meth:`World.open_process_group` does, for a DDP of one's own.
+    ``with init(...):`` ends it with the block. On the torch backends this does not make torch's own
+    default group: :meth:`World.open_process_group` does, for a DDP of one's own.
 
     :raises ConfigurationError: if the environment or the arguments contradict themselves or each
         other, or the ranks disagree.
     :raises BackendUnavailable: if the backend cannot work here.
     :raises SyncTimeout: naming the ranks that did not come within ``SYNCPRIMS_JOIN_TIMEOUT``.
     """
-    _endings.watch_forks()  # before anything is held that a child could inherit
-    state = _mine()
+    _exit_hooks.watch_forks()  # before anything is held that a child could inherit
+    state = _get_state()
     with state.starting:
-        running = state.running
-        if running is not None and state.hosted:
-            return running.adopt(seconds(timeout))
-        if running is not None:
-            _check_same(running, backend, seconds(timeout))
-            return running
-        if state.ended is not None and isinstance(state.ended(), ForkedProcess):
-            raise state.ended()
-        return _start(state, backend, seconds(timeout))
+        running, limit = state.running, seconds(timeout)
+        if running is None:
+            if state.ended is not None and isinstance(state.ended(), ForkedProcess):
+                raise state.ended()
+            return _start(state, backend, limit)
+        if not state.provided:
+            _check_same(running, backend, limit)
+        elif limit is not None:
+            set_world_timeout(running, limit)
+        return running
 
 
 def current(timeout: float | timedelta | None = None) -> World:
     """Return the running world; the first call starts it from the environment.
 
-    With `timeout`, that of a primitive that starts it, the others have no longer to join.
+    `timeout`, in seconds, is that of a primitive that starts the world: the other ranks have no
+    longer than that to join.
 
-    :raises SyncError: as it did before, if a start has failed since the ranks could meet; then
+    :raises SyncError: the error of an earlier start that failed after the ranks could meet; then
         only :func:`init` tries again.
     :raises WorldClosed: after :func:`shutdown`.
     :raises ForkedProcess: in a forked child, which is not a rank.
@@ -121,122 +124,123 @@ def current(timeout: float | timedelta | None = None) -> World:
     world = _state.world
     if world is not None:
         return world
-    state = _mine()
+    state = _get_state()
     if state.running is not None:
         return state.running
     if state.ended is not None:
         raise state.ended()
-    _endings.watch_forks()
+    _exit_hooks.watch_forks()
     with state.starting:
-        running = _mine().running  # another thread may have been first
-        return running or _start(state, None, None, join_within=seconds(timeout))
+        running = _get_state().running  # another thread may have been first
+        return running or _start(state, None, None, seconds(timeout))
 
 
 def shutdown() -> None:
     """End this rank's part in the world; the others see that it has finished.
 
-    Nothing happens if there is no world. In a forked child it forgets the parent's world, so that
-    another can be started.
+    Nothing happens if there is no world. A forked child forgets its parent's world, so that it can
+    start another.
     """
-    state = _mine()
+    state = _get_state()
     if state.running is not None:
         _end(state, None)
     elif state.ended is not None and isinstance(state.ended(), ForkedProcess):
-        state.ended = None
-        state.topology = None
+        state.ended = state.topology = None
 
 
-def active_group(timeout: float | timedelta | None = None) -> Group:
-    """Return the group whose ``with`` block this is, else all ranks."""
+def get_active_group(timeout: float | timedelta | None = None) -> Group:
+    """Return the group whose ``with`` block this is, else that of all ranks."""
     return entered.get() or (_state.world or current(timeout)).group
 
 
-def topology() -> Topology:
+def get_topology() -> Topology:
     """Return this process's place, from the world if there is or was one, else the environment.
 
-    :raises ConfigurationError: while ranks of this process are threads, in a test, in any other.
+    :raises ConfigurationError: in a thread that is no rank, while other threads are (in a test).
     """
     world = _state.world
     if world is not None:
         return world.topology
-    state = _mine()
-    if state is _state and state.guests:
-        raise _no_rank()
-    return state.topology or _place(state.environ)
+    state = _get_state()
+    _check_is_rank(state)
+    return state.topology or _find_topology(state.environ)
 
 
-def _no_rank() -> ConfigurationError:
-    return ConfigurationError(
-        "ranks of this process are threads, in a test, and this thread is none of them; call "
-        "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
-    )
+def _check_is_rank(state: _State) -> None:
+    if state is _state and state.rank_threads:
+        raise ConfigurationError(
+            "ranks of this process are threads, in a test, and this thread is none of them; call "
+            "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
+        )
 
 
-def _place(environ: Mapping[str, str]) -> Topology:
+def _find_topology(environ: Mapping[str, str]) -> Topology:
     """Return this process's place by its launcher, else by the group it has initialized itself."""
     place = detect(environ)
-    if place.launcher == "none":
-        distributed = sys.modules.get("torch.distributed")
-        if _is_initialized(distributed):
-            assert distributed is not None
-            rank, size = distributed.get_rank(), distributed.get_world_size()
-            # Who shares a host is not known before the ranks have met.
-            local = Topology(rank, size, rank, size, launcher="torch.distributed")
-            return local._replace(run_id=place.run_id)
-    return place
+    distributed = _find_process_group() if place.launcher == "none" else None
+    if distributed is None:
+        return place
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    # Which ranks share a host is not known before they have met.
+    return Topology(rank, size, rank, size, launcher="torch.distributed", run_id=place.run_id)
 
 
-def _is_initialized(distributed: ModuleType | None) -> bool:
-    return bool(
-        distributed is not None and distributed.is_available() and distributed.is_initialized()
-    )
+def _find_process_group() -> Any:
+    """Return ``torch.distributed`` if the program has initialized its default group, else None."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
 
 
-# -- for tests: ranks that are threads, and backends that are looked at ------------------------
+# -- for tests: ranks that are threads, and backends that are observed -----------------------------
 
 
 def clean_environ() -> dict[str, str]:
-    """Return this process's variables but those that say which rank it is, of what, and where."""
-    own = ("BACKEND", "DIR", "ERROR_FILE")
-    outer = place_variables() | {f"SYNCPRIMS_{name}" for name in own}
+    """Return this process's variables without those that say which rank it is, and where."""
+    own = {"SYNCPRIMS_BACKEND", "SYNCPRIMS_DIR", "SYNCPRIMS_ERROR_FILE"}
+    outer = list_rank_variables() | own
     return {name: value for name, value in os.environ.items() if name not in outer}
 
 
 @contextlib.contextmanager
-def seated(environ: Mapping[str, str], make: Maker) -> Generator[None]:
-    """Let this thread, or task, be a rank of its own, with these variables, within the block.
+def thread_as_rank(environ: Mapping[str, str], make: MakeBackend) -> Generator[None]:
+    """Make this thread, or task, a rank of its own, with these variables, within the block.
 
     `make` makes its backend. The process's own world is set aside meanwhile.
     """
-    _endings.watch_forks()
-    token = _seat.set(_State(environ, make))
+    _exit_hooks.watch_forks()
+    token = _thread_state.set(_State(environ, make))
     with _state.starting:
-        if not _state.guests:
+        if not _state.rank_threads:
             _state.aside, _state.world = _state.world, None
-        _state.guests += 1
+        _state.rank_threads += 1
     try:
-        with host():
+        with provided_world():
             yield
     finally:
-        _seat.reset(token)
+        _thread_state.reset(token)
         with _state.starting:
-            _state.guests -= 1
-            if not _state.guests:
+            _state.rank_threads -= 1
+            if not _state.rank_threads:
                 _state.world, _state.aside = _state.aside, None
 
 
 @contextlib.contextmanager
-def host() -> Generator[World]:
-    """Run the world of a test: the program in it finds it running, whatever backend it asks for."""
+def provided_world() -> Generator[World]:
+    """Run the world of a test: the program's own `init` returns it, whatever backend it names."""
     with init() as world:
-        _mine().hosted = True
+        _get_state().provided = True
         yield world
 
 
-def become_rank(make: Maker) -> None:
-    """Let this fresh child process be a rank, whatever its parent was; `make` makes its backend."""
-    _seat.set(None)
+def become_rank(make: MakeBackend) -> None:
+    """Make this fresh child process a rank, whatever its parent was; `make` makes its backend."""
+    _thread_state.set(None)
     _state.__init__(os.environ, make)  # type: ignore[misc]
+
+
+# -- start and end ---------------------------------------------------------------------------------
 
 
 def _check_same(running: World, backend: str | None, timeout: float | None) -> None:
@@ -253,70 +257,57 @@ def _check_same(running: World, backend: str | None, timeout: float | None) -> N
 
 
 def _start(
-    state: _State,
-    backend: str | None,
-    timeout: float | None,
-    *,
-    join_within: float | None = None,
+    state: _State, backend: str | None, timeout: float | None, join_within: float | None = None
 ) -> World:
-    if state is _state and state.guests:
-        raise _no_rank()
+    _check_is_rank(state)
     environ = state.environ
     settings = read_settings(environ)
     if join_within is not None:
         settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
-    if timeout is not None and settings.timeout not in (None, timeout):
-        raise ConfigurationError(
-            f"init(timeout={timeout:g}) contradicts SYNCPRIMS_TIMEOUT={settings.timeout:g}; "
-            f"drop one of them"
-        )
     if timeout is not None:
+        if settings.timeout not in (None, timeout):
+            raise ConfigurationError(
+                f"init(timeout={timeout:g}) contradicts SYNCPRIMS_TIMEOUT={settings.timeout:g}; "
+                f"drop one of them"
+            )
         settings = settings._replace(timeout=timeout)
-    grouped = _is_initialized(sys.modules.get("torch.distributed"))
-    choice = choose(environ, backend, grouped=grouped, find_place=lambda: _place(environ))
-    made = state.make(class_of(choice), choice.place, settings)
+    grouped = _find_process_group() is not None
+    choice = choose_backend(
+        environ, backend, grouped=grouped, find_topology=lambda: _find_topology(environ)
+    )
+    made = state.make(choice.load(), choice.topology, settings)
     place = made.topology  # it may know more of hosts than the launcher says
     try:
         world = World(made, choice.backend, settings, place, end=_end_block)
         if state is _state:
-            _endings.watch()
+            _exit_hooks.install()
         state.world, state.ended, state.topology = world, None, place
-        world.join()
+        join_world(world)
     except BaseException as error:
         met = state.world is not None
         _end(state, error) if met else made.close(None)
-        # It never ran, and another `init` may try again. But where ranks may have met already, a
-        # mere call does not: it would take the place of the one that failed, out of step.
-        state.topology = None
-        state.ended = _as_before(error) if met and isinstance(error, SyncError) else None
+        # It never ran, and `init` may try again. But where ranks may have met already, a mere call
+        # does not: it would take the place of the one that failed, out of step.
+        state.ended = state.topology = None
+        if met and isinstance(error, SyncError):
+            verdict = dump(error)
+            state.ended = lambda: load(verdict)
         raise
     return world
-
-
-def _as_before(error: SyncError) -> Callable[[], SyncError]:
-    verdict = dump(error)
-    return lambda: load(verdict)
 
 
 def _end(state: _State, error: BaseException | None) -> None:
     """Leave the world, with `error` as the reason if there is one."""
     world = state.forget(_closed)
-    if world is None:
-        return
-    if state is _state:
-        _endings.unwatch()
-    world.leave(error)
+    if world is not None:
+        leave_world(world, error)
 
 
 def _end_block(world: World, error: BaseException | None) -> None:
     """End the world whose ``with`` block has ended, unless it has been ended inside."""
-    state = _mine()
+    state = _get_state()
     if state.running is world:
         _end(state, reason(error))
-
-
-def _end_process(error: BaseException | None) -> None:
-    _end(_state, error)
 
 
 def _closed() -> SyncError:
@@ -327,31 +318,29 @@ def _closed() -> SyncError:
 
 
 def _on_fork() -> None:
-    seat = _seat.get()
-    if seat is not None:  # a thread was a rank; its child is a process, and none
-        _seat.set(None)
-        _leave_to_parent(seat)
-        _state.topology = seat.topology or detect(seat.environ)
-        _state.ended = seat.ended or _forked
+    thread = _thread_state.get()
+    if thread is not None:  # a thread was a rank; its child is a process, and no rank
+        _thread_state.set(None)
+        _leave_to_parent(thread)
+        _state.topology = thread.topology or detect(thread.environ)
+        _state.ended = thread.ended or _forked
     _leave_to_parent(_state)
-    _state.guests = 0
+    _state.rank_threads = 0
 
 
 def _leave_to_parent(state: _State) -> None:
     state.starting = threading.RLock()  # a thread that the child does not have may hold it
     world = state.forget(_forked)
     if world is not None:
-        if state is _state:
-            _endings.unwatch()
-        world.abandon()
+        abandon_world(world)
 
 
 def _forked() -> SyncError:
     return ForkedProcess(
-        f"process {os.getpid()} is a forked child of rank {topology().rank} and not a rank: "
+        f"process {os.getpid()} is a forked child of rank {get_topology().rank} and not a rank: "
         f"it cannot synchronize. Call primitives in the parent, or, to make the child a rank of "
         f"another world, call shutdown() in it first"
     )
 
 
-_endings = Endings(_end_process, _on_fork)
+_exit_hooks = ExitHooks(functools.partial(_end, _state), _on_fork)

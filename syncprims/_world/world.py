@@ -1,4 +1,10 @@
-"""A world as one of its ranks sees it: who takes part, and the groups they meet in."""
+"""A world as one of its ranks sees it: who takes part, and the groups they meet in.
+
+:class:`World` has what users call. What the rest of the library needs of a world are the functions
+below it, which use its private members.
+"""
+
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -7,10 +13,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
-from syncprims._protocol.deadlock import Whereabouts
-from syncprims._protocol.round_sequence import Steps
+from syncprims._protocol.deadlock import DeadlockDetector
+from syncprims._protocol.round_sequence import RoundSequence
 from syncprims._protocol.rounds import Rounds
-from syncprims._protocol.validation import whole
+from syncprims._protocol.validation import whole_number
 from syncprims.errors import (
     ConfigurationError,
     Failure,
@@ -21,16 +27,15 @@ from syncprims.errors import (
 )
 from syncprims.interface import Note
 
-from .group import Group
+from .group import Group, close_group, rounds_of, set_group_timeout
 from .version import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from syncprims._protocol.trace_file import Recorder
     from syncprims._protocol.traced_rounds import TracedRounds
-    from syncprims.interface import Backend, Board, Settings, Topology
+    from syncprims.interface import Backend, Settings, Topology
 
 #: Where the backend cannot tell a dead rank from a slow one, a wait ends after this many seconds.
 BLIND_TIMEOUT = 1800.0
@@ -48,14 +53,13 @@ class World:
         *,
         end: Callable[[World, BaseException | None], None],
     ) -> None:
-        """Take a seat; :meth:`join` then meets the others. A `with` block calls `end`."""
         self.topology = topology
-        self._end = end
         self.backend_name = backend_name
         self.settings = settings
         self.extras: dict[str, Any] = {}  #: what belongs to this world and to no module
+        self._end = end  # called by the end of a `with` block
         self._backend = backend
-        self._whereabouts = Whereabouts(backend)
+        self._deadlocks = DeadlockDetector(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._traced: list[TracedRounds] = []
         self._recorder: Recorder | None = None
@@ -63,8 +67,8 @@ class World:
             from syncprims._protocol.trace_file import Recorder  # not before it is asked for
 
             self._recorder = Recorder(settings.trace, settings.trace_limit, topology)
-        self._nodes: list[int] = []
-        self.timeout = settings.timeout
+        self._nodes: list[int] = []  # of each rank, known after the start
+        self.timeout = settings.timeout  #: of a call that names none, in seconds
         if self.timeout is None and not backend.detects_death:
             self.timeout = BLIND_TIMEOUT
         self.group = self._make_group(range(topology.world_size))  #: of all ranks
@@ -99,18 +103,6 @@ class World:
         """The number of nodes."""
         return self.topology.num_nodes
 
-    @property
-    def meeting_place(self) -> str:
-        """Where the ranks find each other; empty if there is nothing to say."""
-        return self._backend.meeting_place
-
-    @property
-    def node_group(self) -> Group:
-        """The ranks of this node. Its rounds never wait for another node."""
-        if self.num_nodes == 1:
-            return self.group
-        return self._make_group([r for r, n in enumerate(self._nodes) if n == self.node_rank])
-
     def __repr__(self) -> str:
         return (
             f"<syncprims.World rank {self.rank} of {self.world_size}, backend {self.backend_name}>"
@@ -119,160 +111,40 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(self, error)
 
-    def new_group(self, ranks: Sequence[int]) -> Group:
-        """Return the group of `ranks`, having met all ranks of the world: the same for the same."""
-        members = _members(ranks, self.world_size)
-        # Also for one that exists: a rank that asks for another one would be known by nothing else.
-        rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-        note = rounds.note("group", name_ranks(members))
-
-        def make() -> Group:
-            steps = Steps(rounds, self.timeout)
-            try:
-                group = self._make_group(members)
-            except (OSError, SyncError) as error:  # or the others would wait for this rank in it
-                steps.fail(note.label, error)
-                raise
-            steps.agree(note)
-            return group
-
-        return rounds.as_one(note.label, make)
-
-    def join(self) -> None:
-        """Meet all ranks for the first time, and check that they agree on what this run is.
-
-        :raises SyncTimeout: naming the ranks that did not come in time.
-        :raises ConfigurationError: on all ranks, if they disagree.
-        """
-        import json  # slow to import: not before a world starts
-
-        top = self.topology
-        mine = {
-            "syncprims": version(),
-            "backend": self.backend_name,
-            "world size": top.world_size,
-            "run id": top.run_id,
-            "SYNCPRIMS_PICKLE": self.settings.pickle,
-        }
-        rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
-        trace = self._recorder.run if self._recorder is not None else None
-        words = json.dumps([mine, top.node_rank, trace]).encode()
-        note = Note(rounds.note("init").label, payload=words)
-        try:
-            notes = rounds.meet(note, self.settings.join_timeout)
-        except SyncTimeout as error:
-            place = self._backend.meeting_place
-            where = f" in {place}" if place else ""
-            more = (
-                f"This rank waits with backend {self.backend_name!r}{where}, run id "
-                f"{top.run_id!r}: a rank that was started with others never meets it."
-            )
-            error.args = (f"{error}\n{more}",)
-            raise
-        said = [json.loads(other.payload) for other in notes]
-        self._nodes = [node for _, node, _ in said]
-        for fact, value in mine.items():
-            values = [facts[fact] for facts, *_ in said]
-            if any(other != value for other in values):
-                shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
-                raise ConfigurationError(
-                    f"the ranks disagree about {fact}, at {note.label}: {shown}; start all ranks "
-                    f"from one installation with the same settings",
-                    rank=self.rank,
-                    call=str(note.label),
-                    arrived=list(range(self.world_size)),
-                )
-        if self._recorder is not None:
-            # One name for all: that of the first who has one.
-            self._recorder.open(next(run for *_, run in said if run is not None))
-
     def open_process_group(self) -> bool:
-        """Tell whether ``torch.distributed``'s default group runs; it does where the backend can.
+        """Return whether ``torch.distributed``'s default group runs; it does where the backend can.
 
-        Collective: all ranks call it. What the program has initialized itself stays, and is its
-        own; what is opened here ends with the world.
+        Collective: all ranks call it. A group that the program has initialized itself stays, and
+        remains the program's; one that is opened here ends with the world.
         """
         if self.world_size == 1 or not self._backend.has_process_group:
             return False
-        rounds = self.group._rounds  # pyright: ignore[reportPrivateUsage]
+        rounds = rounds_of(self.group)
         note = rounds.note("open_process_group")
 
-        def open_() -> None:
-            steps = Steps(rounds, self.timeout)
-            steps.agree(note)
-            steps.stand_by(self._backend.open_process_group, lambda: None)
-            steps.agree(note)  # or one that leaves at once breaks what others still connect to
+        def open_(sequence: RoundSequence) -> None:
+            sequence.meet()
+            sequence.run_watched(self._backend.open_process_group, lambda: None)
+            sequence.meet()  # or one that leaves at once breaks what others still connect to
 
-        rounds.as_one(note.label, open_)
+        RoundSequence.run(rounds, note, self.timeout, open_)
         return True
-
-    def adopt(self, timeout: float | None) -> World:
-        """Take over a timeout that the program names after a test has started its world."""
-        if timeout is not None:
-            self.timeout = timeout
-            for group in self._groups.values():
-                group.adopt(timeout)
-        return self
-
-    def bar(self, why: Callable[[], SyncError]) -> None:
-        """Let every later call of every group raise ``why()``."""
-        for group in self._groups.values():
-            group.bar(why)
-
-    def leave(self, error: BaseException | None) -> None:
-        """Close the backend, leaving `error` as the reason if there is one."""
-        failure = None
-        if error is not None:
-            failed = PeerFailed.from_failure(Failure.of(self.rank, error))
-            failure = errors.dump(failed)
-        self._report(failure)
-        if self._recorder is not None:
-            now = max(rounds.end() for rounds in self._traced)
-            self._recorder.leave(error, now)
-        self._backend.close(failure)
-
-    def _report(self, failure: bytes | None) -> None:
-        """Leave the reason where the launcher looks; a good end takes back an earlier one."""
-        path = self.settings.error_file
-        if path is None:
-            return
-        # If it cannot be done, the launcher still has the exit code and stderr.
-        with contextlib.suppress(OSError):
-            if failure is None:
-                os.unlink(path)  # noqa: PTH108 - pathlib is slow to import
-                return
-            with open(f"{path}.new", "wb") as file:  # noqa: PTH123
-                file.write(failure)
-            os.replace(f"{path}.new", path)  # noqa: PTH105
-
-    def abandon(self) -> None:
-        """Drop the backend without a word, in a forked child."""
-        if self._recorder is not None:
-            self._recorder.abandon()
-        self._backend.abandon()
 
     def _make_group(self, ranks: Sequence[int]) -> Group:
         members = tuple(ranks)
         if members not in self._groups:
-            rounds = None
-            if self.rank in members:
-                board = self._backend.board(members)
-                # The first round of all ranks is the start, which no user has asked for.
-                own = int(len(members) == self.world_size)
-                rounds = self._make_rounds(board, own)
+            rounds = self._make_rounds(members) if self.rank in members else None
             self._groups[members] = Group(members, self.rank, rounds, self.timeout)
         return self._groups[members]
 
-    def _make_rounds(self, board: Board, own: int) -> Rounds:
-        facts = board, self.rank, self.settings, self._whereabouts, self.local_rank, own
+    def _make_rounds(self, members: tuple[int, ...]) -> Rounds:
+        board = self._backend.board(members)
+        # The first round of all ranks is the start, which no user has asked for.
+        own = int(len(members) == self.world_size)
+        facts = board, self.rank, self.settings, self._deadlocks, self.topology.local_rank, own
         if self._recorder is None:
             return Rounds(*facts)
         from syncprims._protocol.traced_rounds import TracedRounds
@@ -282,11 +154,136 @@ class World:
         return rounds
 
 
-def _members(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    members = tuple(sorted(whole(r, "a group is made of ranks, whole numbers") for r in ranks))
-    bad = [rank for rank in members if not 0 <= rank < world_size]
+# -- for the rest of the library -----------------------------------------------------------------
+
+
+def join_world(world: World) -> None:
+    """Meet all ranks for the first time, and check that they agree on what this run is.
+
+    :raises SyncTimeout: naming the ranks that did not come in time.
+    :raises ConfigurationError: on all ranks, if they disagree.
+    """
+    import json  # slow to import: not before a world starts
+
+    top, recorder = world.topology, world._recorder
+    mine = {
+        "syncprims": version(),
+        "backend": world.backend_name,
+        "world size": top.world_size,
+        "run id": top.run_id,
+        "SYNCPRIMS_PICKLE": world.settings.pickle,
+    }
+    rounds = rounds_of(world.group)
+    trace = recorder.run if recorder is not None else None
+    payload = json.dumps([mine, top.node_rank, trace]).encode()
+    note = Note(rounds.note("init").label, payload=payload)
+    try:
+        notes = rounds.meet(note, world.settings.join_timeout)
+    except SyncTimeout as error:
+        place = world._backend.meeting_place
+        where = f" in {place}" if place else ""
+        more = (
+            f"This rank waits with backend {world.backend_name!r}{where}, run id "
+            f"{top.run_id!r}: a rank that was started with others never meets it."
+        )
+        error.args = (f"{error}\n{more}",)
+        raise
+    joined = [json.loads(other.payload) for other in notes]
+    world._nodes = [node for _, node, _ in joined]
+    for fact, value in mine.items():
+        values = [facts[fact] for facts, *_ in joined]
+        if any(other != value for other in values):
+            shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
+            raise ConfigurationError(
+                f"the ranks disagree about {fact}, at {note.label}: {shown}; start all ranks "
+                f"from one installation with the same settings",
+                rank=world.rank,
+                call=str(note.label),
+                arrived=list(range(world.world_size)),
+            )
+    if recorder is not None:
+        # One name for all: that of the first rank that has one.
+        recorder.open(next(run for *_, run in joined if run is not None))
+
+
+def make_group(world: World, ranks: Sequence[int]) -> Group:
+    """Return the group of `ranks`, having met all ranks of the world: the same for the same."""
+    members = tuple(
+        sorted(whole_number(r, "a group is made of ranks, whole numbers") for r in ranks)
+    )
+    size = world.world_size
+    bad = any(not 0 <= rank < size for rank in members)
     if not members or bad or len(set(members)) != len(members):
         raise ValueError(
-            f"group({list(members)}): a group is made of different ranks from 0 to {world_size - 1}"
+            f"group({list(members)}): a group is made of different ranks from 0 to {size - 1}"
         )
-    return members
+    # Also for a group that exists: else a rank that asks for another one would go unnoticed.
+    rounds = rounds_of(world.group)
+    note = rounds.note("group", name_ranks(members))
+
+    def make(sequence: RoundSequence) -> Group:
+        try:
+            group = world._make_group(members)
+        except (OSError, SyncError) as error:  # or the others would wait for this rank in it
+            sequence.fail(error)
+            raise
+        sequence.meet()
+        return group
+
+    return RoundSequence.run(rounds, note, world.timeout, make)
+
+
+def get_node_group(world: World) -> Group:
+    """Return the group of this node's ranks. Its rounds never wait for another node."""
+    if world.num_nodes == 1:
+        return world.group
+    return world._make_group([r for r, n in enumerate(world._nodes) if n == world.node_rank])
+
+
+def get_meeting_place(world: World) -> str:
+    """Return where the ranks find each other; empty if there is nothing to say."""
+    return world._backend.meeting_place
+
+
+def set_world_timeout(world: World, timeout: float) -> None:
+    """Make `timeout`, in seconds, the default of every later call of every group."""
+    world.timeout = timeout
+    for group in world._groups.values():
+        set_group_timeout(group, timeout)
+
+
+def close_world(world: World, why: Callable[[], SyncError]) -> None:
+    """Make every later call of every group raise ``why()``."""
+    for group in world._groups.values():
+        close_group(group, why)
+
+
+def leave_world(world: World, error: BaseException | None) -> None:
+    """Close the backend; `error` is the reason that the others raise, if there is one."""
+    failure = None
+    if error is not None:
+        failure = errors.dump(PeerFailed.from_failure(Failure.of(world.rank, error)))
+    if world.settings.error_file is not None:
+        _report_end(world.settings.error_file, failure)
+    if world._recorder is not None:
+        world._recorder.leave(error, max(rounds.end() for rounds in world._traced))
+    world._backend.close(failure)
+
+
+def abandon_world(world: World) -> None:
+    """Release the backend without notifying the others, in a forked child."""
+    if world._recorder is not None:
+        world._recorder.abandon()
+    world._backend.abandon()
+
+
+def _report_end(path: str, failure: bytes | None) -> None:
+    """Write the reason where the launcher looks; a normal end removes an earlier one."""
+    # If it cannot be written, the launcher still has the exit code and stderr.
+    with contextlib.suppress(OSError):
+        if failure is None:
+            os.unlink(path)  # noqa: PTH108 - pathlib is slow to import
+            return
+        with open(f"{path}.new", "wb") as file:  # noqa: PTH123
+            file.write(failure)
+        os.replace(f"{path}.new", path)  # noqa: PTH105

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.host import processors, visible_gpus
+from syncprims._world.host import count_processors, find_visible_gpus
 from syncprims.errors import ConfigurationError
 
 from . import accelerate_config, config_file
@@ -127,8 +127,8 @@ def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, A
 
 
 def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
-    gpus = visible_gpus(environ) or []
-    values = {"nodes": 1, "ranks": len(gpus) or processors(), "mixed_precision": "no"}
+    gpus = find_visible_gpus(environ) or []
+    values = {"nodes": 1, "ranks": len(gpus) or count_processors(), "mixed_precision": "no"}
     return {**values, "gpus": tuple(gpus)} if gpus else values
 
 

@@ -10,9 +10,10 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims._world.choice import choose, class_of
-from syncprims._world.environment import LAUNCHERS, detect, read_settings
-from syncprims._world.host import processors
+from syncprims._world.backends import choose_backend
+from syncprims._world.host import count_processors
+from syncprims._world.launchers import LAUNCHERS, detect
+from syncprims._world.settings import read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError
 
@@ -90,9 +91,9 @@ def would_start(environ: Mapping[str, str]) -> World:
     try:
         settings = read_settings(environ)
         place = detect(environ)
-        choice = choose(environ, None, grouped=False, find_place=lambda: detect(environ))
+        choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
         backend, chosen_by = choice.backend, choice.chosen_by
-        class_of(choice).check(choice.place, settings)
+        choice.load().check(choice.topology, settings)
     except SyncError as found:
         error = found
     return World(backend, chosen_by, place, settings, error)
@@ -160,11 +161,11 @@ def _why_run_id(place: Topology) -> str:
 def _launchers(place: Topology | None, environ: Mapping[str, str], style: Style) -> list[str]:
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
-        names = variables_of(launcher.name)
+        names = launcher.variables
         found = [f"{name}={environ[name]}" for name in names if name in environ]
         if place is not None and place.launcher == launcher.name:
             state = "decides"
-        elif not launcher.speaks(environ):
+        elif not launcher.is_present(environ):
             state = "is silent"
         elif place is None:
             state = "speaks"
@@ -182,7 +183,7 @@ def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables that are called like ours and are not, and what may have been meant."""
-    ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *variables_of(LAUNCHERS[0].name)]
+    ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *LAUNCHERS[0].variables]
     known = [name[len(_OURS) :] for name in ours if name.startswith(_OURS)]
     found: dict[str, str | None] = {}
     for name in sorted(environ):
@@ -195,19 +196,11 @@ def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
 def _here() -> dict[str, str]:
     return {
         "host": socket.gethostname(),
-        "processors": str(processors()),
+        "processors": str(count_processors()),
         "python": f"{platform.python_version()}, {sys.executable}",
         "syncprims": version(),
         "torch": "installed" if find_spec("torch") else "not installed",
     }
-
-
-def variables_of(name: str) -> list[str]:
-    """Return the variables by which one launcher tells a place; rank and size come first."""
-    launcher = next(one for one in LAUNCHERS if one.name == name)
-    names = [launcher.rank, *launcher.world_size, launcher.local_rank, launcher.local_world_size]
-    names += [launcher.node_rank] if launcher.node_rank else []
-    return list(dict.fromkeys([*names, *launcher.num_nodes, *launcher.run_id]))
 
 
 # -- as a program reads it ---------------------------------------------------------------------
@@ -217,7 +210,7 @@ def as_json(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the same for programs; a variable that is not set is null."""
     names = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
     for launcher in LAUNCHERS:
-        names += variables_of(launcher.name)
+        names += launcher.variables
     error = world.error
     return {
         "backend": world.backend,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, TextIO
 
 from syncprims import errors
-from syncprims._world.environment import place_variables, rank_variables
+from syncprims._world.launchers import list_rank_variables, make_rank_variables
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -53,7 +53,7 @@ def launch(what: Launch, environ: Mapping[str, str]) -> int:
     :raises OSError: if none failed, and not all that they wrote could be passed on.
     """
     with _signals() as received, _scratch() as scratch:
-        outer = place_variables()  # what an outer launcher said holds for us, not for our ranks
+        outer = list_rank_variables()  # what an outer launcher said holds for us, not for our ranks
         common = {k: v for k, v in environ.items() if k not in outer}
         common |= what.variables
         common["SYNCPRIMS_RUN_ID"] = uuid.uuid4().hex
@@ -177,7 +177,7 @@ class _Run:
 
     def _start(self, what: Launch, rank: int, common: Mapping[str, str], scratch: Path) -> None:
         report = scratch / f"failure-{rank}"
-        variables = rank_variables(rank, what.ranks)
+        variables = make_rank_variables(rank, what.ranks)
         process = subprocess.Popen(
             what.command,
             env={**common, **variables, "SYNCPRIMS_ERROR_FILE": str(report)},

@@ -6,8 +6,9 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims._world.environment import place_variables, read_settings
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
+from syncprims._world.launchers import list_rank_variables
+from syncprims._world.settings import read_settings
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Topology
 
@@ -107,7 +108,7 @@ def environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
 
     What an outer launcher said of this process's place holds for us, and not for our ranks.
     """
-    outer = place_variables() - {"SYNCPRIMS_RUN_ID"}
+    outer = list_rank_variables() - {"SYNCPRIMS_RUN_ID"}
     return {**{k: v for k, v in environ.items() if k not in outer}, **plan.variables}
 
 
@@ -182,7 +183,7 @@ def _backend(
             )
         if name in _BY_TORCH:
             return name
-    cls = backend_class(name)
+    cls = load_backend(name)
     if nodes > 1 and not cls.spans_hosts:
         raise ConfigurationError(
             f"backend {name!r} joins the ranks of one host, and --nodes says {nodes}; choose one "

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.host import processors, visible_gpus
+from syncprims._world.host import count_processors, find_visible_gpus
 from syncprims.errors import ConfigurationError
 
 from . import accelerate_config, config_file
@@ -101,8 +101,10 @@ def run(options: argparse.Namespace) -> int:
     environ: Mapping[str, str] = options.environ
     for note in accelerate_config.notes(flags):  # of accelerate's file, many are there by default
         print(f"syncprims run: {note}", file=sys.stderr)  # noqa: T201
-    gpus = visible_gpus(environ)
-    plan = planned(merged(flags, file), environ, processors(), None if gpus is None else len(gpus))
+    gpus = find_visible_gpus(environ)
+    plan = planned(
+        merged(flags, file), environ, count_processors(), None if gpus is None else len(gpus)
+    )
     lost = [key for key in _NODES_ONLY if key in flags]
     if lost and not plan.handed_over:
         named = ", ".join(BY_KEY[key].flag for key in lost)

@@ -10,7 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.host import file_system, free_bytes, processors, shared_memory, visible_gpus
+from syncprims._world.host import (
+    count_free_bytes,
+    count_processors,
+    find_file_system,
+    find_shared_memory,
+    find_visible_gpus,
+)
+from syncprims._world.world import get_meeting_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,8 +30,9 @@ COMPARED = ("syncprims", "torch", "numpy")
 
 def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what this rank knows of itself, in plain values that travel and print."""
-    place = Path(world.meeting_place) if world.meeting_place.startswith("/") else None
-    memory = shared_memory()
+    meeting_place = get_meeting_place(world)
+    place = Path(meeting_place) if meeting_place.startswith("/") else None
+    memory = find_shared_memory()
     return {
         "rank": world.rank,
         "node": world.node_rank,
@@ -35,15 +43,15 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "launcher": world.topology.launcher,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in COMPARED},
-        "processors": processors(),
+        "processors": count_processors(),
         "allowed": sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
         "load": os.getloadavg()[0],
         "threads": _threads(environ),
-        "gpus": visible_gpus(environ),
-        "meeting_place": world.meeting_place,
-        "file_system": file_system(place) if place else None,
-        "room": free_bytes(_existing(place) if place else memory),
-        "shared_memory": {"path": str(memory), "free": free_bytes(memory)},
+        "gpus": find_visible_gpus(environ),
+        "meeting_place": meeting_place,
+        "file_system": find_file_system(place) if place else None,
+        "room": count_free_bytes(_existing(place) if place else memory),
+        "shared_memory": {"path": str(memory), "free": count_free_bytes(memory)},
     }
 
 

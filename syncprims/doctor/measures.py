@@ -8,6 +8,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from syncprims._world.world import get_node_group
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,7 +28,7 @@ def latency(world: World, seconds: float) -> list[dict[str, Any]]:
     """
     groups = [("world", world.group)]
     if world.num_nodes > 1:
-        groups.append(("node", world.node_group))
+        groups.append(("node", get_node_group(world)))
     rows: list[dict[str, Any]] = []
     for name, group in groups:
         calls: list[tuple[str, Callable[[], object]]] = [
@@ -93,7 +95,7 @@ def _on_device() -> Callable[[int], tuple[Any, Any]] | None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
-    from syncprims._data.devices import own_device
+    from syncprims._data.arrays import own_device
 
     def make(size: int) -> tuple[Any, Any]:
         from syncprims import get_local_rank

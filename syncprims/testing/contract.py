@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import syncprims as sp
 from syncprims import errors
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 from syncprims._world.runtime import current
 from syncprims.interface import Backend, Board, Label, Note, Status
 
@@ -28,7 +28,7 @@ _TIME_LIMIT = 30.0  # seconds; nothing here should take more than one
 
 def _board() -> Board:
     """Return the board of all ranks, as the backend made it; round 1 was the start's."""
-    found = current().group._rounds._board  # pyright: ignore[reportPrivateUsage]
+    found = current().group._rounds.board  # pyright: ignore[reportPrivateUsage]
     return found.inner if isinstance(found, ProbedBoard) else found
 
 
@@ -98,7 +98,7 @@ class BackendContract:
 
     def test_registry_finds_the_backend_by_its_name(self) -> None:
         """The class has that name, and says what it can do."""
-        cls = backend_class(self.backend)
+        cls = load_backend(self.backend)
         assert issubclass(cls, Backend)
         assert cls.name == self.backend
         assert isinstance(cls.spans_hosts, bool)
@@ -343,7 +343,7 @@ class BackendContract:
     def test_killed_member_is_lost(self) -> None:
         """If the backend detects death, the state is lost, and waits end."""
         self.needs_others()
-        if not backend_class(self.backend).detects_death:
+        if not load_backend(self.backend).detects_death:
             import pytest
 
             pytest.skip("it cannot tell a dead rank from a slow one, and says so")

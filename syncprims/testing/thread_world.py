@@ -14,10 +14,10 @@ from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
-from syncprims._world.environment import rank_variables
+from syncprims._world.backends import load_backend
 from syncprims._world.group import entered
-from syncprims._world.registry import backend_class
-from syncprims._world.runtime import clean_environ, seated
+from syncprims._world.launchers import make_rank_variables
+from syncprims._world.runtime import clean_environ, thread_as_rank
 from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
@@ -63,7 +63,7 @@ class ThreadWorld(Observer):
         self._environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
         if not spec.traced:
             self._environ.pop("SYNCPRIMS_TRACE", None)
-        self._backend: Any = backend_class("threads")
+        self._backend: Any = load_backend("threads")
         self.scheduler = Scheduler(
             spec.ranks, spec.seed.schedule(spec.ranks), self._break_standstill
         )
@@ -120,11 +120,13 @@ class ThreadWorld(Observer):
         entered.set(None)
         current_target.set(self._targets[rank])
         set_writer(self._output, rank)
-        environ = {**self._environ, **rank_variables(rank, spec.ranks, spec.nodes)}
+        environ = {**self._environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}
         try:
             with contextlib.suppress(WorldAborted):
                 self.scheduler.enter(rank)
-                self.outcomes[rank].run_program(spec.fn, seated(environ, self._make_backend))
+                self.outcomes[rank].run_program(
+                    spec.fn, thread_as_rank(environ, self._make_backend)
+                )
         finally:
             self.scheduler.leave(rank)
 

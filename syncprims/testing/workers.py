@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from syncprims._world.environment import rank_variables
+from syncprims._world.backends import load_backend
 from syncprims._world.group import entered
-from syncprims._world.registry import backend_class
-from syncprims._world.runtime import become_rank, host
+from syncprims._world.launchers import make_rank_variables
+from syncprims._world.runtime import become_rank, provided_world
 from syncprims._world.version import version
 from syncprims.interface import Backend, Settings, Topology
 
@@ -84,7 +84,7 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
 
         become_rank(make_backend)
         outcome = RankOutcome(rank)
-        outcome.run_program(fn, host())
+        outcome.run_program(fn, provided_world())
         outcome.torn = probe.torn
         if probe.waits is not None and probe.calls:
             outcome.waits = probe.calls[-1]
@@ -118,7 +118,7 @@ def _set_up(spec: WorkerSpec, rank: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     os.environ.clear()
     os.environ.update(spec.environ)
-    os.environ.update(rank_variables(rank, spec.ranks))
+    os.environ.update(make_rank_variables(rank, spec.ranks))
     entered.set(None)
     current_target.set(FaultTarget())  # not that of a forked thread
     set_writer(None, rank)
@@ -335,7 +335,7 @@ def default_start() -> Start:
 
 def load_before_fork(backend: str) -> None:
     """Load here what otherwise every forked rank would look for itself."""
-    backend_class(backend)
+    load_backend(backend)
     version()
 
 

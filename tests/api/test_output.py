@@ -15,7 +15,7 @@ import pytest
 from conftest import in_processes
 
 import syncprims as sp
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from support.rank_worlds import Ranks
@@ -152,7 +152,7 @@ print(json.dumps(told + [(root.level, list(root.handlers)) == before, logger.nam
 @pytest.mark.parametrize("rank", [0, 1])
 def test_they_work_before_the_world_starts(rank: int) -> None:
     pytest.importorskip("tqdm")
-    outer = place_variables()
+    outer = list_rank_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     # Nobody could join this world: it has no run id, and no other rank.
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 from syncprims.testing import BackendContract
 
 
@@ -39,7 +39,7 @@ class TestAThirdPartys(BackendContract):
 
 
 def test_a_limit_for_objects_beside_a_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend_class("file").name == "file"  # and it is imported
+    assert load_backend("file").name == "file"  # and it is imported
     board = vars(sys.modules["syncprims.backends.file.board"])["SlotBoard"]
     monkeypatch.setattr(board, "note_limit", 1 << 20)
     with pytest.raises(AssertionError, match="a window is for arrays"):

@@ -17,7 +17,7 @@ from support import ROOT
 from support.rank_worlds import CLOSING, free_port
 
 from syncprims import ConfigurationError
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 from syncprims.cli import COMMANDS, completion, config_file, main, parser
 from syncprims.cli.accelerate_config import REFUSED
 from syncprims.cli.config import ask
@@ -32,7 +32,7 @@ print(sys.argv[1:], *[os.environ.get(name) for name in names])
 
 @pytest.fixture
 def clean() -> dict[str, str]:
-    outer = place_variables() | {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    outer = list_rank_variables() | {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
     return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
 
-from syncprims._world.environment import place_variables, rank_variables
+from syncprims._world.launchers import list_rank_variables, make_rank_variables
 from syncprims.cli import env
 from syncprims.cli.terminal import Style
 
@@ -92,7 +92,7 @@ def test_contradictions_are_shown_as_the_errors_they_would_be(
 
 
 def test_the_command_itself() -> None:
-    outer = place_variables() | {"MASTER_ADDR", "MASTER_PORT"}
+    outer = list_rank_variables() | {"MASTER_ADDR", "MASTER_PORT"}
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
 
     def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -132,7 +132,7 @@ def test_what_is_called_like_ours_and_read_by_nobody_is_shown() -> None:
 
 
 def test_what_the_library_and_its_launcher_read_is_known() -> None:
-    rank = rank_variables(0, 2)
-    read = {name for name in place_variables() if name.startswith("SYNCPRIMS_")}
+    rank = make_rank_variables(0, 2)
+    read = {name for name in list_rank_variables() if name.startswith("SYNCPRIMS_")}
     environ = dict.fromkeys({*rank, *read, "SYNCPRIMS_ERROR_FILE", "SYNCPRIMS_TRACE_LIMIT"}, "1")
     assert env.misspelt(environ) == {}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from support.rank_worlds import CLOSING, CROWDED, skip_unless_crowded
 
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 
 
 class Done(NamedTuple):
@@ -25,7 +25,7 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def clean() -> dict[str, str]:
-    outer = place_variables()
+    outer = list_rank_variables()
     return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import syncprims as sp
-from syncprims._data.partition import share
+from syncprims._data.partition import split
 
 if TYPE_CHECKING:
     from support.rank_worlds import Ranks
 
 
 def shares(items: Any, count: int, *, pad: bool = False) -> list[Any]:
-    return [share(items, index, count, pad=pad) for index in range(count)]
+    return [split(items, index, count, pad=pad) for index in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
@@ -62,7 +62,7 @@ def test_dicts_are_split_by_value_and_not_mutated() -> None:
     assert second["y"].tolist() == [2]
     assert items["x"] == [1, 2, 3]
     with pytest.raises(ValueError, match="'a': 1, 'b': 2"):
-        share({"a": [1], "b": [1, 2]}, 0, 2)
+        split({"a": [1], "b": [1, 2]}, 0, 2)
 
 
 def test_select_is_used_where_there_is_one() -> None:
@@ -87,7 +87,7 @@ def test_tensors() -> None:
 @pytest.mark.parametrize("items", ["text", b"bytes", 5, {1, 2}, np.array(3), iter([1])])
 def test_what_has_no_order_or_length_is_refused(items: Any) -> None:
     with pytest.raises(TypeError, match="split"):
-        share(items, 0, 2)
+        split(items, 0, 2)
 
 
 def test_shares_of_nothing_are_equally_long_already() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import syncprims as sp
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 from syncprims.cli.doctor import examine
 from syncprims.cli.terminal import table
 from syncprims.doctor.measures import offset
@@ -178,7 +178,7 @@ def test_it_measures_every_backend(world: Ranks) -> None:
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    outer = place_variables()
+    outer = list_rank_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     return subprocess.run(
         [sys.executable, "-m", "syncprims", *words], env={**clean, **(env or {})},

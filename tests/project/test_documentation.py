@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.pages import PAGES, ROOT, Block, Command, blocks, commands, matches, name
 
-from syncprims._world.environment import detect, place_variables
+from syncprims._world.launchers import detect, list_rank_variables
 from syncprims.testing import run_world
 
 #: Blocks that say they cannot run here: a page that needs more has to be written another way.
@@ -139,7 +139,7 @@ def test_slow_commands_run_as_well(page: Path, tmp_path: Path) -> None:
 def try_commands(page: Path, tmp_path: Path, *, slow: bool) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
-    outer = place_variables()
+    outer = list_rank_variables()
     environ = {
         k: v
         for k, v in os.environ.items()

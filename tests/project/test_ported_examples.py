@@ -15,7 +15,8 @@ import pytest
 from support import ROOT
 
 from syncprims import Topology
-from syncprims._world.environment import detect, place_variables, read_settings
+from syncprims._world.launchers import detect, list_rank_variables
+from syncprims._world.settings import read_settings
 from syncprims.testing import run_world
 
 EXAMPLES = ROOT / "examples"
@@ -27,7 +28,7 @@ needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch
 
 def run(*command: object, folder: Path | None = None, **more: str) -> str:
     """Return what a Python command prints; nothing of this session reaches it."""
-    outer = place_variables()
+    outer = list_rank_variables()
     clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k and k not in outer}
     clean = {k: v for k, v in clean.items() if not k.startswith(("PYTEST", "COV"))}
     done = subprocess.run(

@@ -15,7 +15,8 @@ import pytest
 from support.rank_worlds import Died, Kind, Ranks, Signs, await_end, busy_processors
 
 import syncprims as sp
-from syncprims._world.registry import backend_class
+from syncprims._world import runtime
+from syncprims._world.backends import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -163,7 +164,7 @@ def joining(directory: Path, prepare: Callable[[], None], **variables: str) -> l
     signs = Signs(directory.parent)
 
     def program() -> Any:
-        backend_class("file")
+        load_backend("file")
         rank = int(os.environ["SYNCPRIMS_RANK"])
         if rank == VICTIM:
             prepare()
@@ -215,8 +216,9 @@ def test_a_rank_killed_on_its_seat_is_told_to_those_who_sit(
                 signal.pause()
 
             companion(leash[0])
-            vars(sp.World)["join"]  # what is replaced exists
-            sp.World.join = die  # type: ignore[method-assign, assignment]
+            replaced: Any = runtime
+            assert replaced.join_world
+            replaced.join_world = die
         if rank == LATE:
             return None
         with contextlib.suppress(TimeoutError), pytest.raises(sp.PeerLost) as caught:

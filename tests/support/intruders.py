@@ -17,7 +17,7 @@ import pytest
 
 import syncprims as sp
 from support.rank_worlds import Kind, Ranks
-from syncprims._world.environment import rank_variables
+from syncprims._world.launchers import make_rank_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -124,7 +124,7 @@ def outcome_of(directory: Path, rank: int = 0, ranks: int = 1, patience: float =
     """Return ``joined``, or the error of a rank that is refused in `directory`."""
 
     def program() -> str:
-        os.environ.update(rank_variables(rank, ranks))
+        os.environ.update(make_rank_variables(rank, ranks))
         return attempt()
 
     variables = {"SYNCPRIMS_RUN_ID": RUN, "SYNCPRIMS_JOIN_TIMEOUT": str(patience)}
@@ -157,16 +157,18 @@ class Remains:
         directory.mkdir(mode=0o700)
 
         def program() -> bytes:
-            os.environ.update(rank_variables(0, 2))
+            os.environ.update(make_rank_variables(0, 2))
             found: list[Remains] = []
 
             def look(_: Any) -> None:
                 found.append(cls._look(directory))
                 raise KeyboardInterrupt  # all files are recorded
 
-            import syncprims._world.world
+            import syncprims._world.runtime
 
-            vars(syncprims._world.world)["World"].join = look
+            runtime: Any = syncprims._world.runtime
+            assert runtime.join_world
+            runtime.join_world = look
             with contextlib.suppress(KeyboardInterrupt):
                 sp.init()
             remains = found[0]

@@ -26,7 +26,7 @@ import syncprims as sp
 from support.histories import Event, History, Kind, Step, show, violations
 from support.rank_worlds import Kind as World
 from support.rank_worlds import environment, fork
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -258,7 +258,7 @@ def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> His
         more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store), "SYNCPRIMS_HEARTBEAT": "8"}
         more["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # served by this process, not by a rank
     # Imported once here, not in every rank.
-    backend_class(world.backend), sp.version()
+    load_backend(world.backend), sp.version()
     reader, writer = os.pipe()
     pids: list[int] = []
     paths = [logs / f"{seed}-{rank}" for rank in range(made.ranks)]

@@ -24,7 +24,7 @@ import pytest
 import torch  # noqa: F401 - imported once, before ranks fork, because it takes seconds
 
 import syncprims
-from syncprims._world.environment import place_variables, rank_variables
+from syncprims._world.launchers import list_rank_variables, make_rank_variables
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once
 
@@ -47,9 +47,9 @@ class Kind(NamedTuple):
 
 def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str) -> dict[str, str]:
     """Return the environment of one rank, without variables of other launchers."""
-    outer = place_variables()
+    outer = list_rank_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
-    own = rank_variables(rank, kind.ranks, kind.hosts) if kind.backend != "single" else {}
+    own = make_rank_variables(rank, kind.ranks, kind.hosts) if kind.backend != "single" else {}
     if kind.hosts > 1:
         directory = directory / f"host-{rank * kind.hosts // kind.ranks}"
         directory.mkdir(mode=0o700, exist_ok=True)

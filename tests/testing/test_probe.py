@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import syncprims as sp
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 from syncprims.interface import Backend, Board, Settings, Topology
 from syncprims.testing import run_world
 from syncprims.testing.faults import FaultTarget
@@ -63,7 +63,7 @@ def test_a_backend_keeps_its_abilities_in_a_world() -> None:
     def program() -> Any:
         backend = sp.current()._backend
         assert isinstance(backend, ProbedBackend)
-        made = backend_class("file")
+        made = load_backend("file")
         return backend.name == made.name, backend.spans_hosts == made.spans_hosts
 
     assert run_world(program, 2, kind="processes") == [(True, True)] * 2

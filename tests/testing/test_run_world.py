@@ -363,7 +363,7 @@ def test_half_an_hour_passes_in_no_time() -> None:
 
 def test_time_stands_still_while_anybody_can_go_on() -> None:
     def program() -> list[float]:
-        board = sp.current().group._rounds._board
+        board = sp.current().group._rounds.board
         times = []
         for _ in range(3):
             sp.barrier()

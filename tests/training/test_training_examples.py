@@ -13,7 +13,7 @@ import pytest
 from support import ROOT
 from support.training_models import TRAINED
 
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 
 EXAMPLES = ROOT / "examples"
 KINDS = [kind for kind in TRAINED if kind.ranks < 4]
@@ -25,7 +25,7 @@ def run(kind: object, script: str, *options: object) -> str:
     start = [sys.executable]
     if backend != "single":
         start += ["-m", "syncprims", "run", "-n", ranks, "--backend", backend]
-    outer = place_variables()
+    outer = list_rank_variables()
     done = subprocess.run(
         [*start, str(EXAMPLES / script), *map(str, options)],
         env={k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k and k not in outer}

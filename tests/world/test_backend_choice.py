@@ -12,7 +12,7 @@ import pytest
 from conftest import in_processes, several
 
 import syncprims as sp
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def say(code: str, **variables: str) -> tuple[int, str]:
     """Run code in a fresh interpreter with only these of our and the launchers' variables."""
-    outer = place_variables()
+    outer = list_rank_variables()
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     done = subprocess.run(
         [sys.executable, "-c", f"from syncprims import *\n{code}"],

@@ -145,7 +145,7 @@ def by_multiprocessing(child: Callable[[], None]) -> int:
 
 def is_asleep() -> bool:
     """Tell whether rank 0 has come to the next round, and sleeps for want of the others."""
-    board = sp.current().group._rounds._board
+    board = sp.current().group._rounds.board
     memory, asleep = vars(board)["_memory"], vars(board)["_asleep"]
     # The round first: from the one before it may still be waking up.
     return board.status(FORKER).rounds > board.collected and bool(memory[asleep][FORKER])
@@ -208,7 +208,7 @@ def test_a_child_forked_in_the_middle_of_a_wait_is_no_rank_and_does_no_harm(
             if not lives:
                 await_end(pid)
             assert files(meeting_place) == before
-            status = sp.current().group._rounds._board.status(FORKER)
+            status = sp.current().group._rounds.board.status(FORKER)
             assert status.state == "alive"
         call()
         assert sp.all_gather("in step") == ["in step"] * 3
@@ -257,7 +257,7 @@ HEAD = """
 import select, threading
 
 def asleep():
-    board = current().group._rounds._board
+    board = current().group._rounds.board
     return board.status(0).rounds > board.collected and board._memory[board._asleep][0]
 
 def children(pid):

@@ -9,8 +9,8 @@ import pytest
 
 import syncprims as sp
 from syncprims import errors
-from syncprims._protocol.deadlock import Whereabouts
-from syncprims._world.registry import backend_class
+from syncprims._protocol.deadlock import DeadlockDetector
+from syncprims._world.backends import load_backend
 from syncprims.errors import format_ranks, name_ranks, parse_ranks
 from syncprims.interface import Settings, Topology
 
@@ -48,16 +48,12 @@ def test_an_error_for_the_others_fits_into_its_room(step: int) -> None:
 
 
 class Place:
-    """A rank's rounds at the board of `members`, as far as they matter here."""
+    """A board of `members`, as far as it matters here."""
 
-    thread = 1
     collected = 1
 
-    def __init__(self, rank: int, members: Sequence[int], posted: int) -> None:
-        self.rank, self.members, self.posted = rank, tuple(members), posted
-
-    def here(self) -> str:
-        return f"barrier 'of {len(self.members)}' (train.py:41)"
+    def __init__(self, members: Sequence[int], posted: int) -> None:
+        self.members, self.posted = tuple(members), posted
 
 
 @pytest.fixture
@@ -66,7 +62,7 @@ def seats(tmp_path: Path) -> Generator[list[Any]]:
     tmp_path.chmod(0o700)
     settings, run = Settings(directory=str(tmp_path)), uuid.uuid4().hex
     places = [Topology(rank, 1024, rank, 1024, run_id=run) for rank in (0, 2)]
-    taken = [backend_class("file")(place, settings) for place in places]
+    taken = [load_backend("file")(place, settings) for place in places]
     yield taken
     for seat in taken:
         seat.close()
@@ -74,20 +70,19 @@ def seats(tmp_path: Path) -> Generator[list[Any]]:
 
 def test_a_deadlock_between_large_groups_is_found(seats: list[Any]) -> None:
     everybody, even = range(1024), range(0, 1024, 2)
-    here, there = (Whereabouts(seat) for seat in seats)
-    waits = Place(0, even, 2), Place(2, everybody, 2)  # each for the other
-    for known, places in (
-        (here, (waits[0], Place(0, everybody, 1))),
-        (there, (waits[1], Place(2, even, 1))),
-    ):
-        for place in places:
-            known.add(place)
-    assert here.deadlock(waits[0]) is None  # nobody else has said where it waits
-    assert there.deadlock(waits[1]) is None  # it takes two looks
-    found = there.deadlock(waits[1])
+    here, there = (DeadlockDetector(seat) for seat in seats)
+    waits: list[Any] = [Place(even, 2), Place(everybody, 2)]  # each for the other
+    others: list[Any] = [Place(everybody, 1), Place(even, 1)]
+    for known, wait, other in zip((here, there), waits, others, strict=True):
+        known.add(wait, lambda: 1)
+        known.add(other, lambda: 1)
+    calls = [f"barrier 'of {len(wait.members)}' (train.py:41)" for wait in waits]
+    assert here.search(waits[0], calls[0]) is None  # no other rank has published where it waits
+    assert there.search(waits[1], calls[1]) is None  # it takes two looks
+    found = there.search(waits[1], calls[1])
     assert isinstance(found, sp.CollectiveMismatch)
     assert "rank 0: barrier 'of 512' (train.py:41) in group [0,2,4," in str(found)
     assert "rank 2: barrier 'of 1024' (train.py:41) in group [0-1023]" in str(found)
     assert len(str(found)) < 1000
-    told = here.told_deadlock(waits[0], [2])  # and who looks only now
-    assert str(told) == str(found)
+    verdict = here.verdict_for(waits[0], [2])  # for a rank that looks only now
+    assert str(verdict) == str(found)

@@ -18,12 +18,13 @@ from support.launcher_variables import (
 )
 
 from syncprims import ConfigurationError
-from syncprims._world.environment import detect, rank_variables, read_settings
+from syncprims._world.launchers import detect, make_rank_variables
+from syncprims._world.settings import read_settings
 
 PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
     ("nobody", {"PATH": "/bin"}, ("none", 0, 1, 0, 1, 0, 1)),
     ("ours, the short form", OURS, ("syncprims", 1, 2, 1, 2, 0, 1)),
-    ("syncprims run", rank_variables(3, 4), ("syncprims", 3, 4, 3, 4, 0, 1)),
+    ("syncprims run", make_rank_variables(3, 4), ("syncprims", 3, 4, 3, 4, 0, 1)),
     ("torchrun", TORCHRUN, ("torchrun", 5, 8, 1, 4, 1, 2)),
     ("RANK and WORLD_SIZE", {"RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 1, 2, 1, 2, 0, 1)),
     ("srun", SLURM, ("SLURM", 5, 6, 1, 2, 1, 2)),
@@ -83,7 +84,7 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
     (
         "syncprims run inside one SLURM task",
         {
-            **rank_variables(1, 4),
+            **make_rank_variables(1, 4),
             **SLURM,
             "SLURM_STEP_NUM_TASKS": "1",
             "SLURM_PROCID": "0",

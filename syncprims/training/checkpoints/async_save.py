@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncprims import CheckpointError, current
-from syncprims._world.runtime import active_group
+from syncprims._world.runtime import get_active_group
 
 from . import filesystem
 from .commit import merge_records
@@ -106,7 +106,7 @@ class _AsyncSaving(Saving):
     def __init__(self, writer: StateWriter) -> None:
         super().__init__(writer.destination.path)
         self._writer = writer
-        self._group = active_group()  # wait() uses it, wherever it is called
+        self._group = get_active_group()  # wait() uses it, wherever it is called
         self._written: Outcome[Any] | None = None
         self._committed: Outcome[Any] | None = None
         self._has_written = threading.Event()

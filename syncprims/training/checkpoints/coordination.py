@@ -11,7 +11,8 @@ import os
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from syncprims import CheckpointError, Failure, SyncError, get_node_rank, get_rank
-from syncprims._world.runtime import active_group
+from syncprims._world.group import gather_as
+from syncprims._world.runtime import get_active_group
 
 from . import filesystem
 
@@ -64,9 +65,9 @@ class Team(NamedTuple):
         :raises CheckpointError: on all ranks, if they pass different directories.
         """
         call = _call_name(doing)
-        group = active_group()  # first: a running world may know more about its hosts
+        group = get_active_group()  # first: a running world may know more about its hosts
         given, path = directory or ("", "")
-        gathered = group.gather(call, [get_rank(), get_node_rank(), given, path])
+        gathered = gather_as(group, call, [get_rank(), get_node_rank(), given, path])
         members = cast("list[tuple[int, int, str, str]]", gathered)
         _check_same_directory(call, members)
         ranks = [member[0] for member in members]
@@ -156,7 +157,7 @@ def coordinate(
     :raises CheckpointError: the same on all ranks, if `part` raised on any.
     """
     own = Outcome.of(part, summarize)
-    messages = active_group().gather(call or _call_name(doing), own.message)
+    messages = gather_as(get_active_group(), call or _call_name(doing), own.message)
     return combine(doing, own, messages, advice)
 
 
@@ -202,7 +203,7 @@ def cleanup_on_error(doing: str, clean_up: Callable[[], object]) -> Generator[No
         clean_up()
         if isinstance(error, CheckpointError):  # on all ranks: they are in step
             with contextlib.suppress(SyncError):
-                active_group().gather(_call_name(doing), None)
+                gather_as(get_active_group(), _call_name(doing), None)
         raise
 
 

@@ -21,7 +21,7 @@ from support.rank_worlds import PATIENCE, Kind, Ranks, environment, fork
 from support.recording import tally
 
 import syncprims as sp
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 from syncprims._world.version import version
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds an
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
     """Import once what each rank would import by itself: killed there, it would try nothing."""
-    backend_class("file")
+    load_backend("file")
     version()
     importlib.import_module("syncprims._data.shared_memory")
 

@@ -19,7 +19,7 @@ from support.intruders import RUN, RUN_NAME, Remains, attempt, outcome_of, start
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
-from syncprims._world.environment import rank_variables
+from syncprims._world.launchers import make_rank_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -110,7 +110,7 @@ def join_each(remains: Remains, directory: Path, *, alive: bool, patience: float
     for name in sorted(remains.files):
 
         def program(name: str = name) -> list[str]:
-            os.environ.update(rank_variables(1, 2) if alive else rank_variables(0, 1))
+            os.environ.update(make_rank_variables(1, 2) if alive else make_rank_variables(0, 1))
             return list(join_despite(remains, directory / "meet", name, alive=alive))
 
         said += world.run_alone(program, **variables)[0]

@@ -18,7 +18,7 @@ import pytest
 from support.rank_worlds import PATIENCE, Died, Kind, Ranks, Scripts, Signs
 
 import syncprims as sp
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
@@ -447,7 +447,7 @@ def test_a_rank_that_is_just_joining_or_leaving_is_not_lost(meeting_place: Path)
 
     def program() -> Any:
         rank = int(os.environ["SYNCPRIMS_RANK"])
-        backend_class("file")
+        load_backend("file")
         seats = sys.modules["syncprims.backends.file.liveness"]
         look = vars(seats)["is_free"]
 
@@ -501,7 +501,7 @@ def test_an_interrupt_around_the_post_never_pairs_rounds_off_by_one(
         sp.barrier()
         said: list[Any] = []
         if sp.is_main():
-            board = sp.current().group._rounds._board
+            board = sp.current().group._rounds.board
             post = board.post
 
             def interrupted(note: Any) -> None:
@@ -539,7 +539,7 @@ def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> N
         moments: list[float] = []
         sp.barrier()
         if sp.is_main():
-            board = sp.current().group._rounds._board
+            board = sp.current().group._rounds.board
             board.now = lambda: 1000 * time.monotonic()  # type: ignore[method-assign]
         for _ in range(5):
             if not sp.is_main():

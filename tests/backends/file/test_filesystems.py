@@ -15,12 +15,12 @@ from support.intruders import needs_root
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-backend_class("file")
+load_backend("file")
 filesystems: Any = import_module("syncprims.backends.file.filesystems")
 PrivateDirectory: Any = import_module("syncprims.backends.file.private_dir").PrivateDirectory
 

@@ -28,7 +28,7 @@ from support.intruders import (
 )
 from support.rank_worlds import Kind, Ranks
 
-from syncprims._world.registry import backend_class
+from syncprims._world.backends import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -146,7 +146,7 @@ def test_a_place_like_tmp_will_do_and_so_will_roots_links(place: Place) -> None:
 def test_memory_that_is_open_to_all_is_not_taken_by_default(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend_class("file")
+    load_backend("file")
     from importlib import import_module
 
     default_base = import_module("syncprims.backends.file.private_dir").default_base

@@ -18,7 +18,7 @@ import torch
 from support.rank_worlds import Kind, Ranks, Signs, free_port
 
 import syncprims as sp
-from syncprims._world.environment import place_variables
+from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def clean_environment(directory: Path, **more: str) -> dict[str, str]:
-    outer = place_variables() | {"MASTER_ADDR", "MASTER_PORT"}
+    outer = list_rank_variables() | {"MASTER_ADDR", "MASTER_PORT"}
     clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     return {**clean, "SYNCPRIMS_DIR": str(directory), "OMP_NUM_THREADS": "1", **more}
 
@@ -370,7 +370,7 @@ def test_one_host_is_done_with_the_store_once_all_have_come(
         """
         import threading
         sp.barrier()
-        board = sp.current().group._rounds._board
+        board = sp.current().group._rounds.board
         tell(type(board).__name__, [t.name for t in threading.enumerate()])
         """,
         2,
@@ -425,7 +425,7 @@ def test_large_objects_pass_by_the_store(size: int, meeting_place: Path) -> None
 
 def test_a_round_minds_no_fate_that_arrives_meanwhile(meeting_place: Path) -> None:
     def program() -> list[int]:
-        fates = vars(sp.current().group._rounds._board)["_elsewhere"]  # what a link's thread keeps
+        fates = vars(sp.current().group._rounds.board)["_elsewhere"]  # what a link's thread keeps
         over = threading.Event()
 
         def arrive() -> None:
