@@ -9,6 +9,8 @@ Every call that waits for other ranks raises `CollectiveMismatch` if they make a
 `PeerFailed` if one raises. The message names the ranks.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -115,10 +117,13 @@ def barrier(
     :raises PeerFailed: if a member raised; with its type, message and traceback.
     """
     members = group or get_active_group(timeout)
-    skip = members._skip_barrier  # pyright: ignore[reportPrivateUsage]
-    if skip is not None and name is None and timeout is None and not device:
-        skip()  # as the Group's method does; without that call it is twice as fast
-        return
+    if name is None and timeout is None and not device:
+        # As the Group's method does; without that call a barrier of one is twice as fast.
+        if members._silent:
+            return
+        if members._skip_barrier is not None:
+            members._skip_barrier()
+            return
     members.barrier(name, timeout=timeout, device=device)
 
 
