@@ -6,6 +6,7 @@ Everything about it is here, so that a world without a trace pays nothing.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from syncprims.interface import Label
 
 from .call_site import describe, users_frame
 from .rounds import Rounds
-from .trace_file import END, ENTRY, FURTHER, POSTED, RESULT, ROUND, WAITING
+from .trace_file import END, ENTRY, FURTHER, POSTED, RESULT, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class TracedRounds(Rounds):
     def __init__(self, recorder: Recorder, *args: Any) -> None:
         super().__init__(*args)
         self._recorder = recorder
-        self._group = format_ranks(self.members)
+        self._write = partial(recorder.record, format_ranks(self.members))
         self._skipped: dict[tuple[int, int], tuple[Label, CodeType]] = {}  # barriers, by call site
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
         self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
@@ -160,20 +161,6 @@ class TracedRounds(Rounds):
             _pack_into(segment.memory, at, posted, posted, done, number, tag)
         else:
             self._write(label, posted, posted, done, number)
-
-    def _write(
-        self,
-        label: Label,
-        posted: int,
-        since: int,
-        done: int,
-        number: int,
-        flags: int = 0,
-        outcome: str = "",
-        kind: int = ROUND,
-    ) -> None:
-        record = self._recorder.record
-        record(label, self._group, posted, since, done, number, kind, flags, outcome)
 
 
 def _name(error: BaseException) -> str:
