@@ -50,21 +50,24 @@ class TracedRounds(Rounds):
             recorder.virtual = True
             self._now = lambda: int(board.now() * 1e9)
 
-    def _meet(self, note: Note, timeout: float | None) -> Sequence[Note]:
+    def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]:
+        """Return the notes of the round that `note` is posted to, and record it."""
         board, label = self.board, note[0]
         self._label = label
-        number, begin = board.posted + 1, self._now()
-        self._open[number] = label, begin
-        notes = Rounds._meet(self, note, timeout)
-        done = self._now()
-        del self._open[number]
-        self._record(label, begin, done, number)
+        before, begin = board.posted, self._now()
+        try:
+            notes = Rounds.meet(self, note, timeout)
+        except BaseException as error:
+            if board.posted > before and not isinstance(error, _REFUSED):
+                self._write(label, begin, begin, self._now(), before + 1, 0, _name(error))
+            raise
+        self._record(label, begin, self._now(), board.collected)
         return notes
 
     def skip_barrier(self) -> None:
         """Record a barrier in a group of one, which needs no round: its number is 0.
 
-        Only for `barrier` functions that the user calls: the call site is found by frame depth.
+        Call it only in a `barrier` function that the user calls: the call site is two frames up.
         """
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - of the caller of `barrier`
         known = self._skipped.get((id(frame.f_code), frame.f_lasti))

@@ -57,6 +57,7 @@ class Group:
         self.skip_barrier: Callable[[], None] | None = None
         if rounds is not None and self.alone and not rounds.board.posts_alone:
             self.skip_barrier = rounds.skip_barrier
+        self.skips_silently = self.skip_barrier is not None and not (rounds and rounds.traced)
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -89,7 +90,7 @@ class Group:
 
     def close_with(self, why: Callable[[], SyncError]) -> None:
         """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
-        self.alone = False
+        self.alone = self.skips_silently = False
         self.skip_barrier = None
         if self._member is not None:
             self._member.close_with(why)
