@@ -1,12 +1,13 @@
 """What can go wrong, on which ranks, and how an error travels from one rank to another.
 
 Every error is a :class:`SyncError` and also the nearest builtin, so ``except TimeoutError`` works
-as expected. Each carries its facts as attributes, pickles, and survives a trip through bytes
-(:func:`dump`, :func:`load`), because one rank's verdict has to read the same on every other rank.
+as expected. Each carries its facts as attributes and pickles. :func:`dump` and :func:`load` carry
+it in bytes, since one rank's verdict must read the same on every other rank.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ _LONGEST_NAME = 80
 
 
 class Failure(NamedTuple):
-    """One rank's exception, as the other ranks get to see it."""
+    """One rank's exception, as the other ranks see it."""
 
     rank: int
     type: str
@@ -27,7 +28,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Return `error` as others may see it: text only, so that any exception can travel."""
+        """Return `error` as text only, so that any exception can travel."""
         kind = type(error)
         name = kind.__qualname__
         if kind.__module__ not in ("builtins", "__main__"):
@@ -49,7 +50,7 @@ class Failure(NamedTuple):
 
 
 def _cut(text: str, most: int) -> str:
-    """Return `text` with its middle left out where it is longer than it helps."""
+    """Return `text`, without its middle if it is longer than `most` characters."""
     if len(text) <= most:
         return text
     head, tail = text[: most // 3], text[-(most - most // 3) :]
@@ -98,21 +99,11 @@ class SyncError(Exception):
 
     def facts(self) -> dict[str, Any]:
         """Return the keyword arguments that make an equal error."""
-        return {
-            "rank": self.rank,
-            "call": self.call,
-            "missing": self.missing,
-            "arrived": self.arrived,
-            "waited": self.waited,
-            "failures": self.failures,
-        }
+        names = ("rank", "call", "missing", "arrived", "waited", "failures")
+        return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remake, (type(self), str(self), self.facts())
-
-
-def _remake(kind: type[SyncError], message: str, facts: dict[str, Any]) -> SyncError:
-    return kind(message, **facts)
+        return partial(type(self), **self.facts()), (str(self),)
 
 
 class ConfigurationError(SyncError, ValueError):
@@ -171,7 +162,7 @@ class PeerFailed(SyncError, RuntimeError):
         if failure.traceback:
             quoted = "\n".join(f"  | {line}" for line in failure.traceback.rstrip().splitlines())
             message += f"\n  traceback of rank {failure.rank}:\n{quoted}\n"
-            message += f"Mend what rank {failure.rank} raised; this rank only reports it."
+            message += f"Fix what rank {failure.rank} raised; this rank only reports it."
         else:
             message += f"\nSee the output of rank {failure.rank}; this rank only reports it."
         return cls(
@@ -180,7 +171,7 @@ class PeerFailed(SyncError, RuntimeError):
 
 
 class CheckpointError(SyncError, OSError):
-    """A checkpoint could not be written whole, or is not what was written.
+    """A checkpoint could not be written completely, or is not what was written.
 
     Like every OSError it has :attr:`filename`, and :attr:`errno` where the system gave one.
     """
@@ -202,26 +193,11 @@ class CheckpointError(SyncError, OSError):
         return {**super().facts(), "path": self.filename, "errno": self.errno}
 
 
-#: Errors after which ranks are no longer in step: whoever raises one is a consequence, not a cause.
+#: Errors after which ranks are no longer in step: such an error is a consequence, not a cause.
 TORN = (CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed)
 
-_BY_NAME: dict[str, type[SyncError]] = {
-    kind.__name__: kind
-    for kind in (
-        SyncError,
-        ConfigurationError,
-        BackendUnavailable,
-        CollectiveMismatch,
-        RankMismatch,
-        SyncTimeout,
-        PeerLost,
-        PeerFailed,
-        CheckpointError,
-    )
-}
 
-
-#: No dumped error is longer, so that a backend can set room aside for one.
+#: No dumped error is longer, so that a backend can reserve room for one.
 LONGEST_DUMP = 12 * 1024
 
 
@@ -246,7 +222,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def name_ranks(members: Sequence[int]) -> str:
-    """Return a short text that these have and no others: ``[0, 1]``, or of many ``[0-63]``."""
+    """Return a short text that no other ranks have: ``[0, 1]``, or for many ``[0-63]``."""
     name = str(list(members))
     if len(name) > _LONGEST_NAME:
         name = f"[{format_ranks(members)}]"
@@ -260,7 +236,7 @@ def name_ranks(members: Sequence[int]) -> str:
 
 
 def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
-    """Return `error` as at most `longest` bytes; texts and lists are cut where they must be."""
+    """Return `error` as at most `longest` bytes; long texts and lists are cut."""
     import json  # slow to import, and only a failure needs it
 
     for most in (8000, 4000, 2000, 1000, 500, 200, 50):
@@ -288,13 +264,18 @@ def load(data: bytes) -> SyncError:
         facts["arrived"] = parse_ranks(facts["arrived"])
         failures = [Failure(*fields) for fields in facts["failures"]]
         facts["failures"] = {failure.rank: failure for failure in failures}
-        return _BY_NAME.get(name, SyncError)(message, **facts)
+        return _KINDS.get(name, SyncError)(message, **facts)
     except (ValueError, TypeError, KeyError):
         return SyncError(
-            "the group is broken, and the words that say why were lost; look at the output of "
+            "the group is broken, and the message that says why was lost; look at the output of "
             "the other ranks"
         )
 
 
-for _kind in (*_BY_NAME.values(), WorldClosed, ForkedProcess, ConcurrentCall, EncodingError):
+_KINDS: dict[str, type[SyncError]] = {
+    name: kind
+    for name, kind in globals().items()
+    if isinstance(kind, type) and issubclass(kind, SyncError)
+}
+for _kind in _KINDS.values():
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Topology(NamedTuple):
-    """All ranks of one run, and this process's place among them, in torchrun's terms."""
+    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms."""
 
     rank: int = 0
     world_size: int = 1
@@ -27,7 +28,7 @@ class Topology(NamedTuple):
     node_rank: int = 0
     num_nodes: int = 1
     launcher: str = "none"  #: who started the ranks
-    run_id: str | None = None  #: tells this run (and restart) from every other, where known
+    run_id: str | None = None  #: no other run (or restart) has it, where known
 
 
 def own_device_index(current: int, count: int, local_rank: int) -> int:
@@ -41,26 +42,29 @@ def own_device_index(current: int, count: int, local_rank: int) -> int:
 
 
 class Settings(NamedTuple):
-    """What the user may tune. Times are in seconds."""
+    """What the user may set. Times are in seconds."""
 
-    timeout: float | None = None  #: of a call that names none; None leaves it to the backend
+    timeout: float | None = None  #: of a call that has none; None leaves it to the backend
     join_timeout: float = 300.0  #: for all ranks to come when the world starts
-    warn_after: float = 30.0  #: a longer wait says whom it waits for
+    warn_after: float = 30.0  #: a longer wait logs which ranks it waits for
     directory: str | None = None  #: where the ranks of one host meet, if the user says so
-    runtime_directory: str | None = None  #: the system's place for such things, where it has one
+    runtime_directory: str | None = None  #: the system's directory for runtime files, if any
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
     store: tuple[str, int] | None = None  #: host and port of the rendezvous store
-    agent_store: bool = False  #: torchrun's agent serves it, and no rank need
-    heartbeat: float = 10.0  #: a host that gives no sign of life for so long is taken for lost
-    gloo_interfaces: str | None = None  #: network interfaces for bulk data, with commas between
-    error_file: str | None = None  #: where the launcher looks for the reason why this rank failed
-    trace: str | None = None  #: directory in which every round is written down
-    trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds go first
-    mixed_precision: str | None = None  #: what `training` computes in, where a script names nothing
+    agent_store: bool = False  #: torchrun's agent serves it, so that no rank has to
+    heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
+    gloo_interfaces: str | None = None  #: network interfaces for bulk data, separated by commas
+    error_file: str | None = None  #: where the launcher looks for why this rank failed
+    trace: str | None = None  #: directory in which every round is recorded
+    trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds are dropped
+    mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
+
+
+_compared = attrgetter("kind", "name", "src", "op")
 
 
 class Label:
-    """What a rank came to a round for.
+    """The call that a rank makes in a round.
 
     `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
     the call, is shown but never compared: `barrier()` in two branches of an `if` is one barrier.
@@ -84,21 +88,14 @@ class Label:
         self._encoded: bytes | None = None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Label):
-            return NotImplemented
-        return (self.kind, self.name, self.src, self.op) == (
-            other.kind,
-            other.name,
-            other.src,
-            other.op,
-        )
+        return isinstance(other, Label) and _compared(self) == _compared(other)
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.name, self.src, self.op))
+        return hash(_compared(self))
 
     @property
     def call(self) -> str:
-        """The call as a person would name it: ``broadcast 'weights' from rank 2``."""
+        """The call as messages show it: ``broadcast 'weights' from rank 2``."""
         text = self.kind
         if self.name is not None:
             text += f" {self.name!r}"
@@ -116,7 +113,7 @@ class Label:
         if self._encoded is None:
             parts = (self.kind, self.name, self.src, self.op, self.site)
             text = "\0".join("" if part is None else f"={part}" for part in parts)
-            # Names and paths may hold what is no valid UTF-8; it must come back the same.
+            # Names and paths may hold invalid UTF-8, which must come back unchanged.
             self._encoded = text.encode("utf-8", "surrogatepass")
         return self._encoded
 
@@ -129,12 +126,12 @@ class Label:
 
 
 class Note(NamedTuple):
-    """What one rank pins up for one round."""
+    """What one rank posts to one round."""
 
     label: Label
     flag: bool = False
     payload: bytes = b""
-    failure: bytes = b""  #: not empty: this rank failed here, and this is how
+    failure: bytes = b""  #: if not empty, this rank failed here: the dumped error
 
     def encode(self) -> bytes:
         """Return the note as bytes, for backends that carry it whole."""
@@ -155,11 +152,11 @@ State = Literal["unknown", "alive", "finished", "failed", "lost"]
 
 
 class Status(NamedTuple):
-    """What is known of one member of a board."""
+    """What is known about one member of a board."""
 
     rounds: int = 0  #: how many notes it has posted here
     label: Label | None = None  #: of its last note here
-    state: State = "unknown"  #: unknown: it never came, or the backend cannot tell
+    state: State = "unknown"  #: unknown: it never joined, or the backend cannot know
     detail: str = ""  #: how it ended, where known: ``killed by SIGKILL``, ``exit code 3``
     failure: bytes = b""  #: what it raised, if it failed
 
@@ -168,12 +165,12 @@ class Window(NamedTuple):
     """Memory that all members of a board share, for arrays in bulk."""
 
     memory: memoryview
-    #: Stores before it are seen by others before stores after it, and so are loads.
+    #: A memory barrier: orders the stores and loads before it before those after it.
     fence: Callable[[], object]
 
 
 class Engine(ABC):
-    """What carries bytes in bulk between the members of a board that share no memory.
+    """Carries bytes in bulk between the members of a board that share no memory.
 
     All members call the same method at one time, from a thread of its own, and wait in it. If it
     raises, the data is lost, and the engine is not used again.
@@ -181,34 +178,34 @@ class Engine(ABC):
 
     @abstractmethod
     def broadcast(self, data: memoryview, src: int) -> None:
-        """Fill `data` with that of member number `src`."""
+        """Fill `data` with the `data` of member number `src`."""
 
     @abstractmethod
     def exchange(self, mine: memoryview, theirs: memoryview) -> None:
-        """Send the i-th of equal parts of `mine` to member i; what it sends is that of `theirs`."""
+        """All-to-all in equal parts: member i gets part i of `mine` and sends that of `theirs`."""
 
     @abstractmethod
     def gather(self, mine: memoryview, all_: memoryview) -> None:
-        """Fill the i-th of equal parts of `all_` with what member i calls `mine`."""
+        """All-gather: part i of `all_`, of equal parts, is filled with the `mine` of member i."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what is under way, with an error there, and let go of every connection."""
+        """Close every connection; a call under way ends with an error."""
 
 
 class DeviceEngine(ABC):
-    """What carries tensors between accelerators, without a stop in the hosts' memory.
+    """Carries tensors between accelerators, without a stop in the hosts' memory.
 
     All members call the same method at one time; the work is queued on the current stream.
     """
 
     @abstractmethod
     def takes(self, tensor: Any, op: str | None = None) -> bool:
-        """Tell whether such a tensor can be broadcast, or reduced with `op`."""
+        """Return whether such a tensor can be broadcast, or reduced with `op`."""
 
     @abstractmethod
     def broadcast(self, tensor: Any, src: int) -> None:
-        """Fill the contiguous `tensor` with that of member number `src`."""
+        """Fill the contiguous `tensor` with the one of member number `src`."""
 
     @abstractmethod
     def all_reduce(self, tensor: Any, op: str) -> None:
@@ -223,34 +220,34 @@ class Board(ABC):
     """
 
     depth: int = 8
-    #: What carries bytes between all members, the same on each; asked where there is no window.
+    #: Carries bytes between all members, if there is no window. All members have one, or none.
     engine: Engine | None = None
-    #: What carries tensors between all members' devices; else they pass through hosts' memory.
+    #: Carries tensors between all members' devices; without it they pass through hosts' memory.
     devices: DeviceEngine | None = None
-    #: Bytes of payload from which on the engine carries them better than a note. None on a board
-    #: with a window, whose places two transfers of one call would share.
+    #: Payloads of more bytes travel through the engine and not in a note. None on a board with a
+    #: window, where two transfers of one call would use the same places.
     note_limit: int | None = None
-    #: Does :attr:`now` stand still while anybody can go on, as in a test? Then `collect` returns
-    #: None only when its time is up or waiting is in vain, and need not be asked between; `timeout`
-    #: may be infinite. It keeps in :attr:`waiting_since` when a wait began.
+    #: Whether :attr:`now` stands still while any rank can go on, as in a test. Then `collect`
+    #: returns None only when its time is up or waiting is in vain, and need not be called in
+    #: between; `timeout` may be infinite. It sets :attr:`waiting_since` when a wait begins.
     virtual_time: bool = False
     waiting_since: float = 0.0
-    #: Is a barrier of one member a round, too? It is where every round is looked at; else nothing.
+    #: Whether a barrier of one member is a round, too, as where a test observes every round.
     posts_alone: bool = False
-    #: Set by the core: until when it will ask again for the round that it waits for, once that has
-    #: taken a moment; infinite if it has no deadline, None while it does not wait.
+    #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
+    #: has none. None while it does not wait.
     waits_until: float | None = None
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = tuple(members)  #: world ranks, ascending
-        # Kept by the implementation, and never behind the truth: counted before a note can be
-        # seen, and before a round's notes are returned, so that an interrupt cannot fall between.
+        # The implementation counts before a note can be seen, and before a round's notes are
+        # returned: so an interrupt never finds a count that is too low.
         self.posted: int = 0  #: rounds this rank has posted to
         self.collected: int = 0  #: rounds it has collected
 
     @abstractmethod
     def post(self, note: Note) -> None:
-        """Publish this rank's note for its next round, without waiting for anyone.
+        """Publish this rank's note for its next round, without waiting.
 
         :raises OSError: if the note cannot be published (a full disk); then nothing was posted.
         """
@@ -262,27 +259,27 @@ class Board(ABC):
         Returns None, and the round stays uncollected, when `timeout` seconds have passed, and
         earlier when waiting is in vain: the board was aborted at this round or before, a member is
         lost or failed, or one whose note is missing has finished. Every member that collects round
-        *k* collects equal notes, and nobody collects it before all have posted it.
+        *k* collects equal notes, and no member collects it before all have posted to it.
         """
 
     @abstractmethod
     def status(self, rank: int) -> Status:
-        """Tell what is known of member `rank`, at once."""
+        """Return what is known about member `rank`, without waiting."""
 
     @abstractmethod
     def abort(self, verdict: bytes) -> None:
         """Break the board for good at this rank's oldest uncollected round.
 
-        Nobody passes that round or a later one; rounds before it stay collectable. The first
+        No member passes that round or a later one; rounds before it stay collectable. The first
         verdict stands; if the round has completed meanwhile, nothing happens.
         """
 
     @abstractmethod
     def verdict(self) -> bytes | None:
-        """Return the verdict that bars this rank's oldest uncollected round, or None."""
+        """Return the verdict that breaks this rank's oldest uncollected round, or None."""
 
     def inform(self) -> None:  # noqa: B027 - optional
-        """Learn all there is to know of the others: their status is about to become a verdict.
+        """Update the status of all members: it is about to become a verdict.
 
         Optional: for boards whose :meth:`status` may lag behind.
         """
@@ -302,15 +299,15 @@ class Board(ABC):
 
 
 class Backend(ABC):
-    """One process's seat in a world.
+    """One process's part in a world; it makes the boards.
 
-    Made once per process. The constructor takes the seat and may refuse, but does not wait for
-    the others: waiting is what the first round on the world's board is for.
+    Made once per process. The constructor joins and may refuse, but does not wait for the others:
+    the first round on the world's board does that.
     """
 
     name: ClassVar[str]
     spans_hosts: ClassVar[bool] = False  #: can ranks of several hosts meet?
-    #: does :meth:`Board.status` tell a dead rank from a slow?
+    #: does :meth:`Board.status` distinguish a dead rank from a slow one?
     detects_death: ClassVar[bool] = False
     #: can the ranks have a default group of ``torch.distributed``?
     has_process_group: ClassVar[bool] = False
@@ -321,9 +318,9 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027 - optional
     def check(cls, topology: Topology, settings: Settings) -> None:
-        """Refuse what these alone show to be wrong, as the constructor would, and take no seat.
+        """Raise what the constructor would for these arguments alone, without joining.
 
-        Optional: `syncprims env` asks, and `syncprims run` before it starts any rank.
+        Optional: `syncprims env` calls it, and `syncprims run` before it starts any rank.
         """
 
     @abstractmethod
@@ -332,7 +329,7 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self, failure: bytes | None = None) -> None:
-        """Leave: from now on others see this rank as finished, or as failed with `failure`."""
+        """Leave the world: others now see this rank as finished, or as failed with `failure`."""
 
     @property
     def meeting_place(self) -> str:
@@ -340,20 +337,21 @@ class Backend(ABC):
         return ""
 
     def open_process_group(self) -> None:  # noqa: B027 - optional
-        """Have ``torch.distributed``'s default group run among all ranks; they call it at one time.
+        """Open ``torch.distributed``'s default group of all ranks; they call this at one time.
 
         Optional, as :attr:`has_process_group` says. What it opens, :meth:`close` closes.
         """
 
     def publish(self, word: bytes) -> None:  # noqa: B027 - optional
-        """Let others read `word`, of at most 4 KB, as this rank's latest.
+        """Publish `word`, of at most 4 KB, to the other ranks in place of the one before.
 
-        Optional: without it, ranks that wait for each other in different groups are not told so.
+        Optional: without it, ranks that wait for each other in different groups wait until a
+        timeout.
         """
 
     def published(self, rank: int) -> bytes:
-        """Return the latest word of `rank`, empty if it has none."""
+        """Return the latest word that `rank` published; empty if there is none."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 - optional
-        """Let go of everything without a word: this process is a forked child, not the rank."""
+        """Release everything, unnoticed by others: this process is a forked child, not a rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Literal, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 from syncprims.interface import own_device_index
 
@@ -87,7 +87,7 @@ def own_device(kind: str, local_rank: int) -> Any:
 class Spec(NamedTuple):
     """What an array is, except for its contents."""
 
-    library: Literal["numpy", "torch"]
+    library: str  #: ``"numpy"`` or ``"torch"``
     dtype: str  #: as numpy's `dtype.str`, or torch's name
     shape: tuple[int, ...]
     requires_grad: bool = False
@@ -111,8 +111,7 @@ class Spec(NamedTuple):
         if library == "numpy" and (dtype[:1] not in "<>|" or dtype[1:2] not in "biufcmMSUV"):
             raise ValueError(f"{dtype!r} is no dtype of an array that was sent")
         sizes = tuple(int(part) for part in shape.split(",") if part)
-        known = cast("Literal['numpy', 'torch']", library)
-        return cls(known, dtype, sizes, requires_grad == "1", device)
+        return cls(library, dtype, sizes, requires_grad == "1", device)
 
     def make(self, local_rank: int = 0) -> Any:
         """Return such an array, its contents not set; a tensor on this rank's own device."""

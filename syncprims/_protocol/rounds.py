@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from threading import get_ident
-from typing import TYPE_CHECKING, NoReturn, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from syncprims import errors
 from syncprims.errors import Failure, PeerFailed
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .deadlock import DeadlockDetector
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 _FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
 _LONGEST_PAUSE = 0.25
@@ -95,45 +94,54 @@ class Rounds:
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: if the group breaks, or was
             broken before.
         """
-        return self.atomic_call(note.label, self._meet, note, timeout)
-
-    def _meet(self, note: Note, timeout: float | None) -> Sequence[Note]:
-        # What `post` and `collect` do, written out: every barrier takes this path.
-        board = self.board
+        # What `atomic_call`, `post` and `collect` do, written out: every barrier takes this path,
+        # and the calls between them would make it slower by a third.
+        board, token = self.board, object()
         before = board.posted
-        if before != board.collected:
-            self.make_room(timeout)
         try:
-            board.post(note)
-        except OSError as error:
-            self._post_failure(note, error)
+            thread = self._inside[token] = get_ident()
+            if len(self._inside) > 1 or self._closed is not None:
+                self._refuse(note.label)
+            self._thread, self.reported = thread, None
+            if before != board.collected:
+                self.make_room(timeout)
+            try:
+                board.post(note)
+            except OSError as error:
+                self._post_failure(note, error)
+                raise
+            while board.collected < before:  # older rounds first; there is nearly never one
+                self.collect(timeout)
+            limit = self._first_look
+            if timeout is not None and timeout < limit:
+                limit = min(timeout, self.settings.warn_after)
+            notes = board.collect(limit)
+            if notes is not None:
+                for other in notes:
+                    if other is not note:
+                        break
+                else:  # all are this very note: there is nothing to check
+                    return notes
+            notes = self._check(notes, limit, timeout)
+        except BaseException as error:
+            self._break_off(error, before)
             raise
-        while board.collected < before:  # older rounds first; there is nearly never one
-            self.collect(timeout)
-        limit = self._first_look
-        if timeout is not None and timeout < limit:
-            limit = min(timeout, self.settings.warn_after)
-        notes = board.collect(limit)
-        if notes is not None:
-            for other in notes:
-                if other is not note:
-                    break
-            else:  # all are this very note: there is nothing to check
-                return notes
-        notes = self._check(notes, limit, timeout)
+        finally:
+            self._inside.pop(token, None)
         for other in notes:
             if other.failure and other is not note:
                 self.raise_shared(notes)
         return notes
 
     def skip_barrier(self) -> None:
-        """Record nothing: a barrier in a group of one needs no round.
+        """Do nothing: a barrier in a group of one needs no round.
 
-        Only for `barrier` functions that the user calls: the call site is found by frame depth.
+        A subclass records it, with the call site two frames up: call it only in a `barrier`
+        function that the user calls.
         """
 
-    def atomic_call(self, label: Label | None, steps: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Return ``steps(*args)``, with no other call of this rank between its rounds.
+    def atomic_call(self, label: Label | None, steps: Callable[[], T]) -> T:
+        """Return ``steps()``, with no other call of this rank between its rounds.
 
         An exception on the way breaks the group, unless all ranks have it: the others may have
         gone on, and all later rounds would be paired wrongly.
@@ -145,12 +153,10 @@ class Rounds:
             if len(self._inside) > 1 or self._closed is not None:
                 self._refuse(label)
             self._thread, self.reported, self._before = thread, None, before
-            return steps(*args)
+            return steps()
         except BaseException as error:
             self._call_failed(error, before)
-            is_shared = isinstance(error, errors.SyncError) or error is self.reported
-            if not is_shared and board.posted > before:
-                self._break_off(error)
+            self._break_off(error, before)
             raise
         finally:
             self._inside.pop(token, None)
@@ -172,7 +178,7 @@ class Rounds:
     def finish(self, pending: PendingRound) -> Sequence[Note]:
         """Return the notes of a deferred round, as :meth:`meet` would have."""
         if pending.notes is None:
-            self.atomic_call(None, self._collect_pending, pending)
+            self.atomic_call(None, lambda: self._collect_pending(pending))
         if pending.error is not None:
             raise pending.error
         assert pending.notes is not None
@@ -371,12 +377,17 @@ class Rounds:
         self._closed = lambda: errors.load(verdict)
         raise errors.load(verdict)
 
-    def _break_off(self, error: BaseException) -> None:
-        """Break the group after an exception in the middle of a wait.
+    def _break_off(self, error: BaseException, before: int) -> None:
+        """Break the group after an exception in the middle of a call, unless all ranks have it.
 
         This rank's note is up, and the others may have gone on: if it made the call again, all
-        later rounds would be paired off by one. So no rank passes another round.
+        later rounds would be paired off by one. So no rank passes another round. `before` rounds
+        were posted when the call began.
         """
+        if isinstance(error, errors.SyncError) or error is self.reported:
+            return
+        if self.board.posted <= before:
+            return
         if self._closed is not None:
             # A signal handler has shut the world down, or this is a child that it has forked: what
             # was waited on is closed. What the handler itself raised is not changed.

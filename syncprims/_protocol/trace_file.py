@@ -89,7 +89,7 @@ class Segment:
 class Recorder:
     """One rank's record of one world.
 
-    Until the ranks have met it is kept in memory: the directory is named by rank 0 then.
+    It is kept in memory until the ranks have met: only then rank 0 names the directory.
     """
 
     def __init__(self, directory: str, limit: int, topology: Topology) -> None:
@@ -111,17 +111,17 @@ class Recorder:
 
     def record(
         self,
-        label: Label,
         group: str,
+        label: Label,
         posted: int,
         since: int,
         done: int,
         number: int,
-        kind: int = ROUND,
         flags: int = 0,
         outcome: str = "",
+        kind: int = ROUND,
     ) -> None:
-        """Write down a round: when posted, waited for since, and done; how it ended if not well."""
+        """Record a round: when it was posted, waited for since, and done; its outcome if bad."""
 
         def write(segment: Segment) -> None:
             tag = segment.tag(label, group) - ROUND + kind | flags << FLAGS
@@ -141,8 +141,8 @@ class Recorder:
                 self._turn(segment)
 
     def _turn(self, full: Segment) -> None:
-        """Go on in the next segment, unless another thread has seen to it."""
-        # A handler may be here in the middle of just that, and an interrupt may have left it taken.
+        """Continue in the next segment, unless another thread has done so already."""
+        # A signal handler may run inside of this, and an interrupt may have left the lock taken.
         if self._turning.acquire(timeout=1.0):
             try:
                 if self.segment is full:
@@ -153,7 +153,7 @@ class Recorder:
     # -- the file -----------------------------------------------------------------------------
 
     def open(self, run: str | None) -> None:
-        """Go on in the file of `run`, or of a start that has failed."""
+        """Continue in the file of `run`, or of a start that has failed."""
         if self._fd >= 0 or self._stopped:
             return
         name = run or "failed-start-" + _safe(self._topology.run_id or self.run)
@@ -172,7 +172,7 @@ class Recorder:
             return
         first, begun = self._next(), self.segment
         if not self._stopped:
-            # The slots go with it: whoever has claimed one still writes to the old memory.
+            # The slots go with it: a thread that has claimed one still writes to the old memory.
             first.memory[START:] = begun.memory[START:]
             begun.memory, self.segment = first.memory, begun
 
@@ -198,7 +198,7 @@ class Recorder:
         return Segment(mapped)
 
     def _facts(self) -> dict[str, Any]:
-        """Return what each segment says of the whole."""
+        """Return the facts of the whole record that stand in each segment."""
         top = self._topology
         host = os.uname().nodename
         return {
@@ -217,10 +217,9 @@ class Recorder:
         }
 
     def _stop(self, error: BaseException) -> None:
-        """Record no more; say so once. What is written stays."""
+        """Stop recording, and log that once. What is written stays."""
         import logging  # slow to import
 
-        self._stopped = True
         self._close()
         logging.getLogger("syncprims").warning(
             f"the trace of rank {self._topology.rank} ends here, and the run goes on without: "
@@ -229,7 +228,7 @@ class Recorder:
         )
 
     def leave(self, error: BaseException | None, now: int) -> None:
-        """End the record: this rank leaves its world, with `error` if that is why."""
+        """End the record: this rank leaves its world, because of `error` if that is given."""
         self.open(None)  # unless it is
         if self._stopped:
             return
@@ -242,21 +241,20 @@ class Recorder:
         self._write(write)
         last, fd = self.segment, self._fd
         used = (self._count - 1) * SEGMENT + min(next(last.slots), SEGMENT)
-        self.segment = _in_memory()
-        self._stopped = True
         # What the last segment does not need is given back, unless another thread still writes.
+        self._stopped, self.segment = True, _in_memory()
         if self._count <= self._most and sys.getrefcount(last) == 2:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, used)
         self._close()
 
     def abandon(self) -> None:
-        """Write to the file no more: this is a forked child, and the file its parent's."""
-        self._stopped = True
+        """Stop writing to the file: this is a forked child, and the file is its parent's."""
         self.segment = _in_memory()
         self._close()
 
     def _close(self) -> None:
+        self._stopped = True
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -268,7 +266,7 @@ def _in_memory() -> Segment:
 
 
 def _give_room(fd: int, at: int) -> None:
-    """Let the file have a segment's bytes on the disk at `at`.
+    """Reserve a segment's bytes on the disk at `at`.
 
     :raises OSError: if the disk is full.
     """
@@ -288,7 +286,7 @@ def _give_room(fd: int, at: int) -> None:
 
 
 def _clock(host: str) -> str:
-    """Return what two processes have in common that read the same monotonic clock."""
+    """Return a text that processes share exactly if they read the same monotonic clock."""
     found = host
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123
         found = file.read().strip()
@@ -298,7 +296,7 @@ def _clock(host: str) -> str:
 
 
 def _safe(run_id: str) -> str:
-    """Return a run id as a file name that no other one has."""
+    """Return a file name for a run id that no other run id has."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in run_id)
     if kept != run_id or len(kept) > 60:
         kept = f"{kept[:60]}-{zlib.crc32(run_id.encode('utf-8', 'backslashreplace')):08x}"

@@ -6,6 +6,7 @@ Everything about it is here, so that a world without a trace pays nothing.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from syncprims.interface import Label
 
 from .call_site import describe, users_frame
 from .rounds import Rounds
-from .trace_file import END, ENTRY, FURTHER, POSTED, RESULT, ROUND, WAITING
+from .trace_file import END, ENTRY, FURTHER, POSTED, RESULT, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class TracedRounds(Rounds):
     def __init__(self, recorder: Recorder, *args: Any) -> None:
         super().__init__(*args)
         self._recorder = recorder
-        self._group = format_ranks(self.members)
+        self._write = partial(recorder.record, format_ranks(self.members))
         self._skipped: dict[tuple[int, int], tuple[Label, CodeType]] = {}  # barriers, by call site
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
         self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
@@ -49,21 +50,24 @@ class TracedRounds(Rounds):
             recorder.virtual = True
             self._now = lambda: int(board.now() * 1e9)
 
-    def _meet(self, note: Note, timeout: float | None) -> Sequence[Note]:
+    def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]:
+        """Return the notes of the round that `note` is posted to, and record it."""
         board, label = self.board, note[0]
         self._label = label
-        number, begin = board.posted + 1, self._now()
-        self._open[number] = label, begin
-        notes = Rounds._meet(self, note, timeout)
-        done = self._now()
-        del self._open[number]
-        self._record(label, begin, done, number)
+        before, begin = board.posted, self._now()
+        try:
+            notes = Rounds.meet(self, note, timeout)
+        except BaseException as error:
+            if board.posted > before and not isinstance(error, _REFUSED):
+                self._write(label, begin, begin, self._now(), before + 1, 0, _name(error))
+            raise
+        self._record(label, begin, self._now(), board.collected)
         return notes
 
     def skip_barrier(self) -> None:
         """Record a barrier in a group of one, which needs no round: its number is 0.
 
-        Only for `barrier` functions that the user calls: the call site is found by frame depth.
+        Call it only in a `barrier` function that the user calls: the call site is two frames up.
         """
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - of the caller of `barrier`
         known = self._skipped.get((id(frame.f_code), frame.f_lasti))
@@ -160,20 +164,6 @@ class TracedRounds(Rounds):
             _pack_into(segment.memory, at, posted, posted, done, number, tag)
         else:
             self._write(label, posted, posted, done, number)
-
-    def _write(
-        self,
-        label: Label,
-        posted: int,
-        since: int,
-        done: int,
-        number: int,
-        flags: int = 0,
-        outcome: str = "",
-        kind: int = ROUND,
-    ) -> None:
-        record = self._recorder.record
-        record(label, self._group, posted, since, done, number, kind, flags, outcome)
 
 
 def _name(error: BaseException) -> str:

@@ -99,7 +99,7 @@ class Planted:
             came, gone = arrival + shift, last + costs * (1 + rank) + shift
             group = f"0-{self.ranks - 1}"
             outcome = "PeerLost" if None in arrivals else ""
-            self._recorders[rank].record(label, group, came, came, gone, number, outcome=outcome)
+            self._recorders[rank].record(group, label, came, came, gone, number, outcome=outcome)
 
     def leave(self, now: int, *, ranks: Sequence[int] | None = None) -> None:
         """End ranks (all by default) regularly; the others count as killed."""

@@ -461,7 +461,7 @@ def test_a_recorder_survives_threads(tmp_path: Path) -> None:
     def work(thread: int) -> None:
         label = Label("barrier", f"of thread {thread}", site="train.py:1")
         for number in range(1, each + 1):
-            recorder.record(label, f"{thread}", number, number, number, number)
+            recorder.record(f"{thread}", label, number, number, number, number)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for thread in threads:
