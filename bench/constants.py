@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     Request = Callable[[Any, str, int], object]
 
 dist: Any = torch.distributed
-fates: Any = import_module("syncprims.backends.torch.decisions")
-store_link: Any = import_module("syncprims.backends.torch.store_link")
+decisions: Any = import_module("syncprims.backends.torch.decisions")
+store_module: Any = import_module("syncprims.backends.torch.store")
 
 CONSTANTS = Path(__file__).with_name("constants.json")
 CLIENTS, CONNECTIONS = 4, (1, 8)  #: processes, and connections of each
@@ -49,19 +49,19 @@ _VALUE = b"x" * 100
 _BIG = 1 << 20
 
 
-def _bring(store: Any, key: str, _: int) -> None:
+def _contribute(store: Any, key: str, _: int) -> None:
     store.append(f"{key}/notes", _VALUE)
     store.add(f"{key}/count", 1)
 
 
 #: What is asked, of a key of one's own at the i-th time. `awaited`: see there.
 REQUESTS: dict[str, Request] = {
-    "bring": lambda store, key, i: _bring(store, f"{key}/{i}", i),
+    "contribute": lambda store, key, i: _contribute(store, f"{key}/{i}", i),
     "get": lambda store, key, _: store.get(key),
     "check": lambda store, key, _: store.check([key]),
     "add": lambda store, key, _: store.add(f"{key}/beat", 1),
-    "compare_set": lambda store, key, i: store.compare_set(f"{key}/fate/{i}", "", _VALUE),
-    "delete": lambda store, key, i: store.delete_key(f"{key}/fate/{i}"),
+    "compare_set": lambda store, key, i: store.compare_set(f"{key}/decision/{i}", "", _VALUE),
+    "delete": lambda store, key, i: store.delete_key(f"{key}/decision/{i}"),
     "get of 1 MB": lambda store, key, _: store.get(f"{key}/big"),
 }
 
@@ -211,7 +211,7 @@ def rounds(hosts_: int) -> tuple[list[float], float]:
 
 def handoff(count: int = 2000) -> float:
     """Return the microseconds of processor time to have a link's thread do nothing, one way."""
-    link = store_link.StoreLink("bench", lambda: None)
+    link = store_module.StoreLink("bench", lambda: None)
     link.ask(lambda _: None, 10.0)
     before = time.process_time()
     for _ in range(count):
@@ -222,26 +222,28 @@ def handoff(count: int = 2000) -> float:
 
 
 def reading(count: int = 500, ranks: int = 8) -> dict[str, float]:
-    """Return the microseconds to make a fate, for each host, and to read one, for each member."""
+    """Return the microseconds to make a decision, per host, and to read one, per member."""
 
-    class Told:
+    class Store:
         def compare_set(self, _key: str, _old: str, new: bytes) -> bytes:
             return new
 
         def delete_key(self, _key: str) -> bool:
             return True
 
-    book = fates.Fates("bench", {h: range(h * ranks, (h + 1) * ranks) for h in range(count)})
-    piece = fates.encode_notes([NOTE] * ranks)
-    brought = dict.fromkeys(range(count), piece)
+    board = decisions.Decisions(
+        "bench", {h: range(h * ranks, (h + 1) * ranks) for h in range(count)}
+    )
+    piece = decisions.encode_notes([NOTE] * ranks)
+    contributed = dict.fromkeys(range(count), piece)
     members = range(count * ranks)
     made, read = [], []
     for _ in range(9):
         begin = time.process_time()
-        fate = book.complete(Told(), 20, brought)
+        decision = board.complete(Store(), 20, contributed)
         made.append(time.process_time() - begin)
         begin = time.process_time()
-        notes = fates.decode_notes(fate[1:], NOTE)
+        notes = decisions.decode_notes(decision[1:], NOTE)
         dict(zip(members, [note.label for note in notes], strict=True))
         all(note is NOTE for note in notes)
         read.append(time.process_time() - begin)

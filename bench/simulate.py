@@ -62,10 +62,10 @@ def demand(hosts: int, costs: Costs) -> tuple[float, float]:
     The same by arithmetic as the simulation finds: four messages of each host, and six of one.
     """
     case, server = Case(hosts), costs.server
-    piece, fate = case.piece + costs.note, case.fate(costs.note)
-    each = server["bring"] + server["wait"] + server["wake"] + server["read"]
+    piece, decision = case.piece + costs.note, case.decision(costs.note)
+    each = server["contribute"] + server["wait"] + server["wake"] + server["read"]
     once = server["wait"] + server["read"] + server["compare_set"] + 3 * server["delete"]
-    size = hosts * (2 * piece + fate) + 2 * fate
+    size = hosts * (2 * piece + decision) + 2 * decision
     beats = hosts * server["add"] * SECOND / (0.875 * LIMIT / BEATS)
     return hosts * each + once + costs.server_per_kb * size / 1024, beats
 
@@ -150,7 +150,7 @@ def section(link: float, most: int) -> tuple[list[str], bool]:
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Measure the constants anew where the scale says so, and return the forecast as Markdown."""
+    """Measure the constants again where the scale says so, and return the forecast as Markdown."""
     if scale.constants:
         script = CONSTANTS.with_suffix(".py")
         command = [sys.executable, str(script), "--write", "--runs", str(scale.constants)]

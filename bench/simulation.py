@@ -1,8 +1,8 @@
 """Rounds between hosts as a discrete-event simulation, for sizes that no machine at hand has.
 
-What `two_level.py` and `fates.py` do, message by message, and the time it takes at the store, at
-the hosts and on the way. The times come from `constants.json`, as `constants.py` has measured them.
-Microseconds throughout. `simulate.py` is the command.
+What the torch backend's `board.py` and `decisions.py` do, message by message, and the time it takes
+at the store, at the hosts and on the way. The times come from `constants.json`, as `constants.py`
+has measured them. Microseconds throughout. `simulate.py` is the command.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SECOND = 1e6
 # As in the backend; tests/test_simulate.py holds them against it.
 FIRST_LOOK, LONGEST_LOOK, LOOK_PER_HOST = 0.05 * SECOND, 1.0 * SECOND, 0.002 * SECOND
 MOST_LOOKED_AT = 8
-RELAY_ENTRY = 8 * 1024 - 16  # bytes of a fate that one rank can pass on to its host
+LARGEST_SHARED = 8 * 1024 - 16  # bytes of a decision that one rank can share with its host
 PIECE_HEAD, NOTES_HEAD = 8, 12  # bytes: of a host's piece, of its notes
-#: Of a broadcast's fate, what says which note is whose: all but one the same, and so compressed.
+#: Of a broadcast's decision, what says which note is whose: compressed, as all but one are equal.
 WHICH_HEAD, WHICH_OF_RANK = 16, 0.018
 LIMIT, BEATS = 10.0 * SECOND, 5
 
 #: Messages of each kind of request; a client's `get` is a `wait` for the key, then a `read`.
 MESSAGES = {
-    "bring": 2, "wait": 1, "read": 1, "check": 1, "add": 1, "compare_set": 1, "delete": 1,
+    "contribute": 2, "wait": 1, "read": 1, "check": 1, "add": 1, "compare_set": 1, "delete": 1,
 }  # fmt: skip
 
 
@@ -49,8 +49,8 @@ class Costs:
     client: float  #: a client, for one request
     handoff: float  #: from one thread of a rank to another
     host: float  #: all that a host of one rank does for a round, the requests included
-    piece: float  #: to read what one host has brought, and to write it into the fate
-    member: float  #: to read one member's note in a fate
+    piece: float  #: to read what one host has contributed, and to write it into the decision
+    member: float  #: to read one member's note in a decision
     note: int  #: bytes of one
     link: float  #: one way
 
@@ -76,18 +76,18 @@ class Case:
 
     @property
     def piece(self) -> int:
-        """Bytes that one host brings to the store."""
+        """Bytes that one host contributes."""
         return PIECE_HEAD + NOTES_HEAD
 
-    def fate(self, note: int) -> int:
-        """Return the bytes of a fate, with notes of so many bytes."""
+    def decision(self, note: int) -> int:
+        """Return the bytes of a decision, with notes of so many bytes."""
         ranks = self.hosts * self.ranks
         which = WHICH_HEAD + ranks * WHICH_OF_RANK if self.distinct > 1 else 0
         return int(1 + NOTES_HEAD + self.distinct * note + which)
 
     def readers(self, note: int) -> int:
-        """Return how many ranks of each host read the fate from the store."""
-        return 1 if self.fate(note) <= RELAY_ENTRY else self.ranks
+        """Return how many ranks of each host read the decision from the store."""
+        return 1 if self.decision(note) <= LARGEST_SHARED else self.ranks
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Store:
         self._queue: deque[tuple[str, float, Callable[[], Any] | None, Resume]] = deque()
         self._running = False
         self.counts: dict[int, int] = {}
-        self._fates: set[int] = set()
+        self._decided: set[int] = set()
         self._waiters: dict[int, list[Resume]] = {}
 
     def ask(self, kind: str, size: float = 0.0, effect: Callable[[], Any] | None = None) -> Step:
@@ -185,11 +185,11 @@ class Store:
 
         return send
 
-    def await_fate(self, number: int) -> Step:
-        """Go on when a round has its fate."""
+    def await_decision(self, number: int) -> Step:
+        """Go on when a round has its decision."""
 
         def wait(resume: Resume) -> None:
-            if number in self._fates:
+            if number in self._decided:
                 self._clock.at(self._clock.now + self._costs.link, resume)
             else:
                 self._waiters.setdefault(number, []).append(resume)
@@ -206,8 +206,8 @@ class Store:
         return self.counts[number]
 
     def settle(self, number: int) -> None:
-        """Give a round its fate, and wake all who wait for it."""
-        self._fates.add(number)
+        """Give a round its decision, and wake all who wait for it."""
+        self._decided.add(number)
         waiters = self._waiters.pop(number, [])
         self._queue.extendleft(("wake", 0.0, None, waiter) for waiter in reversed(waiters))
 
@@ -235,7 +235,7 @@ class Store:
 
 
 class Host:
-    """One host: where it is, and what its speaker still has to do."""
+    """One host: where it is, and what its link still has to do."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -259,7 +259,7 @@ class Simulation:
         self._last_post: dict[int, float] = {}
         self._unfinished = case.hosts
         self._speaking = 0  # hosts
-        #: What a host does between the fate's arrival and the next call.
+        #: What a host does between the decision's arrival and the next call.
         read = costs.member * case.hosts * case.ranks
         self._before = costs.handoff + costs.client
         self._after = max(0.0, costs.host - 2 * self._before - costs.client) + read
@@ -289,7 +289,7 @@ class Simulation:
         resume(None)
 
     def _submit(self, host: Host, steps: Steps) -> None:
-        """Have the host's speaker do it, after what it does already."""
+        """Have the host's link do it, after what it does already."""
         host.jobs.append(steps)
         if not host.speaking:
             self._speak(host)
@@ -314,35 +314,35 @@ class Simulation:
 
     def _post(self, host: Host, number: int) -> None:
         self._last_post[number] = self._clock.now  # at last that of the last
-        self._submit(host, self._bring(number))
+        self._submit(host, self._contribute(number))
         self._start(self._wait(host, number))
         self._start(self._look_out(host, number))
 
-    def _bring(self, number: int) -> Steps:
+    def _contribute(self, number: int) -> Steps:
         case, store, costs = self.case, self._store, self.costs
         piece = case.piece + costs.note
         yield self._processors.work(self._before)
-        count = yield store.ask("bring", piece, lambda: store.count_up(number))
+        count = yield store.ask("contribute", piece, lambda: store.count_up(number))
         if count == case.hosts:
             yield from self._get(piece * case.hosts)
             yield self._processors.work(costs.piece * case.hosts)
-            fate = case.fate(costs.note)
-            yield store.ask("compare_set", 2 * fate, lambda: store.settle(number))
+            decision = case.decision(costs.note)
+            yield store.ask("compare_set", 2 * decision, lambda: store.settle(number))
             for _ in range(3):  # the keys of a round that is over
                 yield store.ask("delete")
 
     def _wait(self, host: Host, number: int) -> Steps:
         store, costs = self._store, self.costs
-        fate = self.case.fate(costs.note)
+        decision = self.case.decision(costs.note)
         yield self._processors.work(self._before)
-        yield store.await_fate(number)
+        yield store.await_decision(number)
         yield self._processors.work(costs.client)
-        yield store.ask("read", fate)
+        yield store.ask("read", decision)
         others = self.case.readers(costs.note) - 1
         if others:  # it cannot be passed on: each reads for itself, all at the same time
             for _ in range(others - 1):
-                self._start(self._get(fate))
-            yield from self._get(fate)
+                self._start(self._get(decision))
+            yield from self._get(decision)
         yield self._processors.work(self._after)
         self.result.took.append(self._clock.now - self._last_post[number])
         if number > 1:
@@ -366,11 +366,11 @@ class Simulation:
     def _look(self, number: int) -> Steps:
         store, costs = self._store, self.costs
         self.result.looks += 1
-        brought = yield self._client("check", 0, lambda: store.counts.get(number, 0))
-        if brought:
-            yield from self._get(brought * (self.case.piece + costs.note))
-        missing = min(MOST_LOOKED_AT, self.case.hosts - brought)
-        for kind in ("add", "check"):  # beats, and what the missing have told
+        contributed = yield self._client("check", 0, lambda: store.counts.get(number, 0))
+        if contributed:
+            yield from self._get(contributed * (self.case.piece + costs.note))
+        missing = min(MOST_LOOKED_AT, self.case.hosts - contributed)
+        for kind in ("add", "check"):  # beats, and what the missing have published
             for _ in range(missing):
                 yield self._client(kind, 0)
 

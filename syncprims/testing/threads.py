@@ -12,10 +12,12 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from syncprims import errors
 from syncprims._world.environment import rank_variables
 from syncprims._world.group import entered
 from syncprims._world.registry import backend_class
 from syncprims._world.runtime import clean_environ, seated
+from syncprims.errors import CollectiveMismatch
 
 from .errors import Killed, WorldAborted
 from .faults import here
@@ -166,7 +168,7 @@ class ThreadWorld:
         return self.probes[place.rank].probe(self.rooms[number].backend(place, settings))
 
     def _break_deadlock(self) -> bool:
-        broken = [room for room in self.rooms if room.break_deadlock()]
+        broken = [room for room in self.rooms if _break_cycle(room.waiting)]
         if broken:
             return True
         stopped = [o.rank for o in self.outcomes if o.end == "stopped"]
@@ -260,3 +262,27 @@ def _one_processor(number: int) -> Generator[None]:
         yield
     finally:
         os.sched_setaffinity(0, ours)
+
+
+def _break_cycle(waiting: dict[int, Any]) -> bool:
+    """Abort the boards of ranks that wait for each other; return whether there are any."""
+    stuck: dict[int, Any] = {}
+    found = waiting
+    while found != stuck:  # until only those are left whose waits lead into a cycle
+        stuck, found = found, {r: b for r, b in found.items() if b.missing() & found.keys()}
+    if not stuck:
+        return False
+    lines = "\n".join(
+        f"  rank {rank}: {board.status(rank).label} in group {list(board.members)}"
+        for rank, board in sorted(stuck.items())
+    )
+    rank = min(stuck)
+    error = CollectiveMismatch(
+        f"ranks wait for each other in different groups, and none can go on:\n{lines}\n"
+        f"Every rank must make the calls of different groups in the same order.",
+        rank=rank,
+        call=str(stuck[rank].status(rank).label),
+    )
+    for board in stuck.values():
+        board.abort(errors.dump(error))
+    return True

@@ -166,13 +166,13 @@ def in_a_base_that_was_open(place: Place, plant: Callable[[], object]) -> None:
     place.base.chmod(0o755)
 
 
-def tables(place: Place, plant: Callable[[Path], object]) -> None:
-    """Let a stranger plant in the place of the first table."""
+def worlds(place: Place, plant: Callable[[Path], object]) -> None:
+    """Let a stranger plant in the place of the first world."""
     place.own_base()
     place.base.chmod(0o755)
     place.run.mkdir()
     place.run.chmod(0o777)
-    as_stranger(lambda: plant(place.run / "table-1"))
+    as_stranger(lambda: plant(place.run / "world-1"))
     place.run.chmod(0o700)
 
 
@@ -187,7 +187,7 @@ DIRECTORIES: list[tuple[str, Callable[[Path, Victim], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize("where", ["run", "table"])
+@pytest.mark.parametrize("where", ["run", "world"])
 @pytest.mark.parametrize(
     ("plant", "says"), [d[1:] for d in DIRECTORIES], ids=[d[0] for d in DIRECTORIES]
 )
@@ -197,7 +197,7 @@ def test_planted_directories_are_refused(
     if where == "run":
         in_a_base_that_was_open(place, lambda: plant(place.run, place.victim))
     else:
-        tables(place, lambda path: plant(path, place.victim))
+        worlds(place, lambda path: plant(path, place.victim))
     said = outcome_of(place.base)
     assert said.startswith("ConfigurationError")
     assert says in said
@@ -268,8 +268,8 @@ def test_a_lock_that_a_stranger_holds_is_refused_at_once(place: Place, mode: int
 def test_planted_files_are_refused_or_harmless(place: Place, kind: str, alive: bool) -> None:
     remains = Remains.capture(place.base)
     place.base.rmdir()
-    table = next(name for name in remains.directories if "table" in name)
-    names = {*remains.files, f"{table}/seat-1"} - {f"{RUN_NAME}.lock"}
+    world = next(name for name in remains.directories if "world" in name)
+    names = {*remains.files, f"{world}/alive-1"} - {f"{RUN_NAME}.lock"}
     if alive:
         names -= remains.locked  # who holds the lock, and what stands there now, are two things
     assert len(names) >= 3
@@ -278,9 +278,9 @@ def test_planted_files_are_refused_or_harmless(place: Place, kind: str, alive: b
             (place.base / name).unlink(missing_ok=True)
             KINDS_OF_FILES[kind](place.base / name, place.victim)
             said = outcome_of(place.base, rank=1, ranks=2, patience=0.1)
-            # Alone at a clean table, or beside a rank that only seems to live. A bell is not
+            # Alone at a clean world, or beside a rank that only seems to live. A doorbell is not
             # touched before all have come, and need not work.
-            told = alive and not Path(name).name.startswith("bell-")
+            told = alive and not Path(name).name.startswith("doorbell-")
             met = said.startswith("SyncTimeout") and "ranks [0] did not come" in said
             assert (met and not told) or Path(name).name in said, (name, said)
         place.victim.check()
@@ -298,7 +298,7 @@ def test_sweeping_and_clearing_remove_nothing_outside(place: Place) -> None:
         (place.base / "syncprims-b.lock").symlink_to(inner / "precious")
         (place.base / "syncprims-c").symlink_to("..")
         (place.base / "syncprims-d").mkdir(0o777)
-        (place.base / "syncprims-d" / "table-1").symlink_to(inner)
+        (place.base / "syncprims-d" / "world-1").symlink_to(inner)
         os.mkfifo(place.base / "syncprims-f.lock")
         (place.base / "syncprims-..lock").touch()
 
@@ -306,13 +306,13 @@ def test_sweeping_and_clearing_remove_nothing_outside(place: Place) -> None:
     place.base.chmod(0o755)
     for name in "ace":
         (place.base / f"syncprims-{name}.lock").touch(0o600)
-    ours = place.base / "syncprims-e" / "table-1"
+    ours = place.base / "syncprims-e" / "world-1"
     for folder in (ours.parent, ours, ours / "deep"):
         folder.mkdir(mode=0o700)
     (ours / "deep" / "file").touch()
-    (ours / "seats").symlink_to(inner / "precious")
+    (ours / "liveness").symlink_to(inner / "precious")
     (ours / "link").symlink_to(inner)
-    (ours.parent / "table-2").symlink_to(inner)
+    (ours.parent / "world-2").symlink_to(inner)
     assert outcome_of(place.base) == "joined"
     place.victim.check()
     assert (ours / "deep" / "file").exists()
