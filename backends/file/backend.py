@@ -242,15 +242,13 @@ def _locked(
     try:
         try:
             if probe:
-                _probe(base, lock)
+                refuse_useless_locks(base, lock)
             run = base.sub(name)
         except BaseException:
             base.remove(lock)  # those that wait for it begin again
             raise
-        try:
+        with contextlib.closing(run):
             yield run
-        finally:
-            run.close()
     finally:
         # To close is not enough: a child that another thread has forked shares the descriptor.
         with contextlib.suppress(OSError):
@@ -258,34 +256,24 @@ def _locked(
         os.close(fd)
 
 
-def _probe(base: PrivateDirectory, lock: str) -> None:
-    """Check that the file `lock`, which this process holds, cannot be locked a second time."""
-    second = base.open_file(lock, os.O_RDWR)
-    try:
-        refuse_useless_locks(base.path / lock, second)
-    finally:
-        os.close(second)
-
-
 def _acquire(base: PrivateDirectory, lock: str, timeout: float) -> int:
     """Return a descriptor of the file `lock`, locked; it keeps its name while it is locked."""
     deadline = time.monotonic() + timeout
     while True:
         fd = base.open_file(lock, os.O_RDWR | os.O_CREAT)
+        held = False
         try:
-            held = filelock.lock_descriptor(fd, blocking=False)
-            if held and os.fstat(fd).st_nlink:
-                return fd
+            held = filelock.lock_descriptor(fd, blocking=False) and os.fstat(fd).st_nlink > 0
         except (NotImplementedError, OSError) as error:
-            os.close(fd)
             raise BackendUnavailable(
                 f"{base.path / lock} cannot be locked: {error}. Set SYNCPRIMS_DIR to a directory "
                 f"on a local file system with working locks"
             ) from error
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+        finally:
+            if not held:
+                os.close(fd)
+        if held:
+            return fd
         if time.monotonic() > deadline:
             raise BackendUnavailable(
                 f"another process has held {base.path / lock} for {timeout:g} s, where "

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from syncprims.interface import Board, Label, Note, Status
 
@@ -49,15 +49,6 @@ _MOST_KNOWN = 4096
 _WIDTH = WORD.size
 
 
-class _Bare(NamedTuple):
-    """A note without payload, and how it is written."""
-
-    note: Note
-    flags: int
-    check: int
-    body: bytes
-
-
 class SharedMemoryBoard(Board):
     """The board of `members` in a file of `directory`, seen from `rank`."""
 
@@ -86,7 +77,8 @@ class SharedMemoryBoard(Board):
         self._index = self.members.index(rank)
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
         self._mine = [(Note(Label("?")), b"")] * CELLS  # own latest notes, and their words
-        self._bare: dict[int, _Bare] = {}  # by identity: a label compares slowly
+        # Notes without payload, and how they are written. By identity: a label compares slowly.
+        self._bare: dict[int, tuple[Note, int, int, bytes]] = {}
         self._bodies: dict[bytes, tuple[int, bytes]] = {}  # by label: the check, and the body
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
         self._spill = _Spill(directory, name)
@@ -110,7 +102,7 @@ class SharedMemoryBoard(Board):
             flags, check = self._write_content(number, note)
         else:
             bare = self._bare.get(id(note))
-            if bare is None or bare.note is not note:
+            if bare is None or bare[0] is not note:
                 bare = self._prepare(note)
             _, flags, check, body = bare
             if self._written[cell] is not body:
@@ -127,13 +119,12 @@ class SharedMemoryBoard(Board):
         if memory[self._asleep] != self._all_awake and self.is_full(number):
             self.wake()  # they were waiting for this note
 
-    def _prepare(self, note: Note) -> _Bare:
+    def _prepare(self, note: Note) -> tuple[Note, int, int, bytes]:
         """Return how a note without payload is written; the same one comes again and again."""
         if len(self._bare) > _MOST_KNOWN:
             self._bare.clear()
-        text = note.label.encode()
-        check, body = self._body_of(text)
-        bare = self._bare[id(note)] = _Bare(note, FLAG if note.flag else 0, check, body)
+        check, body = self._body_of(note.label.encode())
+        bare = self._bare[id(note)] = note, FLAG if note.flag else 0, check, body
         return bare
 
     def _body_of(self, text: bytes) -> tuple[int, bytes]:

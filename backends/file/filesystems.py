@@ -11,9 +11,12 @@ import fcntl
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from .private_dir import PrivateDirectory
 
 _CURE = "set SYNCPRIMS_DIR to a directory on a local file system"
 
@@ -99,17 +102,20 @@ def refuse_remote(path: Path, fd: int) -> None:
         )
 
 
-def refuse_useless_locks(path: Path, second: int) -> None:
-    """Refuse the file `path`, locked by this process, if `second`, another opening, gets the lock.
+def refuse_useless_locks(directory: PrivateDirectory, name: str) -> None:
+    """Refuse the file `name`, locked by this process, if a second opening of it gets the lock.
 
     :raises BackendUnavailable: if it does, or if that is unknown.
     """
+    path, second = directory.path / name, directory.open_file(name, os.O_RDWR)
     try:
         fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
     except OSError as error:
         raise BackendUnavailable(f"{path} cannot be locked: {error}; {_CURE}") from error
+    finally:
+        os.close(second)
     raise BackendUnavailable(
         f"{path} could be locked twice at the same time: locks do not work on its file system, and "
         f"ranks of this backend prove by locks that they live; {_CURE}"

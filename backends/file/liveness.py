@@ -20,10 +20,10 @@ import time
 from typing import TYPE_CHECKING
 
 from syncprims import errors
-from syncprims.errors import Failure, PeerFailed
+from syncprims.errors import Failure, PeerFailed, describe_exit
 
 from .memory import RECORD_HEAD, map_file, read_header, read_record, write_record
-from .processes import ProcessIdentity, ProcessWatch, describe_exit
+from .processes import ProcessIdentity, ProcessWatch
 from .wakeup import Doorbell
 
 if TYPE_CHECKING:
@@ -200,12 +200,9 @@ class Liveness:
 
     def is_lost(self, rank: int) -> bool:
         """Return whether `rank` is gone and has published no end."""
-        before = self._read_state(rank)
-        return (
-            before == _ALIVE
-            and is_unlocked(self._directory, rank)
-            and self._read_state(rank) == _ALIVE  # it published none while it ended
-        )
+        # The state is read again, since the rank may publish its end while it ends.
+        alive = self._read_state(rank) == _ALIVE
+        return alive and is_unlocked(self._directory, rank) and self._read_state(rank) == _ALIVE
 
     # -- bytes ----------------------------------------------------------------------------------
 

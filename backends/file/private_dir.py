@@ -70,16 +70,14 @@ class PrivateDirectory:
             os.close(above)
         return cls._checked(path, fd, 0o022)
 
-    def sub(self, name: str) -> PrivateDirectory:
-        """Open the directory `name` inside, creating it if it is not there.
+    def sub(self, name: str, *, create: bool = True) -> PrivateDirectory:
+        """Open the directory `name` inside; with `create`, create it if it is not there.
 
         :raises ConfigurationError: if it is something else, or others may read it.
         """
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=self.fd)
-        return self._sub(name)
-
-    def _sub(self, name: str) -> PrivateDirectory:
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self.fd)
         path = self.path / name
         try:
             fd = os.open(name, _OPEN_DIR, dir_fd=self.fd)
@@ -198,15 +196,13 @@ class PrivateDirectory:
     def remove_tree(self, name: str) -> None:
         """Remove the directory `name` and the files in it, if they are there and private."""
         try:
-            inner = self._sub(name)
+            inner = self.sub(name, create=False)
         except (OSError, ConfigurationError):
             return
-        try:
+        with contextlib.closing(inner):
             for inside in inner.names():
                 with contextlib.suppress(OSError):
                     inner.remove(inside)
-        finally:
-            inner.close()
         self.remove_directory(name)  # fails if something else is in there
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import struct
 import sys
 from pathlib import Path
@@ -106,16 +105,3 @@ class ProcessWatch:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def describe_exit(status: int | None) -> str:
-    """Return ``killed by SIGKILL``, ``exit code 3``, or that it is not known."""
-    if status is None:
-        return "its process is gone, how is not known"
-    if status >= 0:
-        return f"exit code {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"killed by {name}"

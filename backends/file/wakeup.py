@@ -30,17 +30,16 @@ class Doorbell:
         :raises OSError: if there is no space for it.
         """
         self._directory = directory
-        self._others: dict[int, int] = {}
-        self._rank = rank
         self._own = directory.open_pipe(_name(rank), create=True)
+        self._fds = {rank: self._own}
         self._poll = select.poll()
         self._poll.register(self._own, select.POLLIN)
 
     def connect(self, rank: int) -> None:
         """Open the doorbell of `rank`; if that fails, this rank never wakes it."""
-        if rank not in self._others and rank != self._rank:
+        if rank not in self._fds:
             with contextlib.suppress(OSError, ConfigurationError):
-                self._others[rank] = self._directory.open_pipe(_name(rank))
+                self._fds[rank] = self._directory.open_pipe(_name(rank))
 
     def also_wake_for(self, fd: int) -> None:
         """End a sleep also when `fd` becomes readable; once."""
@@ -57,16 +56,16 @@ class Doorbell:
 
     def wake(self, rank: int) -> None:
         """Wake `rank` if it sleeps. A thread may wake its own rank."""
-        fd = self._own if rank == self._rank else self._others.get(rank)
+        fd = self._fds.get(rank)
         if fd is not None:
             with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway
                 os.write(fd, b"!")
 
     def close(self) -> None:
         """Close all pipes."""
-        for fd in (self._own, *self._others.values()):
+        for fd in self._fds.values():
             os.close(fd)
-        self._others.clear()
+        self._fds.clear()
 
 
 def _name(rank: int) -> str:

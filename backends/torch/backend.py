@@ -130,9 +130,13 @@ class TorchBackend(Backend):
         here = Topology(slot, count, slot, count, 0, 1, top.launcher, run_id)
         self._local = FileBackend(here, settings)
         try:
-            self._connection = self._connect_hosts(endpoint, host, *links)
+            with self._local.locked_directory() as directory:
+                heartbeat = Heartbeat(directory, placement.token, host, settings.heartbeat)
+            self._connection = HostConnection(
+                self._local.liveness, placement, host, endpoint.address, *links, heartbeat
+            )
             try:
-                links[0].ask(self._connection.heartbeat.beat, settings.join_timeout)
+                links[0].ask(heartbeat.beat, settings.join_timeout)
             except StoreGone as error:
                 raise unreachable(top, endpoint, error) from error
         except BaseException:
@@ -150,28 +154,6 @@ class TorchBackend(Backend):
         links = self._links = requests, StoreLink("waits", endpoint.connect)
         return links
 
-    def _connect_hosts(
-        self, endpoint: StoreEndpoint, host: int, requests: StoreLink, waits: StoreLink
-    ) -> HostConnection:
-        placement = self._placement
-        with self._local.locked_directory() as directory:
-            heartbeat = Heartbeat(directory, placement.token, host, self.settings.heartbeat)
-        return HostConnection(
-            liveness=self._local.liveness,
-            host=host,
-            host_of=placement.host_of,
-            names=[one.name for one in placement.hosts],
-            store=endpoint.address,
-            requests=requests,
-            waits=waits,
-            heartbeat=heartbeat,
-            wake_host=self._wake_host,
-        )
-
-    def _wake_host(self) -> None:
-        for slot in range(self._local.topology.world_size):
-            self._local.liveness.doorbell.wake(slot)
-
     # -- boards ---------------------------------------------------------------------------------
 
     def board(self, members: Sequence[int]) -> Board:
@@ -186,7 +168,7 @@ class TorchBackend(Backend):
         if self._connection is None:
             return self._local.board(members)
         assert self._endpoint is not None
-        here = self._placement.hosts[self._connection.host].ranks
+        here = self._connection.ranks
         local = [rank for rank in members if rank in here]
         slots = [here.index(rank) for rank in local]
         name = board_name(members)
@@ -249,9 +231,8 @@ class TorchBackend(Backend):
         connection = self._connection
         if connection is None:
             return self._local.published(rank)
-        if connection.host_of[rank] == connection.host:
-            here = self._placement.hosts[connection.host].ranks
-            return self._local.published(here.index(rank))
+        if rank in connection.ranks:
+            return self._local.published(connection.ranks.index(rank))
         if not self._has_published:
             return b""  # only a rank that has published its own long wait reads from other hosts
         now = time.monotonic()
@@ -278,7 +259,7 @@ class TorchBackend(Backend):
         if connection is None:
             return
         connection.heartbeat.beat(store)
-        for slot, rank in enumerate(self._placement.hosts[connection.host].ranks):
+        for slot, rank in enumerate(connection.ranks):
             if rank != self.topology.rank and connection.liveness.is_lost(slot):
                 self._publish_end_of(store, rank, "lost")
                 self._note_left(store, rank)
@@ -325,8 +306,8 @@ class TorchBackend(Backend):
 
     def _publish_end(self, store: Any, failure: bytes | None) -> None:
         assert self._connection is not None
-        liveness, rank = self._connection.liveness, self.topology.rank
-        ranks = self._placement.hosts[self._connection.host].ranks
+        liveness, ranks = self._connection.liveness, self._connection.ranks
+        rank = self.topology.rank
         mates = [slot for slot, other in enumerate(ranks) if other != rank]
         if failure is None and any(liveness.is_alive(slot) for slot in mates):
             # They see how this process ends, which it does not know itself: with which exit code.
@@ -348,7 +329,7 @@ class TorchBackend(Backend):
         :raises StoreGone: if there is no store any more.
         """
         own, here, heartbeat = self.topology.rank, connection.host, connection.heartbeat
-        host_of = connection.host_of
+        host_of = connection.placement.host_of
         left = [rank for rank in host_of if rank != own]
         begin = warned = time.monotonic()
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..file.board import SharedMemoryBoard
     from ..file.liveness import Liveness
     from .host_state import Heartbeat, HostState
+    from .rendezvous import Placement
     from .store import StoreLink
 
 _CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to post should have
@@ -43,14 +44,22 @@ class HostConnection(NamedTuple):
     """What connects the boards of one rank with its host and with the store."""
 
     liveness: Liveness
+    placement: Placement
     host: int  #: this one
-    host_of: Mapping[int, int]  #: of each rank of the world
-    names: Sequence[str]  #: of the hosts
     store: str  #: its address, for messages
     requests: StoreLink  #: for what the store answers at once
     waits: StoreLink  #: for waiting
     heartbeat: Heartbeat
-    wake_host: Callable[[], None]  #: wake all ranks of this host that sleep, this one included
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of this host, by liveness slot."""
+        return self.placement.hosts[self.host].ranks
+
+    def wake_host(self) -> None:
+        """Wake all ranks of this host that sleep, this one included."""
+        for slot in range(len(self.ranks)):
+            self.liveness.doorbell.wake(slot)
 
 
 class TwoLevelBoard(Board):
@@ -73,7 +82,7 @@ class TwoLevelBoard(Board):
         self._prefix = prefix
         self._hosts: dict[int, list[int]] = {}  # host -> its members
         for member in self.members:
-            self._hosts.setdefault(connection.host_of[member], []).append(member)
+            self._hosts.setdefault(connection.placement.host_of[member], []).append(member)
         index = {member: number for number, member in enumerate(self.members)}
         hosts = {host: [index[m] for m in members] for host, members in self._hosts.items()}
         self.decisions = Decisions(prefix, hosts)
@@ -272,7 +281,7 @@ class TwoLevelBoard(Board):
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`: exact on this host, the latest report on others."""
-        host = self._connection.host_of[rank]
+        host = self._connection.placement.host_of[rank]
         if host == self._connection.host:
             return self.local.status(rank)  # which knows more than the store
         end = self._ended.get(rank)
@@ -292,10 +301,10 @@ class TwoLevelBoard(Board):
     def _why_lost(self, host: int, silence: float) -> str:
         """Return why the ranks of `host` must be considered lost, empty if they need not."""
         connection = self._connection
-        name, limit = connection.names[host], connection.heartbeat.limit
+        name, limit = connection.placement.hosts[host].name, connection.heartbeat.limit
         if silence >= limit:
             return f"host {name} has given no sign of life for {silence:.0f} s"
-        store_host = connection.host_of[0]
+        store_host = connection.placement.host_of[0]
         if store_host not in (host, connection.host) and store_host in self._hosts:
             return ""  # nothing is known of it: the store is on another host that is unreachable
         store = f"the store at {connection.store}, which leads to host {name},"
@@ -335,7 +344,7 @@ class TwoLevelBoard(Board):
             if decision[:1] == VERDICT:
                 self._verdict = decision[1:]
             elif decision[:1] == END:
-                end = MemberEnd.decode(decision[1:])
+                end = MemberEnd(*json.loads(decision[1:]))
                 self._ended[end.rank] = end
             if decision[:1] != COMPLETE and self._verdict is None:
                 self._verdict = self._state.local_verdict()

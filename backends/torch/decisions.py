@@ -43,15 +43,6 @@ class MemberEnd(NamedTuple):
     detail: str = ""
     failure: str = ""
 
-    def encode(self) -> bytes:
-        """Return it as bytes."""
-        return json.dumps(self).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> MemberEnd:
-        """Return what :meth:`encode` wrote."""
-        return cls(*json.loads(data))
-
 
 def encode_notes(notes: Sequence[Note]) -> bytes:
     """Return notes as bytes; equal ones, as in a barrier, are written once."""
@@ -151,8 +142,9 @@ class Decisions:
 
     def end(self, store: Any, first: int, end: MemberEnd) -> None:
         """Make `end` the decision about the first round, from `first` on, that is not complete."""
+        decision = END + json.dumps(end).encode()
         for number in range(first, end.rounds + 2):
-            if self._decide(store, number, END + end.encode())[:1] != COMPLETE:
+            if self._decide(store, number, decision)[:1] != COMPLETE:
                 return
 
     def _decide(self, store: Any, number: int, decision: bytes) -> bytes:

@@ -46,16 +46,14 @@ class HostGroup(NamedTuple):
     devices: bool = False  #: there is one for each of them
 
 
-class Placement(NamedTuple):
+class Placement:
     """All ranks of one world, by host."""
 
-    token: str  #: unique to this world
-    hosts: list[HostGroup]  #: by lowest rank
-
-    @property
-    def host_of(self) -> dict[int, int]:
-        """The host of each rank."""
-        return {rank: number for number, host in enumerate(self.hosts) for rank in host.ranks}
+    def __init__(self, token: str, hosts: list[HostGroup]) -> None:
+        self.token = token  #: unique to this world
+        self.hosts = hosts  #: by lowest rank
+        #: of each rank
+        self.host_of = {rank: number for number, host in enumerate(hosts) for rank in host.ranks}
 
 
 class Rendezvous:

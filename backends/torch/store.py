@@ -200,11 +200,7 @@ class StoreEndpoint:
     def connect(self) -> Any:
         """Return a new connection, for one thread; it blocks until the store is served."""
         store = dist.TCPStore(
-            self.host,
-            self._port,
-            is_master=False,
-            timeout=self._timeout,
-            wait_for_workers=False,
+            self.host, self._port, is_master=False, timeout=self._timeout, wait_for_workers=False
         )
         store.set_timeout(_FOREVER)
         return dist.PrefixStore(self._prefix, store)
