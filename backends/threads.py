@@ -120,7 +120,7 @@ class ThreadBackend(Backend):
         self._room.leave(self.topology.rank, failure)
 
     def publish(self, word: bytes) -> None:
-        """Let others read `word`."""
+        """Make `word` readable for others."""
         self._room.words[self.topology.rank] = word
 
     def published(self, rank: int) -> bytes:

@@ -127,7 +127,7 @@ class FileBackend(Backend):
         return self._directory.path / name
 
     def publish(self, word: bytes) -> None:
-        """Let others read `word`."""
+        """Make `word` readable for others."""
         self.liveness.publish(word)
 
     def published(self, rank: int) -> bytes:

@@ -78,7 +78,7 @@ class Liveness:
     # -- this rank's slot -----------------------------------------------------------------------
 
     def publish(self, data: bytes) -> None:
-        """Let others read `data`; nothing if it is too long."""
+        """Make `data` readable for others; empty if it is too long."""
         self._write_text(_PUBLISHED_AT, _PUBLISHED_SIZE, data)
 
     def publish_end(self, failure: bytes | None) -> None:

@@ -159,7 +159,7 @@ class PrivateDirectory:
         raise ConfigurationError(f"{self.path / name} is no pipe of this user's own; remove it")
 
     def claim(self, name: str, word: str) -> str:
-        """Let the name `name` stand for `word` unless it is taken; return what it stands for.
+        """Make the name `name` stand for `word` unless it is taken; return what it stands for.
 
         It is a symbolic link, which is created with its content in one step.
 

@@ -23,7 +23,7 @@ from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat, HostState
-from .rendezvous import HostGroup, Placement, Rendezvous, unreachable, visible_devices
+from .rendezvous import HostGroup, Placement, Rendezvous, unreachable
 from .store import TRY_AGAIN, StoreEndpoint, StoreGone, StoreLink, check_findable, find_store
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class TorchBackend(Backend):
         self._links: tuple[StoreLink, ...] = ()
         if self._endpoint is None:
             ranks = list(range(topology.world_size))
-            host = HostGroup("here", ranks, visible_devices() >= topology.world_size)
+            host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
             self._placement = Placement(topology.run_id or "", [host])
             self._local = FileBackend(topology, settings)
             return
@@ -203,7 +203,7 @@ class TorchBackend(Backend):
 
     def _open_default(self) -> None:
         """Open torch's default group, and choose its device if it is to be NCCL's."""
-        top, store = self.topology, None
+        top = self.topology
         if self._connection is not None:
             assert self._endpoint is not None
             store = dist.PrefixStore(f"{self._placement.token}/default", self._endpoint.connect())
@@ -219,7 +219,7 @@ class TorchBackend(Backend):
     # -- published words ------------------------------------------------------------------------
 
     def publish(self, word: bytes) -> None:
-        """Let others read `word`, on this host and on others."""
+        """Make `word` readable for others, on this host and on other hosts."""
         self._local.publish(word)
         if self._connection is not None and (word or self._has_published):
             self._has_published = bool(word)

@@ -76,7 +76,9 @@ class Rendezvous:
         self._epoch = ""  # prefix of the keys of the epoch that this rank is in
         self._missing: list[int] = []  # as last known: the rank that serves the store may go first
         with contextlib.closing(open_base(settings)) as base:
-            entry = [topology.rank, identity(base.fd), socket.gethostname(), visible_devices()]
+            place = _identity(base.fd)
+        # To count the devices that this process sees touches none.
+        entry = [topology.rank, place, socket.gethostname(), torch.cuda.device_count()]
         self._entry = json.dumps(entry).encode() + b"\n"
 
     def run(self) -> Placement:
@@ -211,7 +213,7 @@ def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[HostGroup]:
     ]
 
 
-def identity(directory_fd: int) -> str:
+def _identity(directory_fd: int) -> str:
     """Return what this kernel, and no other, calls the open directory."""
     found = os.fstat(directory_fd)
     try:
@@ -219,11 +221,6 @@ def identity(directory_fd: int) -> str:
     except OSError:  # not Linux
         boot = socket.gethostname()
     return f"{boot}-{found.st_dev}-{found.st_ino}"
-
-
-def visible_devices() -> int:
-    """Return how many CUDA devices this process sees, without touching one."""
-    return torch.cuda.device_count()
 
 
 def unreachable(top: Topology, endpoint: StoreEndpoint, why: StoreGone) -> BackendUnavailable:

@@ -263,9 +263,7 @@ def find_store(topology: Topology, settings: Settings) -> StoreEndpoint | None:
             if topology.rank == 0:
                 endpoint.serve()
         return endpoint
-    if initialized:
-        return _of_default_group(prefix, topology, settings.join_timeout)
-    return None
+    return _of_default_group(prefix, topology, settings.join_timeout) if initialized else None
 
 
 def _of_default_group(prefix: str, topology: Topology, join_timeout: float) -> StoreEndpoint | None:

@@ -135,7 +135,7 @@ class Network:
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
 
     def run(self, source: str, **variables: str) -> None:
-        """Start `source` on all ranks of all hosts. `rank`, `tell` and all names are there."""
+        """Start `source` on all ranks of all hosts. `rank`, `report` and all names are there."""
         script = self.folder / "script.py"
         script.write_text(_HEAD.format(folder=str(self.folder)) + textwrap.dedent(source))
         for host in self.hosts:
@@ -165,11 +165,11 @@ class Network:
         _do(["nsenter", "-t", str(self._switch.pid), "-n", "ip", *arguments])
 
     def cut(self, host: Host) -> None:
-        """Cut the link of a host: what is sent there is lost, and nobody is told."""
+        """Cut the link of a host: what is sent there is lost, and no process is notified."""
         self._at_switch("link", "set", f"v{host.number}", "down")
 
-    def await_told(self, *names: str) -> None:
-        """Return when ranks have told all these names."""
+    def await_reports(self, *names: str) -> None:
+        """Return when ranks have reported all these names."""
         deadline = time.monotonic() + PATIENCE
         while not all((self.folder / name).exists() for name in names):
             for host in self.hosts:
@@ -179,12 +179,12 @@ class Network:
                 assert time.monotonic() < deadline, log
             time.sleep(0.005)
 
-    def told(self, rank: int) -> str:
-        """Return what a rank has told in the end."""
+    def report_of(self, rank: int) -> str:
+        """Return the last report of a rank."""
         path = self.folder / f"end-{rank}"
         if not path.exists():
             logs = "\n".join((h.folder / "log").read_text(errors="replace") for h in self.hosts)
-            raise AssertionError(f"rank {rank} has told nothing:\n{logs}")
+            raise AssertionError(f"rank {rank} has reported nothing:\n{logs}")
         return path.read_text()
 
     def wait(self) -> list[Ended]:
@@ -207,7 +207,7 @@ from syncprims import *
 rank = get_rank()
 folder = Path({folder!r})
 
-def tell(name, text=""):
+def report(name, text=""):
     new = folder / f".{{name}}-{{rank}}"
     new.write_text(str(text))
     new.rename(folder / f"{{name}}-{{rank}}")
@@ -219,7 +219,7 @@ def outcome(call):
         said = "passed"
     except SyncError as error:
         said = f"{{type(error).__name__}} {{getattr(error, 'rank', None)}}\\n{{error}}"
-    tell("end", f"{{time.monotonic() - begin:.3f}} {{said}}")
+    report("end", f"{{time.monotonic() - begin:.3f}} {{said}}")
 
 """
 

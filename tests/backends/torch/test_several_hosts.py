@@ -28,17 +28,17 @@ seen["sum"] = total[:3].tolist(), total.sum().item()
 seen["array"] = broadcast(torch.full((50_000,), float(rank)), src=2).unique().tolist()
 with main_first():
     if rank == 0:
-        tell("prepared")
+        report("prepared")
     seen["prepared"] = (folder / "prepared-0").exists()
 with main_first(local=True):
-    tell(f"node-{get_node_rank()}")
+    report(f"node-{get_node_rank()}")
     seen["local"] = (folder / f"node-{get_node_rank()}-{rank - get_local_rank()}").exists()
 trigger = Trigger("stop")
 if rank == 2:
     trigger.set("enough")
 seen["trigger"] = trigger.check(), trigger.ranks, trigger.reason
 seen["board"] = type(current().group._rounds._board).__name__
-tell("end", json.dumps(seen))
+report("end", json.dumps(seen))
 """
 
 
@@ -50,7 +50,7 @@ def test_the_contract_holds_across_hosts(hosts: int, tmp_path: Path) -> None:
         ended = net.wait()
         assert [end.code for end in ended] == [0] * hosts, ended
         for rank in ranks:
-            seen = json.loads(net.told(rank))
+            seen = json.loads(net.report_of(rank))
             assert seen == {
                 "objects": [{"rank": r} for r in ranks],
                 "flag": [True, False],
@@ -68,7 +68,7 @@ def test_the_contract_holds_across_hosts(hosts: int, tmp_path: Path) -> None:
 
 _WAIT = """
 barrier("begin")
-tell("waiting")
+report("waiting")
 if rank == 3 and os.environ.get("LATE"):
     time.sleep(3600)
 outcome(lambda: barrier("load"))
@@ -78,13 +78,13 @@ os._exit(0)
 
 def said(net: Network, rank: int) -> tuple[float, str, str]:
     """Return after how many seconds a rank got which error about whom, and the error's text."""
-    first, _, text = net.told(rank).partition("\n")
+    first, _, text = net.report_of(rank).partition("\n")
     seconds, _, kind = first.partition(" ")
     return float(seconds), kind, text
 
 
 def await_ends(net: Network, *ranks: int) -> None:
-    net.await_told(*(f"end-{rank}" for rank in ranks))
+    net.await_reports(*(f"end-{rank}" for rank in ranks))
 
 
 def test_a_killed_rank_is_told_on_every_host(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_killed_rank_is_told_on_every_host(tmp_path: Path) -> None:
                 while not all(path.exists() for path in net):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
-            tell("waiting")
+            report("waiting")
             outcome(lambda: barrier("load"))
             time.sleep(0.5)
             """)
@@ -114,10 +114,10 @@ def test_a_killed_host_is_told_to_the_other(gone: int, tmp_path: Path) -> None:
     """That of rank 0 as well, with the agent that served the store."""
     with network(2, 2, tmp_path) as net:
         net.run(_WAIT, LATE="1", SYNCPRIMS_HEARTBEAT="2")
-        net.await_told(*(f"waiting-{rank}" for rank in range(4)))
+        net.await_reports(*(f"waiting-{rank}" for rank in range(4)))
         net.hosts[gone].kill()
         for rank in (0, 1) if gone else (2,):
-            net.await_told(f"end-{rank}")
+            net.await_reports(f"end-{rank}")
             seconds, kind, text = said(net, rank)
             assert kind == f"PeerLost {2 if gone else 0}"
             assert f"host host{gone}" in text
@@ -128,7 +128,7 @@ def test_a_killed_host_is_told_to_the_other(gone: int, tmp_path: Path) -> None:
 def test_a_cut_link_is_told_on_both_sides(tmp_path: Path) -> None:
     with network(2, 2, tmp_path) as net:
         net.run(_WAIT, LATE="1", SYNCPRIMS_HEARTBEAT="2")
-        net.await_told(*(f"waiting-{rank}" for rank in range(4)))
+        net.await_reports(*(f"waiting-{rank}" for rank in range(4)))
         net.cut(net.hosts[1])
         await_ends(net, 0, 1, 2)
         assert said(net, 0)[1:] == said(net, 1)[1:]
@@ -155,17 +155,17 @@ def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:
                 said = "passed"
             except SyncTimeout as error:
                 said = [error.missing, error.arrived, str(error)]
-            tell("late")
+            report("late")
             total = torch.ones(1)
             dist.all_reduce(total)
-            tell("end", json.dumps([said, total.item()]))
+            report("end", json.dumps([said, total.item()]))
             dist.destroy_process_group()
             """,
             GLOO_SOCKET_IFNAME="eth0",
         )  # of the program's own group
-        assert [end.code for end in net.wait()] == [0, 0], net.told(0)
+        assert [end.code for end in net.wait()] == [0, 0], net.report_of(0)
         for rank in range(4):
-            (missing, arrived, text), total = json.loads(net.told(rank))
+            (missing, arrived, text), total = json.loads(net.report_of(rank))
             assert (missing, arrived, total) == ([3], [0, 1, 2], 4.0)
             assert "barrier 'load' (script.py:" in text
             assert "rank 3 was last seen at barrier 'begin' (script.py:" in text
@@ -201,9 +201,9 @@ def test_what_is_local_waits_for_no_other_host(tmp_path: Path) -> None:
             with main_first(local=True):
                 pass
             current().node_group.barrier()
-            tell("local")
+            report("local")
             barrier("end")
-            tell("end", "passed")
+            report("end", "passed")
             """)
         assert [end.code for end in net.wait()] == [0, 0]
-        assert [net.told(rank) for rank in range(4)] == ["passed"] * 4
+        assert [net.report_of(rank) for rank in range(4)] == ["passed"] * 4
