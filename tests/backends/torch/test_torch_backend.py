@@ -377,7 +377,7 @@ def test_one_host_is_done_with_the_store_once_all_have_come(
         tmp_path,
         meeting_place,
     )
-    assert said == [["SlotBoard", ["MainThread"]]] * 2
+    assert said == [["SharedMemoryBoard", ["MainThread"]]] * 2
 
 
 # -- time -----------------------------------------------------------------------------------------
