@@ -37,7 +37,7 @@ class SingleBackend(Backend):
         return SingleBoard(members)
 
     def close(self, failure: bytes | None = None) -> None:
-        """Leave; there is nobody to tell."""
+        """Leave; there are no other ranks."""
 
 
 class SingleBoard(Board):
@@ -60,12 +60,12 @@ class SingleBoard(Board):
         return (self._waiting.popleft(),)
 
     def status(self, rank: int) -> Status:
-        """Tell that this process is alive."""
+        """Return that this process is alive."""
         return Status(self.posted, self._last.label if self._last else None, "alive")
 
     def abort(self, verdict: bytes) -> None:
         """Do nothing: a round of one completes when it is posted."""
 
     def verdict(self) -> bytes | None:
-        """Return the verdict, of which there is none."""
+        """Return None: there is never a verdict."""
         return None

@@ -1,7 +1,7 @@
 """Ranks that are threads of one process, for tests: one runs at a time, and time is virtual.
 
-Who runs next is not decided here: a *referee* passes the turn on, at rounds only. So nothing needs
-a lock, and whether a rank can ever go on is known and not guessed.
+A *scheduler* decides which rank runs next, and switches at rounds only. So nothing needs a lock,
+and whether a rank can ever continue is known and not guessed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from syncprims import errors
-from syncprims.errors import CollectiveMismatch, ConfigurationError
+from syncprims.errors import ConfigurationError
 from syncprims.interface import Backend, Board, Note, Settings, Status, Topology
 
 if TYPE_CHECKING:
@@ -19,91 +18,57 @@ if TYPE_CHECKING:
     from syncprims.interface import State
 
 
-class Referee(Protocol):
-    """Who decides whose turn it is."""
+class RankScheduler(Protocol):
+    """Decides which rank runs."""
 
     def now(self) -> float:
         """Return the virtual time in seconds."""
         ...
 
     def step(self, rank: int) -> None:
-        """Let another rank go first, if it likes."""
+        """Run another rank first, or not."""
         ...
 
     def wait(self, rank: int, ready: Callable[[], bool], until: float) -> None:
-        """Let others go on until ``ready()``, or until the time has come."""
+        """Run other ranks until ``ready()``, or until the time is `until`."""
         ...
 
 
 class Room:
-    """Where the ranks of one world meet."""
+    """What the ranks of one world share."""
 
-    def __init__(self, referee: Referee, world_size: int) -> None:
-        self.referee = referee
-        self.boards: dict[tuple[int, ...], Shared] = {}
+    def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
+        self.scheduler = scheduler
+        self.boards: dict[tuple[int, ...], _SharedBoard] = {}
         self.waiting: dict[int, ThreadBoard] = {}  #: ranks that wait, and where
         self.states: list[State] = ["unknown"] * world_size
-        self.departed = False  #: is any rank gone?
+        self.any_ended = False
         self._details = [""] * world_size
         self._failures = [b""] * world_size
-        self._words = [b""] * world_size
+        self.words = [b""] * world_size  #: that ranks have published
 
     def backend(self, topology: Topology, settings: Settings) -> ThreadBackend:
-        """Return the seat of one rank."""
+        """Return the backend of one rank."""
         return ThreadBackend(topology, settings, self)
 
     def lose(self, rank: int, detail: str) -> None:
-        """Let the others see `rank` as dead from now on, whatever it still does."""
+        """Show `rank` to the others as dead from now on, whatever it still does."""
         self.states[rank], self._details[rank] = "lost", detail
-        self.departed = True
+        self.any_ended = True
 
-    def ended(self, rank: int) -> tuple[State, str, bytes]:
+    def state(self, rank: int) -> tuple[State, str, bytes]:
         """Return the state of `rank`, how it ended, and the failure it left."""
         return self.states[rank], self._details[rank], self._failures[rank]
 
-    def break_deadlock(self) -> bool:
-        """Tell ranks that wait for each other at different boards, as production would.
-
-        Returns False if there are none: they wait for somebody who is not here.
-        """
-        stuck: dict[int, ThreadBoard] = {}
-        found = self.waiting
-        while found != stuck:  # until only those are left whose way leads into a circle
-            stuck, found = found, {r: b for r, b in found.items() if b.missing() & found.keys()}
-        if not stuck:
-            return False
-        lines = "\n".join(
-            f"  rank {rank}: {board.status(rank).label} in group {list(board.members)}"
-            for rank, board in sorted(stuck.items())
-        )
-        rank = min(stuck)
-        error = CollectiveMismatch(
-            f"ranks wait for each other in different groups, and none can go on:\n{lines}\n"
-            f"Every rank must make the calls of different groups in the same order.",
-            rank=rank,
-            call=str(stuck[rank].status(rank).label),
-        )
-        for board in stuck.values():
-            board.abort(errors.dump(error))
-        return True
-
     def leave(self, rank: int, failure: bytes | None) -> None:
-        """Let the others see how `rank` has ended."""
+        """Show to the others how `rank` has ended."""
         if self.states[rank] == "alive":
             self.states[rank] = "finished" if failure is None else "failed"
             self._failures[rank] = failure or b""
-            self.departed = True
-
-    def say(self, rank: int, word: bytes) -> None:
-        """Keep the latest word of `rank`."""
-        self._words[rank] = word
-
-    def heard(self, rank: int) -> bytes:
-        """Return it."""
-        return self._words[rank]
+            self.any_ended = True
 
 
-class Shared:
+class _SharedBoard:
     """What the members of one board have in common."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
@@ -138,29 +103,29 @@ class ThreadBackend(Backend):
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> None:
-        """Refuse: only a test has a room for it."""
+        """Refuse: only a test starts such ranks."""
         raise _for_tests()
 
     @classmethod
-    def room(cls, referee: Referee, world_size: int) -> Room:
+    def room(cls, scheduler: RankScheduler, world_size: int) -> Room:
         """Return the room of a new world."""
-        return Room(referee, world_size)
+        return Room(scheduler, world_size)
 
     def board(self, members: Sequence[int]) -> ThreadBoard:
         """Return the board of `members`."""
         return ThreadBoard(members, self.topology.rank, self._room)
 
     def close(self, failure: bytes | None = None) -> None:
-        """Say how this rank ends."""
+        """Publish how this rank ends."""
         self._room.leave(self.topology.rank, failure)
 
     def publish(self, word: bytes) -> None:
-        """Let others read `word`."""
-        self._room.say(self.topology.rank, word)
+        """Make `word` readable for others."""
+        self._room.words[self.topology.rank] = word
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self._room.heard(rank)
+        return self._room.words[rank]
 
 
 class ThreadBoard(Board):
@@ -172,13 +137,13 @@ class ThreadBoard(Board):
         super().__init__(members)
         self._rank = rank
         self._room = room
-        self._referee = room.referee
-        self._shared = room.boards.setdefault(self.members, Shared(self.members))
+        self._scheduler = room.scheduler
+        self._shared = room.boards.setdefault(self.members, _SharedBoard(self.members))
 
     def post(self, note: Note) -> None:
-        """Pin up the note."""
+        """Publish the note."""
         if self.posted > self.collected:
-            self._referee.step(self._rank)  # it goes on without waiting: others may be faster
+            self._scheduler.step(self._rank)  # it continues without waiting: others may be faster
         shared = self._shared
         self.posted += 1
         notes = shared.rounds.setdefault(self.posted, {})
@@ -187,18 +152,18 @@ class ThreadBoard(Board):
         shared.last[self._rank] = note
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
-        """Return the oldest uncollected round's notes, others going on meanwhile."""
-        if self._complete():
-            self._referee.step(self._rank)  # the last to come need not be the first to go on
-        elif not self._in_vain():
-            self.waiting_since = self._referee.now()
+        """Return the notes of the oldest uncollected round; other ranks run meanwhile."""
+        if self._is_complete():
+            self._scheduler.step(self._rank)  # the last to come need not be the first to continue
+        elif not self._is_in_vain():
+            self.waiting_since = self._scheduler.now()
             until = self.waiting_since + (math.inf if timeout is None else timeout)
             self._room.waiting[self._rank] = self
             try:
-                self._referee.wait(self._rank, self._settled, until)
+                self._scheduler.wait(self._rank, self._settled, until)
             finally:
                 self._room.waiting.pop(self._rank, None)
-        if not self._complete():
+        if not self._is_complete():
             return None
         self.collected += 1
         return self._take(self.collected)
@@ -211,17 +176,17 @@ class ThreadBoard(Board):
             del shared.rounds[number], shared.readers[number]
         return tuple(notes[member] for member in self.members)
 
-    def _complete(self) -> bool:
-        """Tell whether the oldest uncollected round may be collected."""
+    def _is_complete(self) -> bool:
+        """Return whether the oldest uncollected round may be collected."""
         number, shared = self.collected + 1, self._shared
         notes = shared.rounds.get(number)
         return notes is not None and len(notes) == len(self.members) and number < shared.aborted_at
 
-    def _in_vain(self) -> bool:
-        """Tell whether it never will be."""
+    def _is_in_vain(self) -> bool:
+        """Return whether it never will be complete."""
         if self.verdict() is not None:
             return True
-        if not self._room.departed:
+        if not self._room.any_ended:
             return False
         states, missing = self._room.states, self.missing()
         return any(
@@ -231,7 +196,7 @@ class ThreadBoard(Board):
         )
 
     def _settled(self) -> bool:
-        return self._complete() or self._in_vain()
+        return self._is_complete() or self._is_in_vain()
 
     def missing(self) -> set[int]:
         """Return the members whose notes the oldest uncollected round lacks."""
@@ -239,10 +204,10 @@ class ThreadBoard(Board):
         return {rank for rank, posted in self._shared.posted.items() if posted < number}
 
     def status(self, rank: int) -> Status:
-        """Tell what is known of `rank`."""
+        """Return what is known of `rank`."""
         last = self._shared.last.get(rank)
         label = last.label if last is not None else None
-        return Status(self._shared.posted[rank], label, *self._room.ended(rank))
+        return Status(self._shared.posted[rank], label, *self._room.state(rank))
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""
@@ -251,9 +216,9 @@ class ThreadBoard(Board):
             shared.aborted_at, shared.verdict = self.collected + 1, verdict
 
     def verdict(self) -> bytes | None:
-        """Return the verdict that bars the oldest uncollected round, if there is one."""
+        """Return the verdict that covers the oldest uncollected round, if there is one."""
         return self._shared.verdict if self._shared.aborted_at <= self.collected + 1 else None
 
     def now(self) -> float:
         """Return the virtual time."""
-        return self._referee.now()
+        return self._scheduler.now()

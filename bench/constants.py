@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     Request = Callable[[Any, str, int], object]
 
 dist: Any = torch.distributed
-fates: Any = import_module("syncprims.backends.torch.decisions")
-store_link: Any = import_module("syncprims.backends.torch.store_link")
+decisions: Any = import_module("syncprims.backends.torch.decisions")
+store_module: Any = import_module("syncprims.backends.torch.store")
 
 CONSTANTS = Path(__file__).with_name("constants.json")
 CLIENTS, CONNECTIONS = 4, (1, 8)  #: processes, and connections per process
@@ -210,8 +210,8 @@ def rounds(hosts_: int) -> tuple[list[float], float]:
 
 
 def handoff(count: int = 2000) -> float:
-    """Return the processor microseconds to pass an empty job to the thread of a link, one way."""
-    link = store_link.StoreLink("bench", lambda: None)
+    """Return the microseconds of processor time to have a link's thread do nothing, one way."""
+    link = store_module.StoreLink("bench", lambda: None)
     link.ask(lambda _: None, 10.0)
     before = time.process_time()
     for _ in range(count):
@@ -222,26 +222,28 @@ def handoff(count: int = 2000) -> float:
 
 
 def reading(count: int = 500, ranks: int = 8) -> dict[str, float]:
-    """Return the microseconds per host to make a decision, and per member to read one."""
+    """Return the microseconds to make a decision, per host, and to read one, per member."""
 
-    class StoreStub:
+    class Store:
         def compare_set(self, _key: str, _old: str, new: bytes) -> bytes:
             return new
 
         def delete_key(self, _key: str) -> bool:
             return True
 
-    book = fates.Fates("bench", {h: range(h * ranks, (h + 1) * ranks) for h in range(count)})
-    piece = fates.encode_notes([NOTE] * ranks)
+    board = decisions.Decisions(
+        "bench", {h: range(h * ranks, (h + 1) * ranks) for h in range(count)}
+    )
+    piece = decisions.encode_notes([NOTE] * ranks)
     contributed = dict.fromkeys(range(count), piece)
     members = range(count * ranks)
     made, read = [], []
     for _ in range(9):
         begin = time.process_time()
-        decision = book.complete(StoreStub(), 20, contributed)
+        decision = board.complete(Store(), 20, contributed)
         made.append(time.process_time() - begin)
         begin = time.process_time()
-        notes = fates.decode_notes(decision[1:], NOTE)
+        notes = decisions.decode_notes(decision[1:], NOTE)
         dict(zip(members, [note.label for note in notes], strict=True))
         all(note is NOTE for note in notes)
         read.append(time.process_time() - begin)

@@ -28,7 +28,7 @@ SECOND = 1e6
 # As in the backend; tests/project/test_simulation.py compares them.
 FIRST_LOOK, LONGEST_LOOK, LOOK_PER_HOST = 0.05 * SECOND, 1.0 * SECOND, 0.002 * SECOND
 MOST_LOOKED_AT = 8
-RELAY_ENTRY = 8 * 1024 - 16  # bytes of a decision that one rank can pass on to its host
+LARGEST_SHARED = 8 * 1024 - 16  # bytes of a decision that one rank can share with its host
 PIECE_HEAD, NOTES_HEAD = 8, 12  # bytes of headers: of a host's piece, of its notes
 #: In the decision of a broadcast, the bytes that say which rank posted which note (compressed).
 WHICH_HEAD, WHICH_OF_RANK = 16, 0.018
@@ -87,7 +87,7 @@ class Case:
 
     def readers(self, note: int) -> int:
         """Return how many ranks of each host read the decision from the store."""
-        return 1 if self.decision(note) <= RELAY_ENTRY else self.ranks
+        return 1 if self.decision(note) <= LARGEST_SHARED else self.ranks
 
 
 @dataclass

@@ -279,3 +279,21 @@ _KINDS: dict[str, type[SyncError]] = {
 }
 for _kind in _KINDS.values():
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import
+
+
+def describe_exit(status: int | None) -> str:
+    """Return ``killed by SIGKILL``, ``exit code 3``, or that it is not known.
+
+    `status` is as :func:`os.waitstatus_to_exitcode` returns it.
+    """
+    if status is None:
+        return "its process is gone, how is not known"
+    if status >= 0:
+        return f"exit code {status}"
+    import signal
+
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"killed by {name}"

@@ -1,12 +1,12 @@
 """Ranks of one host that meet through files: no server, no port, no torch.
 
-Joining. Ranks find each other in a directory named after the run. In it, each *table* is one world:
-a directory with a seat and a cell per rank. A rank sits down at the newest table if its seat there
-was never taken and everybody who sits there lives; otherwise that table belongs to a world that has
-been, and the rank lays a new one. All of this happens under one lock, held for milliseconds.
+Joining. Ranks find each other in a directory named after the run. Each directory in it is one
+*world*, with a liveness slot per rank. A rank joins the newest world if it never was in it and all
+that have joined it live. Otherwise that world is over, and the rank creates a new one. All of this
+happens under one lock, held for milliseconds.
 
-Leaving. The last to leave a table clears it away, and the last to leave the run its directory. What
-a killed world left behind is cleared by the next one that comes by: its seats are provably free.
+Leaving. The last rank of a world removes its directory, and the last of a run that of the run. What
+a killed world left behind is removed by the next one: the locks of its slots are provably free.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
 from syncprims.interface import Backend, Settings, Topology
 
-from .board import SlotBoard, refuse
+from .board import SharedMemoryBoard, abort_from_outside
 from .filesystems import refuse_remote, refuse_useless_locks
-from .liveness import Seats, taken, world_size_of
+from .liveness import Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, default_base
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-_PREFIX, _LOCK = "syncprims-", ".lock"  # of what we make, beside whatever else stands there
-_LOCK_PATIENCE = 30.0  # seconds; the lock is held for milliseconds
+_PREFIX, _LOCK = "syncprims-", ".lock"  # of our files in a directory that may hold others
+_LOCK_TIMEOUT = 30.0  # seconds; the lock is held for milliseconds
 _LOCK_PAUSE = 0.002  # seconds between two attempts
-_SEAT_PATIENCE = 5.0  # seconds for the last holder of a seat to end
+_SLOT_TIMEOUT = 5.0  # seconds for the last process of this rank to end
 
 
 class FileBackend(Backend):
@@ -52,14 +52,14 @@ class FileBackend(Backend):
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
-        self._boards: list[SlotBoard] = []
-        self._table: PrivateDirectory
-        self.seats: Seats  #: of this world, once it is made
-        with self._telling_of_the_disk():
+        self._boards: list[SharedMemoryBoard] = []
+        self._directory: PrivateDirectory  # of this world
+        self.liveness: Liveness  #: of this world
+        with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
             try:
                 refuse_remote(self._base.path, self._base.fd)
-                self._take_seat(topology.rank, topology.world_size)
+                self._join()
             except BaseException:
                 self._base.close()
                 raise
@@ -79,135 +79,133 @@ class FileBackend(Backend):
         """The directory of this run."""
         return str(self._run_path)
 
-    def board(self, members: Sequence[int]) -> SlotBoard:
-        """Return the board of `members`, making it if this is the first of them."""
-        return self.board_of(members, _board_name(members))
+    def board(self, members: Sequence[int]) -> SharedMemoryBoard:
+        """Return the board of `members`, creating it if this is the first of them."""
+        return self.open_board(members, board_name(members), members)
 
-    def board_of(
-        self, members: Sequence[int], name: str, seat_numbers: Sequence[int] | None = None
-    ) -> SlotBoard:
-        """Return the board `name`, of members that may sit elsewhere than at their ranks."""
-        seats = tuple(members if seat_numbers is None else seat_numbers)
-        rank = members[seats.index(self.topology.rank)]
-        with self.table() as table:
-            board = SlotBoard(table, name, members, rank, self.seats, seats)
+    def open_board(
+        self, members: Sequence[int], name: str, slots: Sequence[int]
+    ) -> SharedMemoryBoard:
+        """Return the board `name` of members whose liveness slots are `slots`."""
+        rank = members[slots.index(self.topology.rank)]
+        with self.locked_directory() as directory:
+            board = SharedMemoryBoard(directory, name, members, rank, self.liveness, slots)
         self._boards.append(board)
         return board
 
     @contextlib.contextmanager
-    def table(self) -> Generator[PrivateDirectory]:
-        """Hold the directory of this world, and let no other rank make anything in it meanwhile."""
-        with self._telling_of_the_disk(), _locked(self._base, self._run_path.name):
-            yield self._table
+    def locked_directory(self) -> Generator[PrivateDirectory]:
+        """Hold the run's lock: meanwhile no other rank creates a file in this world's directory."""
+        with self._explained_os_errors(), _locked(self._base, self._run_path.name):
+            yield self._directory
 
-    def is_torn(self) -> bool:
-        """Tell whether a group of this rank is broken."""
+    def is_broken(self) -> bool:
+        """Return whether a group of this rank is broken."""
         return any(board.verdict() is not None for board in self._boards)
 
-    def say_end(self, failure: bytes | None) -> None:
-        """Say how this rank ends; it may take its time until it leaves."""
-        self.seats.say_end(failure)
+    def publish_end(self, failure: bytes | None) -> None:
+        """Publish how this rank ends; it may still take its time until it leaves."""
+        self.liveness.publish_end(failure)
         for board in self._boards:
-            board.wake()  # who still waits for this rank hears it now
+            board.wake()  # a rank that waits for this one raises now
 
     def close(self, failure: bytes | None = None) -> None:
-        """Say how this rank ends, and clear away what nobody needs any more."""
-        self.say_end(failure)
-        self.seats.leave()
-        self._let_go()
+        """Publish how this rank ends, and remove the files that no rank needs any more."""
+        self.publish_end(failure)
+        self._close_files()
         name = self._run_path.name
-        # What cannot be cleared now, the next run clears: an end must not fail or hang for it.
+        # What cannot be removed now, the next run removes: an end must not fail or hang for it.
         with (
             contextlib.closing(self._base),
             contextlib.suppress(OSError, SyncError),
-            _locked(self._base, name, patience=2.0) as run,
+            _locked(self._base, name, timeout=2.0) as run,
         ):
-            _clear(self._base, run)
+            _remove_ended(self._base, run)
 
     def path_for(self, name: str) -> Path:
-        """Return the path of a file that goes with this world."""
-        return self._table.path / name
+        """Return the path of a file in the directory of this world."""
+        return self._directory.path / name
 
     def publish(self, word: bytes) -> None:
-        """Let others read `word`."""
-        self.seats.say(word)
+        """Make `word` readable for others."""
+        self.liveness.publish(word)
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self.seats.heard(rank)
+        return self.liveness.published(rank)
 
     def abandon(self) -> None:
-        """Let go of seat and boards in a forked child."""
-        self.seats.leave()
-        self._let_go()
+        """Close slot and boards in a forked child."""
+        self._close_files()
         self._base.close()
 
-    def _let_go(self) -> None:
+    def _close_files(self) -> None:
+        self.liveness.close()
         for board in self._boards:
             board.close()
         self._boards.clear()
-        self._table.close()
+        self._directory.close()
 
     @contextlib.contextmanager
-    def _telling_of_the_disk(self) -> Generator[None]:
-        """Turn what the system says of files into what the user can do about it."""
+    def _explained_os_errors(self) -> Generator[None]:
+        """Raise the system's errors about files as errors that say what the user can do."""
         try:
             yield
         except OSError as error:
             if isinstance(error, SyncError):
                 raise
-            room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            cure = "free some space" if room else "make it readable and writable for its owner"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            cure = "free some space" if full else "make it readable and writable for its owner"
             raise BackendUnavailable(
                 f"{self._run_path} cannot hold what the ranks need to meet: {error}; {cure}, or "
                 f"set SYNCPRIMS_DIR to another place"
             ) from error
 
-    def _take_seat(self, rank: int, world_size: int) -> None:
-        patience = min(_LOCK_PATIENCE, self.settings.join_timeout)
-        deadline = time.monotonic() + min(_SEAT_PATIENCE, self.settings.join_timeout)
+    # -- joining --------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        timeout = min(_LOCK_TIMEOUT, self.settings.join_timeout)
+        deadline = time.monotonic() + min(_SLOT_TIMEOUT, self.settings.join_timeout)
         while True:
-            with _locked(self._base, self._run_path.name, patience, probe=True) as run:
+            with _locked(self._base, self._run_path.name, timeout, probe=True) as run:
                 try:
-                    name = _table_for(run, rank)
+                    name = _world_to_join(run, self.topology.rank)
                     if name is not None:
-                        self._sit_down(run, name, rank, world_size)
+                        self._join_world(run, name)
                         break
                 except BaseException:
                     with contextlib.suppress(OSError, SyncError):
-                        _clear(self._base, run)  # nothing half made is left, as on a full disk
+                        _remove_ended(self._base, run)  # leave nothing incomplete (full disk)
                     raise
             if time.monotonic() > deadline:
-                raise self._no_seat()
-            time.sleep(0.02)  # it may be on its way out
-        if name == _table(1):
-            _sweep(self._base)
+                raise self._cannot_join()
+            time.sleep(0.02)  # the process that is in the way may be ending
+        if name == _world_name(1):
+            _remove_ended_runs(self._base)
 
-    def _sit_down(self, run: PrivateDirectory, name: str, rank: int, world_size: int) -> None:
-        self._table = run.sub(name)
+    def _join_world(self, run: PrivateDirectory, name: str) -> None:
+        top = self.topology
+        self._directory = run.sub(name)
         try:
             self._check_world_size()
-            self.seats = Seats(self._table, rank, world_size)
+            self.liveness = Liveness(self._directory, top.rank, top.world_size)
         except BaseException:
-            self._table.close()
+            self._directory.close()
             raise
-        with contextlib.suppress(OSError, SyncError):  # else the next one does
-            _clear(self._base, run, but=name)
+        with contextlib.suppress(OSError, SyncError):  # then the next rank does it
+            _remove_ended(self._base, run, keep=name)
 
-    def _no_seat(self) -> SyncError:
+    def _cannot_join(self) -> SyncError:
         rank = self.topology.rank
         with _locked(self._base, self._run_path.name) as run:
-            numbers = _tables(run)
-            newest = run.sub(_table(numbers[-1] if numbers else 1))
-            seats = taken(newest)
-            newest.close()
-        if seats.get(rank):
+            _, alive = _newest_world(run)
+        if alive.get(rank):
             return ConfigurationError(
                 f"rank {rank} of this run is taken by another living process, in "
                 f"{self._run_path}: give every process its own rank, and every run its own "
                 f"SYNCPRIMS_RUN_ID"
             )
-        dead = [other for other, lives in seats.items() if not lives]
+        dead = [other for other, lives in alive.items() if not lives]
         return PeerLost(
             f"ranks {dead} of this run, in {self._run_path}, ended before rank {rank} joined; look "
             f"at their output, then restart the run",
@@ -216,95 +214,86 @@ class FileBackend(Backend):
         )
 
     def _check_world_size(self) -> None:
-        """Refuse a table laid for another number of ranks, and tell those who sit there."""
+        """Refuse a world of another number of ranks, and abort it for those that have joined it."""
         top = self.topology
-        laid_for = world_size_of(self._table)
-        if laid_for is None or laid_for == top.world_size:
+        found = world_size_of(self._directory)
+        if found is None or found == top.world_size:
             return
         error = ConfigurationError(
             f"rank {top.rank} was started with world_size={top.world_size}, and ranks that came "
-            f"before it with world_size={laid_for}; start all ranks of a run with one world size",
+            f"before it with world_size={found}; start all ranks of a run with one world size",
             rank=top.rank,
         )
-        refuse(self._table, _board_name(range(laid_for)), laid_for, errors.dump(error))
+        abort_from_outside(self._directory, board_name(range(found)), found, errors.dump(error))
         raise error
 
 
 @contextlib.contextmanager
 def _locked(
-    base: PrivateDirectory, name: str, patience: float = _LOCK_PATIENCE, *, probe: bool = False
+    base: PrivateDirectory, name: str, timeout: float = _LOCK_TIMEOUT, *, probe: bool = False
 ) -> Generator[PrivateDirectory]:
-    """Hold the lock of run `name`, and its directory open. With `probe`, see that locks work.
+    """Hold the lock of run `name`, and its directory open. With `probe`, check that locks work.
 
-    The lock file stands beside the directory and not in it, so that whoever leaves last can remove
-    both while others wait: they find that their lock has no name any more, and start over.
+    The lock file is beside the directory and not in it, so the last rank can remove both while
+    others wait. These find that their lock file has no name any more, and begin again.
     """
     lock = name + _LOCK
-    fd = _acquire(base, lock, patience)
+    fd = _acquire(base, lock, timeout)
     try:
         try:
             if probe:
-                _probe(base, lock)
+                refuse_useless_locks(base, lock)
             run = base.sub(name)
         except BaseException:
-            base.remove(lock)  # whoever waits for it starts over
+            base.remove(lock)  # those that wait for it begin again
             raise
-        try:
+        with contextlib.closing(run):
             yield run
-        finally:
-            run.close()
     finally:
-        # Not by closing alone: a child that another thread forked meanwhile shares the descriptor.
+        # To close is not enough: a child that another thread has forked shares the descriptor.
         with contextlib.suppress(OSError):
             filelock.unlock_descriptor(fd)
         os.close(fd)
 
 
-def _probe(base: PrivateDirectory, lock: str) -> None:
-    """See that the file `lock`, which this process holds, cannot be locked once more."""
-    second = base.open_file(lock, os.O_RDWR)
-    try:
-        refuse_useless_locks(base.path / lock, second)
-    finally:
-        os.close(second)
-
-
-def _acquire(base: PrivateDirectory, lock: str, patience: float) -> int:
-    """Return a descriptor of the file `lock`, locked; it has that name as long as it is."""
-    deadline = time.monotonic() + patience
+def _acquire(base: PrivateDirectory, lock: str, timeout: float) -> int:
+    """Return a descriptor of the file `lock`, locked; it keeps its name while it is locked."""
+    deadline = time.monotonic() + timeout
     while True:
         fd = base.open_file(lock, os.O_RDWR | os.O_CREAT)
+        held = False
         try:
-            held = filelock.lock_descriptor(fd, blocking=False)
-            if held and os.fstat(fd).st_nlink:
-                return fd
+            held = filelock.lock_descriptor(fd, blocking=False) and os.fstat(fd).st_nlink > 0
         except (NotImplementedError, OSError) as error:
-            os.close(fd)
             raise BackendUnavailable(
                 f"{base.path / lock} cannot be locked: {error}. Set SYNCPRIMS_DIR to a directory "
                 f"on a local file system with working locks"
             ) from error
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+        finally:
+            if not held:
+                os.close(fd)
+        if held:
+            return fd
         if time.monotonic() > deadline:
             raise BackendUnavailable(
-                f"another process has held {base.path / lock} for {patience:g} s, where "
+                f"another process has held {base.path / lock} for {timeout:g} s, where "
                 f"milliseconds would do: is a rank of this run stopped? End it, or set another "
                 f"SYNCPRIMS_RUN_ID"
             )
         time.sleep(_LOCK_PAUSE)
 
 
-def base_of(settings: Settings) -> PrivateDirectory:
-    """Open the directory in which runs have theirs."""
-    path = settings.directory or default_base(settings.runtime_directory)
-    return PrivateDirectory.open(Path(path).absolute())
+def open_base(settings: Settings) -> PrivateDirectory:
+    """Open the directory that contains those of the runs."""
+    return PrivateDirectory.open(_base_path(settings))
+
+
+def _base_path(settings: Settings) -> Path:
+    return Path(settings.directory or default_base(settings.runtime_directory)).absolute()
 
 
 def _run_path(topology: Topology, settings: Settings) -> Path:
-    """Return the directory of this run, the same for all its ranks and no other's."""
+    """Return the directory of this run: the same for all its ranks, another one for other runs."""
     run_id = topology.run_id
     if run_id is None and topology.world_size == 1:
         run_id = f"alone-{os.getpid()}"
@@ -313,59 +302,59 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
             f"the ranks of this run need a name to find each other by, and {topology.launcher} "
             f"gives none; set SYNCPRIMS_RUN_ID to the same fresh value on all ranks"
         )
-    base = Path(settings.directory or default_base(settings.runtime_directory)).absolute()
     name = run_id or "run"
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60]
     if safe != name:
         digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=6)
         safe = f"{safe}-{digest.hexdigest()}"
-    return base / f"{_PREFIX}{safe}"
+    return _base_path(settings) / f"{_PREFIX}{safe}"
 
 
-def _board_name(members: Sequence[int]) -> str:
+def board_name(members: Sequence[int]) -> str:
+    """Return the name of the board of `members`."""
     digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=8)
     return f"board-{digest.hexdigest()}"
 
 
-def _table(number: int) -> str:
-    return f"table-{number}"
+# -- worlds of a run ------------------------------------------------------------------------------
 
 
-def _table_for(run: PrivateDirectory, rank: int) -> str | None:
-    """Return the table where `rank` sits down, or None while that is not settled."""
-    numbers = _tables(run)
-    if not numbers:
-        return _table(1)
-    newest = run.sub(_table(numbers[-1]))
-    try:
-        seats = taken(newest)
-    finally:
-        newest.close()
-    lives = any(seats.values())
-    if seats.get(rank) or (lives and rank not in seats and not all(seats.values())):
-        # Somebody has this seat, or somebody died while the others still waited for this rank:
+def _world_name(number: int) -> str:
+    return f"world-{number}"
+
+
+def _worlds(run: PrivateDirectory) -> list[int]:
+    return sorted(int(n[6:]) for n in run.names() if re.fullmatch(r"world-[1-9][0-9]{0,8}", n))
+
+
+def _newest_world(run: PrivateDirectory) -> tuple[int, dict[int, bool]]:
+    """Return the number of the newest world, and which ranks have joined it and live; 0 if none."""
+    numbers = _worlds(run)
+    return (numbers[-1], _joined(run, numbers[-1])) if numbers else (0, {})
+
+
+def _joined(run: PrivateDirectory, number: int) -> dict[int, bool]:
+    with contextlib.closing(run.sub(_world_name(number))) as world:
+        return joined(world)
+
+
+def _world_to_join(run: PrivateDirectory, rank: int) -> str | None:
+    """Return the name of the world that `rank` joins, or None while that is not decided."""
+    number, alive = _newest_world(run)
+    lives = any(alive.values())
+    if alive.get(rank) or (lives and rank not in alive and not all(alive.values())):
+        # Another process has this rank, or a rank died while the others still waited for this one:
         # in both cases the living are about to leave.
         return None
-    if lives and rank not in seats:
-        return _table(numbers[-1])
-    return _table(numbers[-1] + 1)
+    return _world_name(number if lives and rank not in alive else number + 1)
 
 
-def _tables(run: PrivateDirectory) -> list[int]:
-    return sorted(int(n[6:]) for n in run.names() if re.fullmatch(r"table-[1-9][0-9]{0,8}", n))
-
-
-def _clear(base: PrivateDirectory, run: PrivateDirectory, but: str | None = None) -> None:
-    """Remove the tables where nobody sits any more, and the run's directory with the last."""
+def _remove_ended(base: PrivateDirectory, run: PrivateDirectory, keep: str | None = None) -> None:
+    """Remove the worlds in which no rank lives, and with the last one the run's directory."""
     left = False
-    for number in _tables(run):
-        name = _table(number)
-        table = run.sub(name)
-        try:
-            used = name == but or any(taken(table).values())
-        finally:
-            table.close()
-        if used:
+    for number in _worlds(run):
+        name = _world_name(number)
+        if name == keep or any(_joined(run, number).values()):
             left = True
         else:
             run.remove_tree(name)
@@ -373,13 +362,13 @@ def _clear(base: PrivateDirectory, run: PrivateDirectory, but: str | None = None
         base.remove(run.path.name + _LOCK)
 
 
-def _sweep(base: PrivateDirectory) -> None:
-    """Clear away runs of which nobody is left: killed ones cannot do it themselves."""
+def _remove_ended_runs(base: PrivateDirectory) -> None:
+    """Remove runs in which no rank lives: killed ones cannot do it themselves."""
     for name in base.names():
         if not (name.startswith(_PREFIX) and name.endswith(_LOCK)):
             continue
         with (
             contextlib.suppress(OSError, SyncError),
-            _locked(base, name.removesuffix(_LOCK), patience=0) as run,
+            _locked(base, name.removesuffix(_LOCK), timeout=0) as run,
         ):
-            _clear(base, run)
+            _remove_ended(base, run)

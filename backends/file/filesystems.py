@@ -1,8 +1,8 @@
-"""File systems on which a lock means nothing to another client, told before anybody relies on one.
+"""Refuse file systems whose locks do not hold for other clients, before any rank relies on one.
 
-A lock that each client keeps to itself lets ranks of two hosts, or of a host and a container, sit
-down at the same seat. Which file systems are like that is known by type, where the system tells it
-(on Linux); everywhere, a lock that is held must be refused to a second opening of the same file.
+If each client keeps its locks to itself, ranks of two hosts, or of a host and a container, can take
+the same slot. Such file systems are known by their type, where the system shows it (on Linux). On
+all systems, a lock that is held must be refused to a second opening of the same file.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import fcntl
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from .private_dir import PrivateDirectory
 
 _CURE = "set SYNCPRIMS_DIR to a directory on a local file system"
 
@@ -23,7 +26,7 @@ _REMOTE = """
     lustre_lite mfs mmfs ncpfs nfs nfs4 ocfs2 orangefs panfs prl_fs pvfs2 quobyte smb3 smbfs vboxsf
     virtiofs vmhgfs wekafs
 """
-#: The same for what follows ``fuse.``; a plain ``fuse`` may be anything, and is left to the probe.
+#: The same for what follows ``fuse.``; a plain ``fuse`` may be anything, so only the lock is tried.
 _REMOTE_FUSE = """
     beegfs blobfuse blobfuse2 ceph ceph-fuse curlftpfs davfs davfs2 gcsfuse glusterfs goofys hdfs
     juicefs JuiceFS lizardfs mfs moosefs mount-s3 nfs orangefs quobyte rclone s3fs seaweedfs
@@ -46,7 +49,7 @@ class Mount(NamedTuple):
         return kind in _REMOTE.split() or (kind == "fuse" and driver in _REMOTE_FUSE.split())
 
 
-def mounts(text: str) -> list[Mount]:
+def parse_mounts(text: str) -> list[Mount]:
     """Return the mounts in the `text` of mountinfo, the latest last; odd lines are left out."""
     found: list[Mount] = []
     for line in text.splitlines():
@@ -57,23 +60,20 @@ def mounts(text: str) -> list[Mount]:
     return found
 
 
-def mount_of(text: str, path: str, device: str = "", number: int | None = None) -> Mount | None:
-    """Return the mount that `path`, without links, is on; None if `text` does not tell.
+def find_mount(text: str, path: str, device: str = "", number: int | None = None) -> Mount | None:
+    """Return the mount that `path`, without links, is on; None if `text` does not show it.
 
     The `number` of the mount decides where it is known. Else it is the innermost mount above
     `path`, of those with the same `device` if there are any: a mount may be hidden by a later one.
     """
-    known = mounts(text)
+    known = parse_mounts(text)
     for mount in known:
         if mount.number == number:
             return mount
     above = [mount for mount in known if _is_above(mount.point, path)]
     same = [mount for mount in above if mount.device == device]
-    best: Mount | None = None
-    for mount in same or above:
-        if best is None or len(mount.point) >= len(best.point):
-            best = mount
-    return best
+    # Of two mounts at one point, the later one hides the other.
+    return max(reversed(same or above), key=lambda mount: len(mount.point), default=None)
 
 
 def refuse_remote(path: Path, fd: int) -> None:
@@ -85,10 +85,10 @@ def refuse_remote(path: Path, fd: int) -> None:
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
         info = Path(f"/proc/self/fdinfo/{fd}").read_text()
     except OSError:
-        return  # no such thing here: the probe must do
+        return  # no such file on this system: to try the lock must be enough
     found = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
     device = os.fstat(fd).st_dev
-    mount = mount_of(
+    mount = find_mount(
         text,
         os.path.realpath(path),
         f"{os.major(device)}:{os.minor(device)}",
@@ -97,25 +97,28 @@ def refuse_remote(path: Path, fd: int) -> None:
     if mount is not None and mount.remote:
         raise BackendUnavailable(
             f"{path} is on a file system of type {mount.type}, mounted at {mount.point}: locks "
-            f"there need not hold for whoever else has it mounted, and ranks of this backend prove "
-            f"by locks that they live; {_CURE}"
+            f"there need not hold for other hosts that have it mounted, and ranks of this backend "
+            f"prove by locks that they live; {_CURE}"
         )
 
 
-def refuse_useless_locks(path: Path, second: int) -> None:
-    """Refuse the file `path`, locked by this process, if `second`, another opening, gets the lock.
+def refuse_useless_locks(directory: PrivateDirectory, name: str) -> None:
+    """Refuse the file `name`, locked by this process, if a second opening of it gets the lock.
 
-    :raises BackendUnavailable: if it does, or if it cannot be told.
+    :raises BackendUnavailable: if it does, or if that is unknown.
     """
+    path, second = directory.path / name, directory.open_file(name, os.O_RDWR)
     try:
         fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
     except OSError as error:
         raise BackendUnavailable(f"{path} cannot be locked: {error}; {_CURE}") from error
+    finally:
+        os.close(second)
     raise BackendUnavailable(
-        f"{path} could be locked twice at a time: locks do not work on its file system, and ranks "
-        f"of this backend prove by locks that they live; {_CURE}"
+        f"{path} could be locked twice at the same time: locks do not work on its file system, and "
+        f"ranks of this backend prove by locks that they live; {_CURE}"
     )
 
 

@@ -1,13 +1,13 @@
-"""The memory of a board: a file of cells, mapped by every member.
+"""Files that all members of a board map into memory: its cells, and the window for arrays.
 
-Each member has :data:`CELLS` cells, written by it alone and used in turn. A cell is a *word* and a
-*body*. The words of one round stand side by side, so that one look sees all of them: each says
-which round it is, and carries a check of itself and of its body. The body holds the label, and what
-else fits in.
+Each member has :data:`CELLS` cells. Only it writes them, and it uses them in turn. A cell is a
+*word* and a *body*. The words of one round stand side by side, so one comparison covers all of
+them. A word holds the number of its round and a check of itself and of its body. The body holds
+the label, and the payload if it fits.
 
-Nothing relies on the order in which another processor sees the stores. A note is taken only when
-its word and its body prove each other whole, round included; a half-written or stale one merely
-reads as "not there yet".
+Nothing relies on the order in which another processor sees the stores. A note is accepted only if
+its word and its body prove each other whole, round included. A half-written or stale note reads as
+"not there yet".
 """
 
 from __future__ import annotations
@@ -15,37 +15,41 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import zlib
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
-from syncprims.interface import Board
+from syncprims.interface import Board, Window
 
 if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
-#: A member posts at most `depth` notes ahead of what it has collected. So whoever has collected
+#: A member posts at most `depth` notes ahead of what it has collected. So a rank that has collected
 #: round k knows that all have collected round k - depth, and a cell is free again after twice that.
 CELLS = 2 * Board.depth
 BODY_SIZE = 2048
-_SHORT = 256  # bytes of a body that most need
-TEXT_SIZE = 16 * 1024  #: room for a verdict
+_SHORT_BODY = 256  # bytes; most bodies fit
+_TEXT_SIZE = 16 * 1024  # of a verdict
 
 WORD = struct.Struct("<QII")  #: round, flags, check
 HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
-FLAG, CONTENT, APART = 1, 2, 4  #: and from bit 8 on, how far the writer was ahead
+FLAG, CONTENT, SPILLED = 1, 2, 4  #: and from bit 8 on, how many rounds the writer was ahead
 
-_FAMILY = b"syncprims board "
-_MAGIC = _FAMILY + b"2"
-_HEADER = struct.Struct("<32sI")  # magic, members
-_HEADER_SIZE = 64
-_LINE = 64  # of a processor's cache
-_TEXT = struct.Struct("<II")  # length, checksum
+_MAGIC = b"syncprims board 3"
+_HEADER = struct.Struct("<32sI")  # magic, number of ranks
+HEADER_SIZE = 64
+_RECORD = struct.Struct("<II")  # length, checksum
+RECORD_HEAD = _RECORD.size
+_CACHE_LINE = 64
 ROUND_FACTOR, FLAGS_FACTOR, MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
+
+#: Bytes of a window, by preference. Each member uses a part of it, so many members need more.
+_WINDOW_SIZES, _LEAST_PER_MEMBER = (8 << 20, 2 << 20, 1 << 19), 64 << 10
 
 
 def word_of(number: int, flags: int, body_check: int) -> bytes:
-    """Return the word of a note: equal for equal notes, and never equal for another round."""
+    """Return the word of a note: equal for equal notes, and never equal for different rounds."""
     return WORD.pack(number, flags, _check_of(number, flags, body_check))
 
 
@@ -57,65 +61,57 @@ class Cells:
     """The cells of a board with `count` members, in the file `name` of `directory`."""
 
     def __init__(self, directory: PrivateDirectory, name: str, count: int) -> None:
-        """Map the file, making it if it is not there; under the run's join lock.
+        """Map the file, creating it if it is not there; under the run's lock.
 
         :raises ConfigurationError: if the file is something else.
-        :raises OSError: if there is no room for it.
+        :raises OSError: if there is no space for it.
         """
         self.count = count
-        # One more than members: an outsider who finds that the board cannot work may say so, too.
-        self.intents = slice(_HEADER_SIZE, _HEADER_SIZE + 8 * (count + 1))
-        asleep_at = _up(self.intents.stop, _LINE)
-        self.asleep = slice(asleep_at, asleep_at + count)  #: a byte per member: it sleeps
-        words_at = _up(self.asleep.stop, _LINE)
-        self._row = _up(count * WORD.size, _LINE)
-        #: where the words of a cell's round stand, of all members
+        # One more than members: an outsider may abort a board that can never be complete.
+        self.intents = slice(HEADER_SIZE, HEADER_SIZE + 8 * (count + 1))
+        asleep_at = _round_up(self.intents.stop, _CACHE_LINE)
+        self.asleep = slice(asleep_at, asleep_at + count)  #: one byte per member: it sleeps
+        words_at = _round_up(self.asleep.stop, _CACHE_LINE)
+        row = _round_up(count * WORD.size, _CACHE_LINE)
+        #: where the words of each round are, of all members
         self.rows = [
-            slice(words_at + cell * self._row, words_at + cell * self._row + count * WORD.size)
+            slice(words_at + cell * row, words_at + cell * row + count * WORD.size)
             for cell in range(CELLS)
         ]
         self.split = struct.Struct(f"{WORD.size}s" * count).unpack  #: a row into its words
-        self._texts_at = _up(words_at + CELLS * self._row, mmap.PAGESIZE)
-        self._bodies_at = self._texts_at + (count + 1) * TEXT_SIZE
+        self._texts_at = _round_up(words_at + CELLS * row, mmap.PAGESIZE)
+        self._bodies_at = self._texts_at + (count + 1) * _TEXT_SIZE
         size = self._bodies_at + CELLS * count * BODY_SIZE
-        fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
-        try:
-            lay(fd, size, _HEADER.pack(_MAGIC, count))
-            magic, found = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
-            if magic.rstrip(b"\0") != _MAGIC or found != count or os.fstat(fd).st_size != size:
-                raise _no_board(directory, name, count, magic)
-            self.memory = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
+        self.memory = map_file(directory, name, _MAGIC, count, size)
 
     # -- notes --------------------------------------------------------------------------------
 
     def word_at(self, cell: int, index: int) -> slice:
-        """Return where the word of member number `index` stands."""
+        """Return where the word of member number `index` is."""
         at = self.rows[cell].start + index * WORD.size
         return slice(at, at + WORD.size)
 
     def write_body(self, cell: int, index: int, body: bytes) -> None:
-        """Write into one's own cell."""
+        """Write the body of this member's own cell."""
         at = self._body_at(cell, index)
         self.memory[at : at + len(body)] = body
 
     def read_body(
         self, cell: int, index: int, word: bytes
     ) -> tuple[bytes, int, int, int, bytes] | None:
-        """Return what a body holds, or None unless `word` proves it whole.
+        """Return the content of a body, or None unless `word` proves it whole.
 
-        That is the label; the lengths of payload and failure, and the checksum of the two; and the
-        bytes from where they stand on, not proved yet.
+        The content is the label, the length of the payload, the length of the failure, the
+        checksum of these two, and the bytes that begin with them. Those are not yet proved.
         """
-        number, flags, check_of_all = WORD.unpack(word)
+        number, flags, expected = WORD.unpack(word)
         at = self._body_at(cell, index)
-        body = self.memory[at : at + _SHORT]  # each line of it comes from another processor
+        body = self.memory[at : at + _SHORT_BODY]  # another processor's cache holds each line
         text, payload, failure, check = HEAD.unpack_from(body)
         end = HEAD.size + text
-        if end + payload + failure > _SHORT:
+        if end + payload + failure > _SHORT_BODY:
             body = self.memory[at : at + BODY_SIZE]
-        if _check_of(number, flags, zlib.crc32(body[:end])) != check_of_all:
+        if _check_of(number, flags, zlib.crc32(body[:end])) != expected:
             return None
         return body[HEAD.size : end], payload, failure, check, body[end:]
 
@@ -129,80 +125,194 @@ class Cells:
         return _round_of(self.last_word(index))
 
     def all_posted(self, number: int) -> bool:
-        """Tell whether every member has posted round `number`."""
+        """Return whether every member has posted round `number`."""
         return all(self.posted(index) >= number for index in range(self.count))
 
     def _body_at(self, cell: int, index: int) -> int:
         return self._bodies_at + (cell * self.count + index) * BODY_SIZE
 
-    # -- what members say of aborts -----------------------------------------------------------
+    # -- aborts -------------------------------------------------------------------------------
 
-    def intend(self, index: int, number: int) -> None:
-        """Say that `index` wants round `number` aborted; 0 takes it back."""
+    def write_intent(self, index: int, number: int) -> None:
+        """Record that `index` wants to abort round `number`; 0 withdraws it."""
         at = self.intents.start + 8 * index
         self.memory[at : at + 8] = number.to_bytes(8, "little")
 
-    def intended(self) -> list[int]:
-        """Return the round that each member, and last an outsider, wants aborted, or 0."""
-        raw = self.memory[self.intents]
-        return list(struct.unpack(f"<{self.count + 1}Q", raw))
+    def read_intents(self) -> tuple[int, ...]:
+        """Return the round that each member, and last an outsider, wants to abort, or 0."""
+        return struct.unpack(f"<{self.count + 1}Q", self.memory[self.intents])
 
     def write_text(self, index: int, text: bytes) -> None:
-        """Write one's own text."""
-        at = self._texts_at + index * TEXT_SIZE
-        text = text[: TEXT_SIZE - _TEXT.size]
-        self.memory[at + _TEXT.size : at + _TEXT.size + len(text)] = text
-        self.memory[at : at + _TEXT.size] = _TEXT.pack(len(text), zlib.crc32(text))
+        """Write the verdict of `index`, cut to the space there is."""
+        at = self._texts_at + index * _TEXT_SIZE
+        write_record(self.memory, at, text[: _TEXT_SIZE - RECORD_HEAD])
 
     def read_text(self, index: int) -> bytes | None:
-        """Return the text of `index`, or None while it is not whole."""
-        at = self._texts_at + index * TEXT_SIZE
-        length, check = _TEXT.unpack_from(self.memory, at)
-        text = self.memory[at + _TEXT.size : at + min(_TEXT.size + length, TEXT_SIZE)]
-        return text if len(text) == length and zlib.crc32(text) == check else None
+        """Return the verdict of `index`, or None while it is not whole."""
+        return read_record(self.memory, self._texts_at + index * _TEXT_SIZE, _TEXT_SIZE)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Unmap the file."""
         self.memory.close()
-
-
-def _no_board(
-    directory: PrivateDirectory, name: str, count: int, magic: bytes
-) -> ConfigurationError:
-    path = directory.path / name
-    if magic.rstrip(b"\0") != _MAGIC and magic.startswith(_FAMILY):
-        return ConfigurationError(
-            f"{path} is of another version of syncprims; start all ranks from one installation"
-        )
-    return ConfigurationError(
-        f"{path} is no board of {count} ranks of this version: it is damaged, or something else; "
-        f"end what is left of the run, and remove {path.parent.parent}"
-    )
 
 
 def _round_of(word: bytes) -> int:
     return int.from_bytes(word[:8], "little")
 
 
-def _up(size: int, unit: int) -> int:
+def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def lay(fd: int, size: int, header: bytes) -> None:
-    """Make a new file of `size` bytes with this header; one that is there already stays.
+# -- mapped files -----------------------------------------------------------------------------
 
-    A rank that was killed in here leaves one without a header, which is as good as new.
+
+def map_file(
+    directory: PrivateDirectory, name: str, magic: bytes, count: int, size: int
+) -> mmap.mmap:
+    """Map the file `name` of `size` bytes for `count` ranks, creating it; under the run's lock.
+
+    A rank that is killed in here leaves a file without a header. The next one creates it again.
+
+    :raises ConfigurationError: if the file is something else, or has another version or count.
+    :raises OSError: if there is no space for it.
     """
-    if os.fstat(fd).st_size == 0 or os.pread(fd, len(header), 0) == bytes(len(header)):
-        allocate(fd, size)
-        os.pwrite(fd, header, 0)
+    fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
+    try:
+        if os.pread(fd, _HEADER.size, 0) in (b"", bytes(_HEADER.size)):
+            _allocate(fd, size)
+            os.pwrite(fd, _HEADER.pack(magic, count), 0)
+        found = read_header(fd)
+        # To touch what is missing from a file that was cut off would kill the process.
+        if found != (magic, count) or os.fstat(fd).st_size != size:
+            raise _unusable(directory, name, magic, count, found[0])
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
 
 
-def allocate(fd: int, size: int) -> None:
-    """Give the file `size` bytes that are really there: a map of it can never fault."""
+def read_header(fd: int) -> tuple[bytes, int]:
+    """Return the magic and the number of ranks in a file's header; (b"", 0) if it is too short."""
+    header = os.pread(fd, _HEADER.size, 0)
+    if len(header) < _HEADER.size:
+        return b"", 0
+    magic, count = _HEADER.unpack(header)
+    return magic.rstrip(b"\0"), count
+
+
+def _unusable(
+    directory: PrivateDirectory, name: str, magic: bytes, count: int, found: bytes
+) -> ConfigurationError:
+    path = directory.path / name
+    family = magic.rstrip(b"0123456789")
+    if found != magic and found.startswith(family):
+        return ConfigurationError(
+            f"{path} is of another version of syncprims; start all ranks from one installation"
+        )
+    kind = family.decode().removeprefix("syncprims ")
+    return ConfigurationError(
+        f"{path} is no {kind}file of {count} ranks of this version: it is damaged, or something "
+        f"else; end what is left of the run, and remove {path.parent.parent}"
+    )
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Give the file `size` bytes that really exist: an access to its map can never fault."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
-    else:  # macOS: only what is not there yet, since others may use the rest already
+    else:  # macOS: only what is missing, since others may use the rest already
         end = os.fstat(fd).st_size
         while end < size:
             end += os.pwrite(fd, b"\0" * min(1 << 20, size - end), end)
+
+
+def write_record(memory: mmap.mmap, at: int, data: bytes) -> None:
+    """Write `data` at `at` so that a reader knows whether it sees all of it."""
+    begin = at + _RECORD.size
+    memory[begin : begin + len(data)] = data
+    memory[at:begin] = _RECORD.pack(len(data), zlib.crc32(data))
+
+
+def read_record(memory: mmap.mmap, at: int, size: int) -> bytes | None:
+    """Return the record at `at`, of at most `size` bytes; None while it is not whole."""
+    length, check = _RECORD.unpack_from(memory, at)
+    if length > size - _RECORD.size:
+        return None
+    data = memory[at + _RECORD.size : at + _RECORD.size + length]
+    return data if zlib.crc32(data) == check else None
+
+
+# -- the window -------------------------------------------------------------------------------
+
+
+class SharedWindow:
+    """The window of a board with `count` members, in the file `name` of `directory`.
+
+    Arrays pass through it in pieces. So it stays in the processors' caches, and its size does not
+    depend on the array. It is made for the first array, as large as the free space allows.
+    """
+
+    def __init__(self, directory: PrivateDirectory, name: str, count: int) -> None:
+        """Map the file. No lock is used, since a stopped rank could hold it.
+
+        :raises ConfigurationError: if the file is something else.
+        :raises OSError: if there is no space for the smallest window.
+        """
+        fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
+        try:
+            size = _agree_on_size(fd, directory, name, count)
+            if os.fstat(fd).st_size < size:  # to touch what is missing would kill the process
+                raise ConfigurationError(
+                    f"{directory.path / name} has been cut off; end what is left of the run"
+                )
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._memory = memoryview(self._map)
+        # This lock is always held. To release and acquire it is a full fence, on weakly ordered
+        # processors too (a release, then an acquire; either alone would let stores pass).
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.window = Window(self._memory, self._fence)
+
+    def _fence(self) -> None:
+        self._lock.release()
+        self._lock.acquire()
+
+    def close(self) -> None:
+        """Unmap the file, or leave that to the end of the process if a view is still in use."""
+        try:
+            self._memory.release()
+            self._map.close()
+        except BufferError:
+            pass
+
+
+def _agree_on_size(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
+    """Return the size that all members use: the one that the first of them has allocated."""
+    claim = f"{name}-size"
+    agreed = directory.claimed(claim)
+    if agreed is None:
+        agreed = directory.claim(claim, str(_allocate_window(fd, directory, name, count)))
+    if not agreed.isdecimal():
+        raise ConfigurationError(f"{directory.path / claim} is no size; remove it")
+    return int(agreed)
+
+
+def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
+    """Allocate the largest size there is space for. Other members may do so at this moment."""
+    for wanted in _WINDOW_SIZES:
+        size = max(wanted, count * _LEAST_PER_MEMBER)
+        try:
+            _allocate(fd, size)
+        except OSError as error:
+            if wanted == _WINDOW_SIZES[-1]:
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror}, making room for {size} bytes that arrays pass through; "
+                    f"free some space, or set SYNCPRIMS_DIR to a place with more",
+                    str(directory.path / name),
+                ) from error
+        else:
+            return size
+    raise AssertionError("unreachable: there are sizes to try")

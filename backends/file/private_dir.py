@@ -1,9 +1,9 @@
 """A directory that only this user can change, and everything in it relative to its descriptor.
 
-Another user may plant anything at a predictable path: a directory of their own, a link, a pipe. So
+Another user may create anything at a predictable path: a directory of their own, a link, a pipe. So
 every directory on the way is opened without following links and checked on the open descriptor,
-not on the name, and the next one is opened relative to it. Where nobody else can rename anything on
-the way, and nobody else can write to its end, nothing inside can be swapped by anyone else.
+not on the name, and the next one is opened relative to it. If no other user can rename anything on
+the way, and none can write to its end, no other user can replace anything inside.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path, PurePath
 
 from syncprims.errors import ConfigurationError
 
-_ON = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_DIR = os.O_RDONLY | _ON
-#: A directory on the way needs only to be passed through: it may be closed to reading.
-_PASS_DIR = getattr(os, "O_PATH", os.O_RDONLY) | _ON
+_DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_DIR = os.O_RDONLY | _DIRECTORY
+#: A directory on the way is only passed through. It need not be readable.
+_PASS_DIR = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
 _MOST_LINKS = 40  # on the way, as in the kernel
 _CURE = "set SYNCPRIMS_DIR to a directory of your own (it is created if need be)"
 _NOT_PLAIN = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP}
@@ -28,13 +28,13 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 def default_base(runtime_directory: str | None) -> Path:
-    """Return where runs meet by default: memory rather than disk, and private to the user."""
+    """Return where runs meet by default: in memory if possible, and private to the user."""
     if runtime_directory is not None and _may_host(Path(runtime_directory), {os.geteuid()}):
         return Path(runtime_directory) / "syncprims"
-    # In a container it may be open to all without the sticky bit: then the disk has to do.
-    shared_memory = Path("/dev/shm")
-    memory = _may_host(shared_memory, _trusted())
-    parent = shared_memory if memory else Path(tempfile.gettempdir())
+    # In a container it may be open to all without the sticky bit; then a disk is used.
+    parent = Path("/dev/shm")
+    if not _may_host(parent, _trusted()):
+        parent = Path(tempfile.gettempdir())
     return parent / f"syncprims-{os.geteuid()}"
 
 
@@ -47,7 +47,7 @@ def _may_host(path: Path, owners: set[int]) -> bool:
 
 
 class PrivateDirectory:
-    """An open directory that belongs to this user and that nobody else can write to."""
+    """An open directory that belongs to this user, and to which no other user can write."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -55,13 +55,13 @@ class PrivateDirectory:
 
     @classmethod
     def open(cls, path: Path) -> PrivateDirectory:
-        """Open the absolute `path`, making it with mode 0700 if it is not there.
+        """Open the absolute `path`, creating it with mode 0700 if it is not there.
 
-        Others may look into one that existed, but not change it.
+        Others may read one that existed, but not change it.
 
-        :raises ConfigurationError: if it cannot be made, is no directory, is a link, belongs to
+        :raises ConfigurationError: if it cannot be created, is no directory, is a link, belongs to
             another user, or others may write to it or put another one in its place.
-        :raises OSError: if there is no room to make it.
+        :raises OSError: if there is no space for it.
         """
         above = _pass_to(path)
         try:
@@ -70,16 +70,14 @@ class PrivateDirectory:
             os.close(above)
         return cls._checked(path, fd, 0o022)
 
-    def sub(self, name: str) -> PrivateDirectory:
-        """Open the directory `name` inside, making it if it is not there.
+    def sub(self, name: str, *, create: bool = True) -> PrivateDirectory:
+        """Open the directory `name` inside; with `create`, create it if it is not there.
 
-        :raises ConfigurationError: if it is something else, or others may look into it.
+        :raises ConfigurationError: if it is something else, or others may read it.
         """
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=self.fd)
-        return self._sub(name)
-
-    def _sub(self, name: str) -> PrivateDirectory:
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self.fd)
         path = self.path / name
         try:
             fd = os.open(name, _OPEN_DIR, dir_fd=self.fd)
@@ -99,9 +97,9 @@ class PrivateDirectory:
         return cls(path, fd)
 
     def open_file(self, name: str, flags: int) -> int:
-        """Return a descriptor of the regular file `name` inside: ours alone, under no other name.
+        """Return a descriptor of the regular file `name` inside: private, and with no other name.
 
-        :raises ConfigurationError: if it is something else, which is then left as it was.
+        :raises ConfigurationError: if it is something else, which is then left unchanged.
         """
         path = self.path / name
         careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -118,24 +116,35 @@ class PrivateDirectory:
                 raise _not_ours(path)
             mode = stat.S_IMODE(found.st_mode)
             if mode & 0o077:
-                # Who may as much as read a file can hold its lock for ever.
+                # A user who may only read a file can still hold its lock for ever.
                 raise ConfigurationError(
                     f"{path} has mode {mode:04o}, which lets others in: they could hold its lock, "
-                    f"or read what ranks tell each other; remove it, or run `chmod 600 {path}`"
+                    f"or read what ranks send each other; remove it, or run `chmod 600 {path}`"
                 )
             if flags & os.O_TRUNC:
-                os.ftruncate(fd, 0)  # only now: what it was might have been another's
+                os.ftruncate(fd, 0)  # only now: before the check it might be another user's
         except BaseException:
             os.close(fd)
             raise
         return fd
 
-    def open_pipe(self, name: str, *, make: bool = False) -> int:
-        """Return a descriptor of the named pipe `name` inside, to read and to write.
+    def read(self, name: str) -> bytes:
+        """Return the content of the file `name` inside; checked as by :meth:`open_file`."""
+        with os.fdopen(self.open_file(name, os.O_RDONLY), "rb") as file:
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Make `data` the content of the file `name` inside; checked as by :meth:`open_file`."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with os.fdopen(self.open_file(name, flags), "wb") as file:
+            file.write(data)
+
+    def open_pipe(self, name: str, *, create: bool = False) -> int:
+        """Return a descriptor of the named pipe `name` inside, for reading and writing.
 
         :raises ConfigurationError: if it is something else.
         """
-        if make:
+        if create:
             with contextlib.suppress(FileExistsError):
                 if os.mkfifo in os.supports_dir_fd:
                     os.mkfifo(name, 0o600, dir_fd=self.fd)
@@ -150,18 +159,18 @@ class PrivateDirectory:
         raise ConfigurationError(f"{self.path / name} is no pipe of this user's own; remove it")
 
     def claim(self, name: str, word: str) -> str:
-        """Make the name `name` stand for `word`, unless it is taken; return what it stands for.
+        """Make the name `name` stand for `word` unless it is taken; return what it stands for.
 
-        A link to nowhere: the one thing that is made, with its content, in one step.
+        It is a symbolic link, which is created with its content in one step.
 
-        :raises OSError: if the directory has no room for another name.
+        :raises OSError: if the directory has no space for another name.
         """
         with contextlib.suppress(FileExistsError):
             os.symlink(word, name, dir_fd=self.fd)
         return os.readlink(name, dir_fd=self.fd)
 
     def claimed(self, name: str) -> str | None:
-        """Return what `name` stands for, or None if nobody has claimed it."""
+        """Return what `name` stands for, or None if it is not claimed."""
         try:
             return os.readlink(name, dir_fd=self.fd)
         except FileNotFoundError:
@@ -185,18 +194,16 @@ class PrivateDirectory:
         return True
 
     def remove_tree(self, name: str) -> None:
-        """Remove the directory `name` and the files in it, if they are there and ours."""
+        """Remove the directory `name` and the files in it, if they are there and private."""
         try:
-            inner = self._sub(name)
+            inner = self.sub(name, create=False)
         except (OSError, ConfigurationError):
             return
-        try:
+        with contextlib.closing(inner):
             for inside in inner.names():
                 with contextlib.suppress(OSError):
                     inner.remove(inside)
-        finally:
-            inner.close()
-        self.remove_directory(name)  # unless it holds what is not ours
+        self.remove_directory(name)  # fails if something else is in there
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -207,9 +214,9 @@ class PrivateDirectory:
 
 
 def _pass_to(path: Path) -> int:
-    """Return a descriptor of the directory that holds `path`, each on the way made and checked.
+    """Return a descriptor of the directory that holds `path`; create and check each on the way.
 
-    Links on the way are followed if whoever made them is trusted: on macOS, /tmp is one.
+    Links on the way are followed if their owner is trusted: on macOS, /tmp is a link.
     """
     trusted = _trusted()
     at, todo, links = Path("/"), list(reversed(path.parts[1:-1])), 0
@@ -237,12 +244,12 @@ def _pass_to(path: Path) -> int:
 
 
 def _link(path: Path, name: str, above: int, trusted: set[int]) -> str | None:
-    """Return where the link `name` leads; None if it is none, or not there."""
+    """Return the target of the link `name`; None if it is no link, or not there."""
     try:
         found = os.stat(name, dir_fd=above, follow_symlinks=False)
         target = os.readlink(name, dir_fd=above) if stat.S_ISLNK(found.st_mode) else None
     except OSError:
-        return None  # whatever it is, opening it says what is wrong
+        return None  # to open it will say what is wrong
     if target is not None and found.st_uid not in trusted:
         raise ConfigurationError(
             f"{path} is a link that belongs to user {found.st_uid}, who could lead each rank "
@@ -252,7 +259,7 @@ def _link(path: Path, name: str, above: int, trusted: set[int]) -> str | None:
 
 
 def _enter(path: Path, name: str, above: int, mode: int = 0o700, flags: int = _OPEN_DIR) -> int:
-    """Open the directory `name` in the one behind `above`, making it if it is not there."""
+    """Open the directory `name` in the open directory `above`, creating it if it is not there."""
     try:
         try:
             return os.open(name, flags, dir_fd=above)
@@ -269,13 +276,13 @@ def _enter(path: Path, name: str, above: int, mode: int = 0o700, flags: int = _O
 def _trusted() -> set[int]:
     """Return who may own the directories on the way: this user and root.
 
-    In a user namespace root outside has another number; there it is who owns the root directory.
+    In a user namespace, the root user outside has another number: the owner of the root directory.
     """
     return {0, os.geteuid(), Path("/").stat().st_uid}
 
 
 def _weakness(found: os.stat_result, trusted: set[int]) -> str:
-    """Return how a stranger could rename what is in this directory; empty if none could."""
+    """Return why other users could rename what is in this directory; empty if they could not."""
     if found.st_uid not in trusted:
         return f"belongs to user {found.st_uid}"
     mode = stat.S_IMODE(found.st_mode)
@@ -287,10 +294,10 @@ def _weakness(found: os.stat_result, trusted: set[int]) -> str:
 def _check_passage(path: Path, at: Path, found: os.stat_result, trusted: set[int]) -> None:
     weakness = _weakness(found, trusted)
     if weakness:
-        mend = "" if found.st_uid not in trusted else f"run `chmod go-w {at}`, or "
+        cure = "" if found.st_uid not in trusted else f"run `chmod go-w {at}`, or "
         raise ConfigurationError(
             f"{path} cannot be used as a meeting place: {at} above it {weakness}, so others could "
-            f"put another directory in its place; {mend}{_CURE}, where others cannot rename it"
+            f"put another directory in its place; {cure}{_CURE}, where others cannot rename it"
         )
 
 
@@ -301,12 +308,12 @@ def _check(path: Path, found: os.stat_result, forbidden: int) -> None:
     if found.st_uid != os.geteuid():
         raise ConfigurationError(
             f"{path} belongs to user {found.st_uid}, and this process runs as user "
-            f"{os.geteuid()}: whoever owns it could forge what ranks tell each other; {_CURE}"
+            f"{os.geteuid()}: its owner could forge what ranks send each other; {_CURE}"
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & forbidden:
         raise ConfigurationError(
-            f"{path} has mode {mode:04o}, which lets others in: they could forge what ranks tell "
+            f"{path} has mode {mode:04o}, which lets others in: they could forge what ranks send "
             f"each other; run `chmod 700 {path}`, or {_CURE}"
         )
 

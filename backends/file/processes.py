@@ -1,30 +1,26 @@
-"""What the system knows of another process of this host: whether it lives, and how it ended.
-
-The word of a rank is one thing, this is the other: a killed process leaves no word.
-"""
+"""What the system knows about another process of this host: whether it lives, and how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import signal
 import struct
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 
-class Identity(NamedTuple):
-    """One process, told apart from a later one with the same number."""
+class ProcessIdentity(NamedTuple):
+    """Identifies one process, also after its number has passed on to another."""
 
     pid: int
     started: int  #: clock ticks since boot
-    namespace: int  #: pids mean something only inside theirs
+    namespace: int  #: of pids
 
     @classmethod
-    def of(cls, pid: int) -> Identity | None:
-        """Return the identity of the living process `pid`, or None where it cannot be told."""
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """Return the identity of the living process `pid`; None if the system does not say."""
         fields = _stat_fields(pid)
         try:
             namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
@@ -32,10 +28,10 @@ class Identity(NamedTuple):
             return None
         return cls(pid, int(fields[19]), namespace) if fields else None
 
-
-def myself() -> Identity:
-    """Return this process's identity; where the system gives none, one that fits no process."""
-    return Identity.of(os.getpid()) or Identity(os.getpid(), 0, 0)
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """Return that of this process; where the system has none, one that fits no process."""
+        return cls.of(os.getpid()) or cls(os.getpid(), 0, 0)
 
 
 def _stat_fields(pid: int) -> list[str]:
@@ -47,44 +43,36 @@ def _stat_fields(pid: int) -> list[str]:
     return text[text.rindex(")") + 2 :].split()  # the name before may hold anything
 
 
-class Watch:
-    """An eye on another process, opened while it lives.
+class ProcessWatch:
+    """Watches another process; made while that lives.
 
-    On Linux it is a pidfd: it becomes readable the moment the process ends, and it never means
-    another process. Elsewhere it sees nothing, and the process's lock must do.
+    On Linux this is a pidfd: it becomes readable when the process ends, and it never refers to
+    another process. On other systems it knows nothing, and the process's lock must be enough.
     """
 
-    def __init__(self, who: Identity) -> None:
+    def __init__(self, who: ProcessIdentity) -> None:
         self._who = who
-        self._fd = -1
-        mine = myself()
-        if sys.platform != "linux" or mine.namespace != who.namespace or not who.started:
+        self.fd = -1  #: becomes readable when the process ends; negative if there is none
+        namespace = ProcessIdentity.own().namespace
+        if sys.platform != "linux" or namespace != who.namespace or not who.started:
             return
-        with contextlib.suppress(OSError, OverflowError):  # a damaged number is nobody's
-            self._fd = os.pidfd_open(who.pid)
-        if self._fd >= 0 and Identity.of(who.pid) not in (who, None):
+        with contextlib.suppress(OSError, OverflowError):  # a damaged number belongs to no process
+            self.fd = os.pidfd_open(who.pid)
+        if self.fd >= 0 and ProcessIdentity.of(who.pid) not in (who, None):
             self.close()  # the number has passed on to another process
 
-    @property
-    def fd(self) -> int:
-        """The descriptor that becomes readable; negative where there is none."""
-        return self._fd
-
-    @property
-    def sees(self) -> bool:
-        """False where it cannot tell."""
-        return self._fd >= 0
-
-    def ended(self, within: float = 0.0) -> bool:
-        """Tell whether the process is known to have ended, waiting so many seconds for it."""
-        if self._fd < 0:
+    def has_ended(self, within: float = 0.0) -> bool:
+        """Return whether the process is known to have ended, having waited so many seconds."""
+        if self.fd < 0:
             return False
         poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
+        poll.register(self.fd, select.POLLIN)
         return any(event & select.POLLIN for _, event in poll.poll(within * 1000))
 
     def exit_status(self) -> int | None:
         """Return how the process ended, as :func:`os.waitstatus_to_exitcode`; None if unknown."""
+        if self.fd < 0:
+            return None
         status = self._reaped_status()
         if status is None:
             status = self._zombie_status()
@@ -92,8 +80,6 @@ class Watch:
 
     def _reaped_status(self) -> int | None:
         """Ask the pidfd: since Linux 6.15 it remembers how a reaped process ended."""
-        if self._fd < 0:
-            return None
         import fcntl
 
         # struct pidfd_info, first version: mask, cgroup, eleven ids, exit code. pidfd(2) ioctl 11.
@@ -101,7 +87,7 @@ class Watch:
         request = (3 << 30) | (size << 16) | (0xFF << 8) | 11
         info = bytearray(struct.pack("<Q", wants_exit).ljust(size, b"\0"))
         try:
-            fcntl.ioctl(self._fd, request, info)
+            fcntl.ioctl(self.fd, request, info)
         except OSError:
             return None
         (mask,) = struct.unpack_from("<Q", info)
@@ -109,26 +95,13 @@ class Watch:
 
     def _zombie_status(self) -> int | None:
         """Ask proc(5), which knows it until the parent has reaped the process."""
-        fields = _stat_fields(self._who.pid) if self._fd >= 0 else []
+        fields = _stat_fields(self._who.pid)
         if len(fields) < 50 or fields[0] != "Z" or int(fields[19]) != self._who.started:
             return None
         return int(fields[49])
 
     def close(self) -> None:
-        """Close the eye."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def describe_exit(status: int | None) -> str:
-    """Return ``killed by SIGKILL``, ``exit code 3``, or that it is not known."""
-    if status is None:
-        return "its process is gone, how is not known"
-    if status >= 0:
-        return f"exit code {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"killed by {name}"
+        """Stop watching."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,54 +1,65 @@
 """A board that spans hosts: notes meet in each host's shared memory, then at the store.
 
-The ranks of one host post to a board of their own, as if they were alone. Whoever posts the last
-note there brings all of them to the store, and one of those who wait asks the store for the round's
-fate and writes it down for the others. Neither is an office: a rank that is stopped, busy or gone
-holds nobody up, since what it would have done another does after a while, to the same effect.
+The ranks of one host post to a board of their own, as if they were alone. The rank that posts the
+last note there contributes all of them to the store. A rank that waits asks the store for the
+decision about the round and writes it down for the others. Neither role is fixed: both steps are
+idempotent, and any waiting rank repeats them after a delay. So a rank that is stopped, busy or gone
+delays no other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.interface import Board, Label, Note, Status
 
-from .decisions import COMPLETE, END, VERDICT, End, Fates, decode_notes
-from .host_state import ELSEWHERE, Relay
-from .store_link import StoreGone
+from ..file.board import FIRST_NAP, LONGEST_NAP
+from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes
+from .host_state import ELSEWHERE
+from .store import StoreGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ..file.board import SlotBoard
-    from ..file.liveness import Seats
-    from .heartbeat import Heartbeat
-    from .store_link import StoreLink
+    from ..file.board import SharedMemoryBoard
+    from ..file.liveness import Liveness
+    from .host_state import Heartbeat, HostState
+    from .rendezvous import Placement
+    from .store import StoreLink
 
-_FIRST_NAP, _LONGEST_NAP = 0.002, 0.05  # should nobody ring
-_BRING_ANYWAY = 0.02  # seconds after which a waiting rank does what the last to post should have
-_BRING_AGAIN = 1.0  # and after which it may be that nothing of it has arrived
-_ASK_ANYWAY = 1.0  # or what a waiting rank before it should have; doubled for each such
+_CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to post should have
+_CONTRIBUTE_AGAIN = 1.0  # and until a contribution may have been lost
+_ASK_ANYWAY = 1.0  # until it asks like a waiting rank before it should have; doubled for each such
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # between two looks at the hosts that are missing
 _LAST_LOOK = 1.0  # at most, before absent ranks are named
-_LOOK_PER_HOST = 0.002  # at least, so that many hosts do not crowd the store
+_LOOK_PER_HOST = 0.002  # at least, so that many hosts do not overload the store
 _MOST_LOOKED_AT = 8  # missing hosts at a time
-_NOTE_LIMIT = 64 * 1024  # bytes; what is larger would crowd the store
+_NOTE_LIMIT = 64 * 1024  # bytes; larger notes would overload the store
 
 
-class Ties(NamedTuple):
-    """What ties the boards of one rank to its host and to the store."""
+class HostConnection(NamedTuple):
+    """What connects the boards of one rank with its host and with the store."""
 
-    seats: Seats
+    liveness: Liveness
+    placement: Placement
     host: int  #: this one
-    host_of: Mapping[int, int]  #: of each rank of the world
-    names: Sequence[str]  #: of the hosts
     store: str  #: its address, for messages
-    speaker: StoreLink  #: for what is answered at once
-    waiter: StoreLink  #: for waiting
+    requests: StoreLink  #: for what the store answers at once
+    waits: StoreLink  #: for waiting
     heartbeat: Heartbeat
-    ring: Callable[[], None]  #: wake all ranks of this host that sleep, oneself included
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of this host, by liveness slot."""
+        return self.placement.hosts[self.host].ranks
+
+    def wake_host(self) -> None:
+        """Wake all ranks of this host that sleep, this one included."""
+        for slot in range(len(self.ranks)):
+            self.liveness.doorbell.wake(slot)
 
 
 class TwoLevelBoard(Board):
@@ -57,144 +68,152 @@ class TwoLevelBoard(Board):
     note_limit = _NOTE_LIMIT
 
     def __init__(
-        self, members: Sequence[int], local: SlotBoard, relay: Relay, prefix: str, ties: Ties
+        self,
+        members: Sequence[int],
+        local: SharedMemoryBoard,
+        state: HostState,
+        prefix: str,
+        connection: HostConnection,
     ) -> None:
         super().__init__(members)
         self.local = local  #: of the members on this host
-        self._relay = relay
-        self._ties = ties
+        self._state = state
+        self._connection = connection
         self._prefix = prefix
         self._hosts: dict[int, list[int]] = {}  # host -> its members
         for member in self.members:
-            self._hosts.setdefault(ties.host_of[member], []).append(member)
-        place = {member: index for index, member in enumerate(self.members)}
-        self.fates = Fates(prefix, {h: [place[m] for m in ms] for h, ms in self._hosts.items()})
-        self._elsewhere: dict[int, bytes] = {}  # fates that are too large for the relay
-        self._last: dict[int, Label] = {}  # what members came for in the last round
-        self._asked_for = 0  # the latest round whose fate this rank has asked the store for
-        self._awaited = 0  # the round that the waiter's thread waits for at this moment; 0: none
-        self._brought: dict[int, float] = {}  # rounds that this rank has brought, and when
+            self._hosts.setdefault(connection.placement.host_of[member], []).append(member)
+        index = {member: number for number, member in enumerate(self.members)}
+        hosts = {host: [index[m] for m in members] for host, members in self._hosts.items()}
+        self.decisions = Decisions(prefix, hosts)
+        self._elsewhere: dict[int, bytes] = {}  # decisions that are too large for the host state
+        self._last: dict[int, Label] = {}  # of the last round, by member
+        self._asked_for = 0  # the latest round whose decision this rank has requested
+        self._awaited = 0  # the round that the link's thread waits for now; 0: none
+        self._contributed: dict[int, float] = {}  # by this rank: rounds, and when
         self._waiting_for, self._waiting_since = 0, 0.0
         self._next_look, self._look_every = 0.0, _FIRST_LOOK
-        self._ended: dict[int, End] = {}
+        self._ended: dict[int, MemberEnd] = {}
         self._verdict: bytes | None = None
-        # Taken at all times: to give it back and take it again orders stores before loads.
+        # Always held: to release and acquire it orders stores before loads.
         self._fence = threading.Lock()
         self._fence.acquire()
 
     # -- post -----------------------------------------------------------------------------------
 
     def post(self, note: Note) -> None:
-        """Post on this host; if that was its last note, bring them all to the store."""
+        """Post on this host; if that was its last note, contribute all of them."""
         number = self.posted = self.posted + 1
         try:
             self.local.post(note)
         except (OSError, ValueError):
             self.posted = number - 1
             raise
-        # Two that post at one time must not both miss the other's note: after one's own store come
-        # the loads. (Should they, one of them waits, and finds out.)
+        # Two ranks that post at the same time must not both miss the other's note: the loads come
+        # after this rank's store. (If they do miss it, one of them waits, and finds out.)
         self._fence.release()
         self._fence.acquire()
         if self.local.is_full(number):
-            self._bring(number)
+            self._contribute(number)
 
-    def _bring(self, number: int) -> None:
+    def _contribute(self, number: int) -> None:
         notes = self.local.notes(number)
-        if notes is None or self.now() < self._brought.get(number, 0.0) + _BRING_AGAIN:
+        if notes is None or self.now() < self._contributed.get(number, 0.0) + _CONTRIBUTE_AGAIN:
             return
-        self._brought[number] = self.now()
+        self._contributed[number] = self.now()
 
-        def bring(store: Any) -> None:
-            fate = self.fates.bring(store, number, self._ties.host, notes)
+        def contribute(store: Any) -> None:
+            decision = self.decisions.contribute(store, number, self._connection.host, notes)
             with contextlib.suppress(ValueError):  # closed meanwhile
-                self._relay.brought = number
-                if fate is not None:
-                    self._spread(number, fate)
+                self._state.contributed = number
+                if decision is not None:
+                    self._share(number, decision)
 
-        self._ties.speaker.submit(bring)
+        self._connection.requests.submit(contribute)
 
     # -- collect --------------------------------------------------------------------------------
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
-        """Wait for the fate of the oldest uncollected round, asleep."""
+        """Sleep until the oldest uncollected round is decided."""
         number = self.collected + 1
         begin = now = self.now()
-        nap, slept = _FIRST_NAP, False
-        self._relay.wait_for(number)
+        nap, slept = FIRST_NAP, False
+        self._state.set_waiting(number)
         try:
             while True:
-                fate = self._fate(number)
-                if fate is not None:
-                    return self._take(number, fate)
-                if self._relay.is_cut() is not None or (slept and self.local.in_vain(number)):
+                decision = self._decision(number)
+                if decision is not None:
+                    return self._take(number, decision)
+                if self._state.local_verdict() is not None:
+                    return None
+                if slept and self.local.is_in_vain(number):
                     return None
                 if timeout is not None and now - begin >= timeout:
                     return None
-                self._attend(number, now)
+                self._help(number, now)
                 left = nap if timeout is None else min(nap, timeout - (now - begin))
-                self._ties.seats.bells.sleep(left)
-                slept, nap, now = True, min(2 * nap, _LONGEST_NAP), self.now()
+                self._connection.liveness.doorbell.sleep(left)
+                slept, nap, now = True, min(2 * nap, LONGEST_NAP), self.now()
         finally:
-            with contextlib.suppress(ValueError):  # closed meanwhile, by a handler that has forked
-                self._relay.wait_for(0)
+            with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked
+                self._state.set_waiting(0)
 
-    def _fate(self, number: int) -> bytes | None:
-        fate = self._relay.fate(number)
-        if fate == ELSEWHERE:
-            fate = self._elsewhere.get(number)
-            if fate is None:
-                self._ask_for(number)
-        return fate
+    def _decision(self, number: int) -> bytes | None:
+        decision = self._state.decision(number)
+        if decision == ELSEWHERE:
+            decision = self._elsewhere.get(number)
+            if decision is None:
+                self._request_decision(number)
+        return decision
 
-    def _take(self, number: int, fate: bytes) -> Sequence[Note] | None:
-        """Return the notes in a fate, and count the round; None if it is another fate."""
-        if fate[:1] != COMPLETE:
+    def _take(self, number: int, decision: bytes) -> Sequence[Note] | None:
+        """Return the notes in a decision, and count the round; None if it is another decision."""
+        if decision[:1] != COMPLETE:
             return None
-        notes = decode_notes(fate[1:], self.local.own(number))
+        notes = decode_notes(decision[1:], self.local.posted_note(number))
         self._last = {m: note.label for m, note in zip(self.members, notes, strict=True)}
-        for old in [n for n in list(self._elsewhere) if n <= number]:  # the links add to it
+        for old in [n for n in list(self._elsewhere) if n <= number]:  # a link may add one
             self._elsewhere.pop(old, None)
-        for old in [n for n in self._brought if n <= number]:
-            del self._brought[old]
+        for old in [n for n in self._contributed if n <= number]:
+            del self._contributed[old]
         self.collected = number
         self.local.advance(number)
         if 0 < self._awaited < number:
             self._release(self._awaited)
         return notes
 
-    def _attend(self, number: int, now: float) -> None:
-        """Do for this host what is to be done while waiting, if it falls to this rank."""
+    def _help(self, number: int, now: float) -> None:
+        """Do what this host needs while its ranks wait, if no other rank does it."""
         if self._waiting_for != number:
             self._waiting_for, self._waiting_since = number, now
             self._look_every = max(_FIRST_LOOK, _LOOK_PER_HOST * len(self._hosts))
             self._next_look = now + self._look_every
         waited = now - self._waiting_since
-        late = waited >= _BRING_ANYWAY and self._relay.brought < number
-        due = number <= self.posted and (late or waited >= _BRING_AGAIN)
+        late = waited >= _CONTRIBUTE_ANYWAY and self._state.contributed < number
+        due = number <= self.posted and (late or waited >= _CONTRIBUTE_AGAIN)
         if due and self.local.is_full(number):
-            self._bring(number)
-        others = self._relay.before_me(number)
+            self._contribute(number)
+        others = self._state.waiting_before(number)
         if others and waited < _ASK_ANYWAY * 2 ** min(others, 5):
             return
-        self._ask_for(number)
-        if now >= self._next_look and self._ties.speaker.idle:
+        self._request_decision(number)
+        if now >= self._next_look and self._connection.requests.idle:
             most = max(_LONGEST_LOOK, _LOOK_PER_HOST * len(self._hosts))
             self._look_every = min(most, 2 * self._look_every)
             self._next_look = now + self._look_every
-            self._ties.speaker.submit(self._look_at(number))
+            self._connection.requests.submit(self._look_at(number))
 
     def _look_at(self, number: int) -> Callable[[Any], None]:
-        # The state of this host is read here: the link's thread must not touch the seats.
+        # The state of this host is read here: the link's thread must not use the liveness slots.
         here = {rank: self.local.status(rank) for rank in self.local.members}
         return lambda store: self._look_around(store, number, here)
 
     def inform(self) -> None:
-        """Look around now, whatever it costs: a deadline has passed, and absent ranks are named."""
+        """Look at the other hosts now: a deadline has passed, and absent ranks will be named."""
         with contextlib.suppress(StoreGone):
-            self._ties.speaker.ask(self._look_at(self.collected + 1), _LAST_LOOK)
+            self._connection.requests.ask(self._look_at(self.collected + 1), _LAST_LOOK)
 
-    def _ask_for(self, number: int) -> None:
+    def _request_decision(self, number: int) -> None:
         if self._asked_for >= number:
             return
         self._asked_for = number
@@ -205,161 +224,150 @@ class TwoLevelBoard(Board):
             self._awaited = number
             try:
                 if self.collected < number:
-                    fate = self.fates.wait(store, number)
+                    decision = self.decisions.wait(store, number)
                     with contextlib.suppress(ValueError):  # closed meanwhile
-                        self._spread(number, fate)
+                        self._share(number, decision)
             finally:
                 self._awaited = 0
 
-        self._ties.waiter.submit(wait)
+        self._connection.waits.submit(wait)
 
     def _release(self, number: int) -> None:
-        """End this rank's own wait for a fate that it knows, and that may have been removed."""
+        """End this rank's wait for a decision that it knows, and that may have been removed."""
         if number + self.depth < self.collected:
-            self._ties.speaker.submit(lambda store: self.fates.release(store, number))
+            self._connection.requests.submit(lambda store: self.decisions.release(store, number))
 
-    def _spread(self, number: int, fate: bytes) -> None:
-        """Let all ranks of this host know the fate of a round."""
+    def _share(self, number: int, decision: bytes) -> None:
+        """Publish the decision about a round to all ranks of this host."""
         if number > self.collected:
-            self._relay.publish(number, fate)
-            if self._relay.fate(number) == ELSEWHERE:
-                self._elsewhere[number] = fate
-            self._ties.ring()
+            self._state.publish_decision(number, decision)
+            if self._state.decision(number) == ELSEWHERE:
+                self._elsewhere[number] = decision
+            self._connection.wake_host()
 
     # -- what is known of the others ------------------------------------------------------------
 
     def _look_around(self, store: Any, number: int, here: Mapping[int, Status]) -> None:
-        """Learn who has not come to a round yet, and tell the other hosts about this one."""
-        ties = self._ties
-        brought = self.fates.brought(store, number)
-        if len(brought) == len(self._hosts):
-            # Whoever was counted last is stopped or gone, or was never counted: do it instead.
-            fate = self.fates.complete(store, number, brought)
+        """Learn which members have not come to a round, and publish to other hosts about this."""
+        connection = self._connection
+        pieces = self.decisions.contributions(store, number)
+        decision = self.decisions.complete(store, number, pieces)
+        if decision is not None:
+            # The rank that was counted last is stopped or gone, or was never counted.
             with contextlib.suppress(ValueError):  # closed meanwhile
-                assert fate is not None, "all have brought theirs"
-                self._spread(number, fate)
+                self._share(number, decision)
             return
         seen: dict[str, list[Any]] = {}
-        mine = here[self.local.here].label
-        for host, data in brought.items():
+        mine = here[self.local.rank].label
+        for host, data in pieces.items():
             for rank, note in zip(self._hosts[host], decode_notes(data), strict=True):
                 if note.label is not mine and note.label != mine:
                     seen[str(rank)] = [number, _text(note.label)]
-        missing = [h for h in self._hosts if h not in brought and h != ties.host]
+        missing = [h for h in self._hosts if h not in pieces and h != connection.host]
         turn = int(self.now()) % max(1, len(missing))
         looked_at = (missing[turn:] + missing[:turn])[:_MOST_LOOKED_AT]
-        ties.heartbeat.look(store, looked_at)
+        connection.heartbeat.look(store, looked_at)
         for host in looked_at:
             key = f"{self._prefix}/host/{host}"
             if store.check([key]):
-                seen |= _read_seen(store.get(key))
-        if ties.host not in brought:
-            told = {str(r): [s.rounds, _text(s.label)] for r, s in here.items()}
-            store.set(f"{self._prefix}/host/{ties.host}", _write_seen(told))
-        silent = {str(h): ties.heartbeat.silence(h) for h in looked_at}
-        news = {"here": list(brought), "seen": seen, "silent": silent}
+                seen |= json.loads(store.get(key))
+        if connection.host not in pieces:
+            own = {str(rank): [s.rounds, _text(s.label)] for rank, s in here.items()}
+            store.set(f"{self._prefix}/host/{connection.host}", json.dumps(own))
+        silent = {str(host): connection.heartbeat.silence(host) for host in looked_at}
+        report = {"here": list(pieces), "seen": seen, "silent": silent}
         with contextlib.suppress(ValueError):  # closed meanwhile
-            self._relay.tell(number, news)
+            self._state.publish_report(number, report)
 
     def status(self, rank: int) -> Status:
-        """Tell what is known of `rank`: exact on this host, as last heard of on others."""
-        ties = self._ties
-        host = ties.host_of[rank]
+        """Return what is known of `rank`: exact on this host, the latest report on others."""
+        host = self._connection.placement.host_of[rank]
+        if host == self._connection.host:
+            return self.local.status(rank)  # which knows more than the store
         end = self._ended.get(rank)
-        if host == ties.host:
-            return self.local.status(rank)  # which knows more than what was said of it
         number = self.collected + 1
-        news = self._relay.news(number)
+        report = self._state.report(number)
         rounds, label = self.collected, self._last.get(rank)
-        told = news.get("seen", {}).get(str(rank))
-        if told is not None and told[0] >= rounds:
-            rounds, label = told[0], _label(told[1])
-        elif host in news.get("here", ()):
-            rounds, label = number, self.local.status(self.local.here).label
+        seen = report.get("seen", {}).get(str(rank))
+        if seen is not None and seen[0] >= rounds:
+            rounds, label = seen[0], _label(seen[1])
+        elif host in report.get("here", ()):
+            rounds, label = number, self.local.status(self.local.rank).label
         if end is not None:
-            return Status(end.rounds, label, end.state, end.detail, end.failure.encode())  # type: ignore[arg-type]
-        gone = self._gone(host, news.get("silent", {}).get(str(host), 0.0))
-        return Status(rounds, label, "lost" if gone else "alive", gone)
+            return Status(end.rounds, label, end.state, end.detail, end.failure.encode())
+        why = self._why_lost(host, report.get("silent", {}).get(str(host), 0.0))
+        return Status(rounds, label, "lost" if why else "alive", why)
 
-    def _gone(self, host: int, silence: float) -> str:
-        """Return why the ranks of `host` must be taken for lost, empty if they need not."""
-        ties = self._ties
-        name = ties.names[host]
-        if silence >= ties.heartbeat.limit:
+    def _why_lost(self, host: int, silence: float) -> str:
+        """Return why the ranks of `host` must be considered lost, empty if they need not."""
+        connection = self._connection
+        name, limit = connection.placement.hosts[host].name, connection.heartbeat.limit
+        if silence >= limit:
             return f"host {name} has given no sign of life for {silence:.0f} s"
-        store_host = ties.host_of[0]
-        if host != store_host and ties.host != store_host and store_host in self._hosts:
-            return ""  # nothing is known of it: the store is on another host that cannot be reached
-        for link in (ties.speaker, ties.waiter):
+        store_host = connection.placement.host_of[0]
+        if store_host not in (host, connection.host) and store_host in self._hosts:
+            return ""  # nothing is known of it: the store is on another host that is unreachable
+        store = f"the store at {connection.store}, which leads to host {name},"
+        for link in (connection.requests, connection.waits):
             if link.broken is not None:
                 why = str(link.broken).partition("\n")[0]
-                return f"the store at {ties.store}, which leads to host {name}, is gone: {why}"
-        silence = ties.speaker.silent_for
-        if silence >= ties.heartbeat.limit:
-            return (
-                f"the store at {ties.store}, which leads to host {name}, has not answered for "
-                f"{silence:.0f} s"
-            )
-        return ""
+                return f"{store} is gone: {why}"
+        silence = connection.requests.silent_for
+        return f"{store} has not answered for {silence:.0f} s" if silence >= limit else ""
 
     # -- abort ----------------------------------------------------------------------------------
 
     def abort(self, verdict: bytes) -> None:
-        """Break the board at the oldest uncollected round, unless it completes after all."""
-        number = self.collected + 1
-        ties = self._ties
+        """Break the board at the oldest uncollected round, unless that has completed."""
+        number, limit = self.collected + 1, self._connection.heartbeat.limit
+        requests, waits = self._connection.requests, self._connection.waits
         try:
-            if ties.speaker.silent_for >= ties.heartbeat.limit or ties.waiter.broken is not None:
+            if requests.silent_for >= limit or waits.broken is not None:
                 raise StoreGone
-            fate = ties.speaker.ask(
-                lambda store: self.fates.abort(store, number, verdict), ties.heartbeat.limit
-            )
+            decision = requests.ask(lambda s: self.decisions.abort(s, number, verdict), limit)
         except StoreGone:
-            self._verdict = self._relay.cut(verdict)  # then this host goes by itself
+            self._verdict = self._state.break_locally(verdict)
         else:
-            if fate[:1] == VERDICT:
-                self._verdict = fate[1:]
-            if self._relay.fate(number) is None:
-                self._spread(number, fate)
-        ties.ring()
+            if decision[:1] == VERDICT:
+                self._verdict = decision[1:]
+            if self._state.decision(number) is None:
+                self._share(number, decision)
+        self._connection.wake_host()
 
     def verdict(self) -> bytes | None:
-        """Return the verdict that bars the oldest uncollected round, if there is one."""
+        """Return the verdict that covers the oldest uncollected round, if there is one."""
         if self._verdict is None:
             number = self.collected + 1
-            fate = self._fate(number) or b""
-            if not fate:  # maybe this rank waits for something else than the notes
-                self._attend(number, self.now())
-            if fate[:1] == VERDICT:
-                self._verdict = fate[1:]
-            elif fate[:1] == END:
-                end = End.decode(fate[1:])
+            decision = self._decision(number) or b""
+            if not decision:  # this rank may be waiting for something else than the notes
+                self._help(number, self.now())
+            if decision[:1] == VERDICT:
+                self._verdict = decision[1:]
+            elif decision[:1] == END:
+                end = MemberEnd(*json.loads(decision[1:]))
                 self._ended[end.rank] = end
-            if fate[:1] != COMPLETE and self._verdict is None:
-                self._verdict = self._relay.is_cut()
+            if decision[:1] != COMPLETE and self._verdict is None:
+                self._verdict = self._state.local_verdict()
         return self._verdict
 
-    def is_torn(self) -> bool:
-        """Tell whether this rank has met a verdict here; unlike :meth:`verdict`, ask nobody."""
+    @property
+    def is_broken(self) -> bool:
+        """True once this rank has seen a verdict here; unlike :meth:`verdict`, it requests none."""
         return self._verdict is not None
 
     # -- ends -----------------------------------------------------------------------------------
 
-    def say_end(self, store: Any, end: End) -> None:
-        """Let nobody wait at this board for a member that has ended; on the link's thread."""
-        # A rank that goes in peace has left its notes; without one that does not, nobody goes on.
+    def publish_end(self, store: Any, end: MemberEnd) -> None:
+        """End every member's wait for one that has ended; on the link's thread."""
+        # A rank that finished has left its notes; without a rank that did not, no round completes.
         first = end.rounds + 1 if end.state == "finished" else self.collected + 1
-        self.fates.end(store, first, end)
-
-    def rounds_of(self, rank: int) -> int:
-        """Return how many rounds a member on this host has posted to."""
-        return self.local.rounds_of(rank)
+        self.decisions.end(store, first, end)
 
     def close(self) -> None:
-        """Let go of the shared memory; the host's own board is closed by its backend."""
+        """Unmap the shared memory; the host's own board is closed by its backend."""
         if self.engine is not None:
             self.engine.close()
-        self._relay.close()
+        self._state.close()
 
 
 def _text(label: Label | None) -> str | None:
@@ -368,15 +376,3 @@ def _text(label: Label | None) -> str | None:
 
 def _label(text: str | None) -> Label | None:
     return None if text is None else Label.decode(text.encode("latin-1"))
-
-
-def _write_seen(seen: dict[str, list[Any]]) -> bytes:
-    import json
-
-    return json.dumps(seen).encode()
-
-
-def _read_seen(data: bytes) -> dict[str, list[Any]]:
-    import json
-
-    return dict(json.loads(data))

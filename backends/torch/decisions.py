@@ -1,21 +1,20 @@
-"""Rounds between hosts, at the rendezvous store: what was brought to one, and its fate.
+"""Rounds between hosts, at the rendezvous store: contributions, and the decision about each round.
 
-For every round of a board there are three keys. Each host brings its members' notes, all in one
-piece, appended to the first key, and counts itself at the second. Whoever is counted last reads the
-first key and makes the round's *fate* out of it, at the third, which all hosts wait for. So a round
-costs each host four messages, whatever the number of its ranks.
+For every round of a board there are three keys. Each host contributes its members' notes: it
+appends them to the first key, all in one piece, and counts itself at the second. The host that is
+counted last reads the first key and makes the round's *decision* from it, at the third key, which
+all hosts wait for. So a round costs each host four messages, whatever the number of its ranks.
 
-The fate is written once, by compare-and-set, and never changes: all notes, or the verdict that
-breaks the round, or the end of a member without whom it cannot complete. That one key settles who
-was first, for everybody. Everything before it may be done twice: a host that is brought twice is
+The decision is written once, by compare-and-set, and never changes: all notes, or the verdict that
+breaks the round, or the end of a member without which it cannot complete. That one key determines
+for all what came first. Everything before it may be done twice: a host that contributes twice is
 read once, and a count that is too high or too low is only a hint.
 
-Keys of a round are removed once nobody can need them any more, so the store does not grow.
+Keys of a round are removed once no rank can need them any more, so the store does not grow.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
 import zlib
@@ -24,7 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncprims.interface import Board, Note
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+
+    from syncprims.interface import State
 
 COMPLETE, VERDICT, END = b"A", b"V", b"E"
 
@@ -33,29 +34,20 @@ _LENGTH = struct.Struct("<I")
 _PIECE = struct.Struct("<II")  # host, length
 
 
-class End(NamedTuple):
+class MemberEnd(NamedTuple):
     """A member that will post no more notes at this board."""
 
     rank: int
     rounds: int  #: that it has posted to
-    state: str  #: as in :class:`Status`
+    state: State
     detail: str = ""
     failure: str = ""
-
-    def encode(self) -> bytes:
-        """Return it as bytes."""
-        return json.dumps(self).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> End:
-        """Return what :meth:`encode` wrote."""
-        return cls(*json.loads(data))
 
 
 def encode_notes(notes: Sequence[Note]) -> bytes:
     """Return notes as bytes; equal ones, as in a barrier, are written once."""
     numbers: dict[bytes, int] = {}
-    of_note: dict[int, int] = {}  # by identity, since most are the very same
+    of_note: dict[int, int] = {}  # by identity, since most are the same object
     which: list[int] = []
     for note in notes:
         number = of_note.get(id(note))
@@ -66,7 +58,7 @@ def encode_notes(notes: Sequence[Note]) -> bytes:
     parts = [_SIZES.pack(len(numbers), len(notes))]
     parts += [_LENGTH.pack(len(data)) + data for data in numbers]
     if len(numbers) > 1:
-        # Of a broadcast, all but one are alike: thousands of ranks take some dozens of bytes.
+        # Of a broadcast, all but one are equal: thousands of ranks take some dozens of bytes.
         parts.append(zlib.compress(struct.pack(f"<{len(which)}I", *which), 1))
     return b"".join(parts)
 
@@ -89,85 +81,85 @@ def decode_notes(data: bytes, mine: Note | None = None) -> list[Note]:
     return [notes[int(number)] for number in which]
 
 
-class Fates:
+class Decisions:
     """The rounds of one board at the store. Its methods run on a link's thread."""
 
     def __init__(self, prefix: str, hosts: Mapping[int, Sequence[int]]) -> None:
-        """Keep the rounds of a board under `prefix`; `hosts` says which members are where.
+        """Keep the rounds of a board under `prefix`; `hosts` has the members of each host.
 
-        Members are given by their place in the board.
+        Members are given by their index in the board.
         """
         self._prefix = prefix
         self._hosts = hosts
 
-    def bring(self, store: Any, number: int, host: int, notes: Sequence[Note]) -> bytes | None:
-        """Bring a host's notes; return the round's fate if that was the last."""
+    def contribute(self, store: Any, number: int, host: int, notes: Sequence[Note]) -> bytes | None:
+        """Contribute a host's notes; return the round's decision if they were the last."""
         data = encode_notes(notes)
         store.append(self._key(number, "notes"), _PIECE.pack(host, len(data)) + data)
         if store.add(self._key(number, "count"), 1) < len(self._hosts):
             return None
-        return self.complete(store, number, dict(_pieces(store.get(self._key(number, "notes")))))
+        return self.complete(store, number, _pieces(store.get(self._key(number, "notes"))))
 
-    def complete(self, store: Any, number: int, brought: Mapping[int, bytes]) -> bytes | None:
-        """Return the round's fate, having made it if `brought` is all of it; else None."""
-        if len(brought) < len(self._hosts):
+    def complete(self, store: Any, number: int, pieces: Mapping[int, bytes]) -> bytes | None:
+        """Decide the round if `pieces` has the notes of all hosts, and return the decision."""
+        if len(pieces) < len(self._hosts):
             return None
         notes: list[Any] = [None] * sum(len(members) for members in self._hosts.values())
         for host, members in self._hosts.items():
-            for member, note in zip(members, decode_notes(brought[host]), strict=True):
+            for member, note in zip(members, decode_notes(pieces[host]), strict=True):
                 notes[member] = note
-        fate = self._settle(store, number, COMPLETE + encode_notes(notes))
-        # Whoever has posted this round has collected all up to depth rounds before.
+        decision = self._decide(store, number, COMPLETE + encode_notes(notes))
+        # A rank that has posted this round has collected all up to depth rounds before.
         over = number - Board.depth - 1
         if over > 0:
-            for what in ("notes", "count", "fate"):
+            for what in ("notes", "count", "decision"):
                 store.delete_key(self._key(over, what))
-        return fate
+        return decision
 
-    def brought(self, store: Any, number: int) -> dict[int, bytes]:
-        """Return what hosts have brought to a round so far."""
+    def contributions(self, store: Any, number: int) -> dict[int, bytes]:
+        """Return what each host has contributed to a round so far."""
         key = self._key(number, "notes")
-        if not store.check([key]):
-            return {}
-        return dict(_pieces(store.get(key)))
+        return _pieces(store.get(key)) if store.check([key]) else {}
 
     def wait(self, store: Any, number: int) -> bytes:
-        """Return the fate of a round, once it is there."""
-        return bytes(store.get(self._key(number, "fate")))
+        """Return the decision about a round, once it is there."""
+        return bytes(store.get(self._key(number, "decision")))
 
     def release(self, store: Any, number: int) -> None:
-        """End every wait for a fate that all have known for long, and that is gone."""
-        store.set(self._key(number, "fate"), "")
-        store.delete_key(self._key(number, "fate"))
+        """End every wait for a decision that all ranks know, and that has been removed."""
+        store.set(self._key(number, "decision"), "")
+        store.delete_key(self._key(number, "decision"))
 
     def abort(self, store: Any, number: int, text: bytes) -> bytes:
-        """Break a round with `text`, unless it is too late; return its fate, or the verdict.
+        """Break a round with `text`, unless it is decided; return its decision, or the verdict.
 
-        Where the fate is a member's end, all agree on the words for it.
+        If the decision is a member's end, all agree on the verdict about it.
         """
-        fate = self._settle(store, number, VERDICT + text)
-        if fate[:1] == END:
+        decision = self._decide(store, number, VERDICT + text)
+        if decision[:1] == END:
             return bytes(store.compare_set(f"{self._prefix}/verdict", "", VERDICT + text))
-        return fate
+        return decision
 
-    def end(self, store: Any, first: int, end: End) -> None:
-        """Let the first round that lacks `end.rank`, from `first` on, have that as its fate."""
+    def end(self, store: Any, first: int, end: MemberEnd) -> None:
+        """Make `end` the decision about the first round, from `first` on, that is not complete."""
+        decision = END + json.dumps(end).encode()
         for number in range(first, end.rounds + 2):
-            if self._settle(store, number, END + end.encode())[:1] != COMPLETE:
+            if self._decide(store, number, decision)[:1] != COMPLETE:
                 return
 
-    def _settle(self, store: Any, number: int, fate: bytes) -> bytes:
-        return bytes(store.compare_set(self._key(number, "fate"), "", fate))
+    def _decide(self, store: Any, number: int, decision: bytes) -> bytes:
+        return bytes(store.compare_set(self._key(number, "decision"), "", decision))
 
     def _key(self, number: int, what: str) -> str:
         return f"{self._prefix}/{number}/{what}"
 
 
-def _pieces(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _pieces(data: bytes) -> dict[int, bytes]:
+    """Return the contribution of each host; the latest if there are two."""
+    found: dict[int, bytes] = {}
     at = 0
-    with contextlib.suppress(struct.error):
-        while at < len(data):
-            host, length = _PIECE.unpack_from(data, at)
-            at += _PIECE.size
-            yield host, data[at : at + length]
-            at += length
+    while at + _PIECE.size <= len(data):
+        host, length = _PIECE.unpack_from(data, at)
+        at += _PIECE.size + length
+        found[host] = data[at - length : at]
+    return found

@@ -1,143 +1,179 @@
-"""What the ranks of one host tell each other about rounds with other hosts.
+"""What the ranks of one host share about rounds with other hosts, and about other hosts' life.
 
-One rank asks the store, all read the answer here. Nothing relies on who that is: the fate of a
-round is the same whoever writes it down, and each entry proves itself whole, as in the cells. Who
-finds nothing here can still ask for itself.
+One rank asks the store, and all ranks of the host read the answer here. It does not matter which:
+the decision about a round is the same, whichever rank writes it, and each record proves itself
+whole, as in the cells. A rank that finds nothing here can still ask for itself.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
-import zlib
+import time
 from typing import TYPE_CHECKING, Any
 
-from ..file.memory import CELLS, lay
+from ..file.memory import CELLS, HEADER_SIZE, RECORD_HEAD, map_file, read_record, write_record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ..file.private_dir import PrivateDirectory
 
-_MAGIC = b"syncprims relay 1".ljust(32, b"\0")
-_WORD = struct.Struct("<Q")
-_ENTRY = struct.Struct("<QII")  # round, length, check
-_ENTRY_SIZE = 8 * 1024
-_NEWS_SIZE = 64 * 1024
-#: In place of a fate that is too large to stand here: it is to be read from the store.
+_MAGIC = b"syncprims host state 2"
+_ROUND = struct.Struct("<Q")
+ENTRY_SIZE = 8 * 1024
+#: Bytes of a decision that fits.
+MOST = ENTRY_SIZE - RECORD_HEAD - _ROUND.size
+_REPORT_SIZE = 64 * 1024
+#: In place of a decision that is too large: it must be read from the store.
 ELSEWHERE = b"?"
 
+_BEAT_MAGIC = b"syncprims heartbeat 2"
+_TIME = struct.Struct("<d")
+BEATS = 5  #: within the time after which silence is taken for death
 
-class Relay:
-    """The shared memory of one board's `count` members on this host, one of whom is `index`."""
+
+class HostState:
+    """The shared memory of one board's `count` members on this host, one of which is `index`."""
 
     def __init__(self, directory: PrivateDirectory, name: str, count: int, index: int) -> None:
-        """Map it, making it if it is not there; under the table's lock.
+        """Map it, creating it if it is not there; under the run's lock.
 
-        :raises OSError: if there is no room for it.
+        :raises OSError: if there is no space for it.
         """
         self._directory = directory
         self._name = name
-        self._count = count
         self._index = index
-        self._waiting_at = len(_MAGIC)
-        self._brought_at = self._waiting_at + _WORD.size * count
-        self._news_at = self._brought_at + _WORD.size
-        self._entries_at = self._news_at + _NEWS_SIZE
-        size = self._entries_at + CELLS * _ENTRY_SIZE
-        fd = directory.open_file(f"{name}-relay", os.O_RDWR | os.O_CREAT)
-        try:
-            lay(fd, size, _MAGIC)
-            self._memory = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
-        self._cut: bytes | None = None
+        self._contributed_at = HEADER_SIZE + _ROUND.size * count
+        self._report_at = self._contributed_at + _ROUND.size
+        self._entries_at = self._report_at + _REPORT_SIZE
+        size = self._entries_at + CELLS * ENTRY_SIZE
+        self._memory = map_file(directory, f"{name}-host", _MAGIC, count, size)
+        self._local_verdict: bytes | None = None
 
-    # -- fates --------------------------------------------------------------------------------
+    # -- decisions ------------------------------------------------------------------------------
 
-    def publish(self, number: int, fate: bytes) -> None:
-        """Write down the fate of a round."""
-        if len(fate) > _ENTRY_SIZE - _ENTRY.size:
-            fate = ELSEWHERE
-        self._write(self._entries_at + number % CELLS * _ENTRY_SIZE, number, fate)
+    def publish_decision(self, number: int, decision: bytes) -> None:
+        """Write the decision about a round."""
+        self._write(self._entry(number), number, decision if len(decision) <= MOST else ELSEWHERE)
 
-    def fate(self, number: int) -> bytes | None:
-        """Return the fate of a round, None if it is not known here."""
-        at = self._entries_at + number % CELLS * _ENTRY_SIZE
-        return self._read(at, _ENTRY_SIZE, number)
+    def decision(self, number: int) -> bytes | None:
+        """Return the decision about a round, None if it is not known here."""
+        return self._read(self._entry(number), ENTRY_SIZE, number)
 
-    # -- who does what for the host -----------------------------------------------------------
+    def _entry(self, number: int) -> int:
+        return self._entries_at + number % CELLS * ENTRY_SIZE
+
+    # -- duties ---------------------------------------------------------------------------------
 
     @property
-    def brought(self) -> int:
-        """The last round to which this host's notes have been brought."""
-        return int(_WORD.unpack_from(self._memory, self._brought_at)[0])
+    def contributed(self) -> int:
+        """The last round to which this host's notes have been contributed."""
+        return int(_ROUND.unpack_from(self._memory, self._contributed_at)[0])
 
-    @brought.setter
-    def brought(self, number: int) -> None:
-        if number > self.brought:
-            self._memory[self._brought_at : self._brought_at + _WORD.size] = _WORD.pack(number)
+    @contributed.setter
+    def contributed(self, number: int) -> None:
+        if number > self.contributed:
+            at = self._contributed_at
+            self._memory[at : at + _ROUND.size] = _ROUND.pack(number)
 
-    def wait_for(self, number: int) -> None:
-        """Say that this member waits for the fate of a round; 0: for none."""
-        at = self._waiting_at + _WORD.size * self._index
-        self._memory[at : at + _WORD.size] = _WORD.pack(number)
+    def set_waiting(self, number: int) -> None:
+        """Publish that this member waits for the decision about a round; 0: for none."""
+        at = HEADER_SIZE + _ROUND.size * self._index
+        self._memory[at : at + _ROUND.size] = _ROUND.pack(number)
 
-    def before_me(self, number: int) -> int:
-        """Return how many members wait for the same round and come before this one."""
-        begin = self._waiting_at
-        words = struct.unpack_from(f"<{self._index}Q", self._memory, begin)
-        return sum(word == number for word in words)
+    def waiting_before(self, number: int) -> int:
+        """Return how many members with a lower index wait for the same round."""
+        return struct.unpack_from(f"<{self._index}Q", self._memory, HEADER_SIZE).count(number)
 
-    # -- news of other hosts --------------------------------------------------------------------
+    # -- other hosts ----------------------------------------------------------------------------
 
-    def tell(self, number: int, news: dict[str, Any]) -> None:
-        """Write down what is known of those who have not come to a round yet."""
-        data = json.dumps(news).encode()
-        if len(data) <= _NEWS_SIZE - _ENTRY.size:
-            self._write(self._news_at, number, data)
+    def publish_report(self, number: int, report: dict[str, Any]) -> None:
+        """Write what is known about members that have not come to a round yet."""
+        data = json.dumps(report).encode()
+        if len(data) <= _REPORT_SIZE - RECORD_HEAD - _ROUND.size:
+            self._write(self._report_at, number, data)
 
-    def news(self, number: int) -> dict[str, Any]:
-        """Return what was last told of a round."""
-        data = self._read(self._news_at, _NEWS_SIZE, number)
+    def report(self, number: int) -> dict[str, Any]:
+        """Return the latest report about a round."""
+        data = self._read(self._report_at, _REPORT_SIZE, number)
         return json.loads(data) if data else {}
 
-    # -- when the store is gone -------------------------------------------------------------------
+    # -- when the store is gone -----------------------------------------------------------------
 
-    def cut(self, verdict: bytes) -> bytes:
-        """Let this host break the board by itself; return the verdict of the first to say so."""
-        name = f"{self._name}-cut-{self._index}"
-        fd = self._directory.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(fd, "wb") as file:
-            file.write(verdict)
-        self._directory.claim(f"{self._name}-cut", str(self._index))
-        return self.is_cut() or verdict
+    def break_locally(self, verdict: bytes) -> bytes:
+        """Break the board for this host alone; return the verdict of the first rank to do so."""
+        self._directory.write(f"{self._name}-local-{self._index}", verdict)
+        self._directory.claim(f"{self._name}-local", str(self._index))
+        return self.local_verdict() or verdict
 
-    def is_cut(self) -> bytes | None:
-        """Return the verdict by which this host has broken the board by itself, if it has."""
-        if self._cut is None:
-            index = self._directory.claimed(f"{self._name}-cut")
+    def local_verdict(self) -> bytes | None:
+        """Return the verdict with which this host alone has broken the board, if it has."""
+        if self._local_verdict is None:
+            index = self._directory.claimed(f"{self._name}-local")
             if index is not None and index.isdecimal():
-                fd = self._directory.open_file(f"{self._name}-cut-{index}", os.O_RDONLY)
-                with os.fdopen(fd, "rb") as file:
-                    self._cut = file.read()
-        return self._cut
+                self._local_verdict = self._directory.read(f"{self._name}-local-{index}")
+        return self._local_verdict
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self._memory.close()
 
     # -- entries --------------------------------------------------------------------------------
 
     def _write(self, at: int, number: int, data: bytes) -> None:
-        check = zlib.crc32(data, number & 0xFFFFFFFF)
-        begin = at + _ENTRY.size
-        self._memory[begin : begin + len(data)] = data
-        self._memory[at:begin] = _ENTRY.pack(number, len(data), check)
+        write_record(self._memory, at, _ROUND.pack(number) + data)
 
     def _read(self, at: int, size: int, number: int) -> bytes | None:
-        found, length, check = _ENTRY.unpack_from(self._memory, at)
-        if found != number or length > size - _ENTRY.size:
-            return None
-        data = self._memory[at + _ENTRY.size : at + _ENTRY.size + length]
-        return data if zlib.crc32(data, number & 0xFFFFFFFF) == check else None
+        data = read_record(self._memory, at, size)
+        return data[8:] if data is not None and data[:8] == _ROUND.pack(number) else None
+
+
+class Heartbeat:
+    """The heartbeat of this host, and what is known of the others'.
+
+    Each host counts up its key at the store several times within the time after which its silence
+    means that it is gone. Any of its ranks does this, so one that is stopped or busy does not
+    silence its host. Only a rank that waits for a host looks at its key, and it measures silence by
+    its own clock alone.
+    """
+
+    def __init__(self, directory: PrivateDirectory, prefix: str, host: int, limit: float) -> None:
+        """Share the time of the last beat with the other ranks of this host; under the run's lock.
+
+        :raises OSError: if there is no space for it.
+        """
+        self.limit = limit  #: seconds of silence that mean death
+        self.every = limit / BEATS  #: seconds between two beats
+        self._prefix = prefix
+        self._host = host
+        self._seen: dict[int, tuple[int, float]] = {}  # host -> beats, and since when
+        self._memory = map_file(directory, "heartbeat", _BEAT_MAGIC, 1, mmap.PAGESIZE)
+
+    def beat(self, store: Any) -> None:
+        """Count up this host's key, unless another of its ranks just has."""
+        now = time.monotonic()  # one clock for all processes of a host
+        (last,) = _TIME.unpack_from(self._memory, HEADER_SIZE)
+        if not 0 <= now - last < 0.75 * self.every:
+            self._memory[HEADER_SIZE : HEADER_SIZE + _TIME.size] = _TIME.pack(now)
+            store.add(self._key(self._host), 1)
+
+    def look(self, store: Any, hosts: Iterable[int]) -> None:
+        """Check whether these hosts have beaten since the last look."""
+        for host in hosts:
+            beats = store.add(self._key(host), 0)
+            if self._seen.get(host, (-1, 0.0))[0] != beats:
+                self._seen[host] = beats, time.monotonic()
+
+    def silence(self, host: int) -> float:
+        """Return for how many seconds no beat of `host` has been seen; 0 before the first look."""
+        now = time.monotonic()
+        return now - self._seen.get(host, (0, now))[1]
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._memory.close()
+
+    def _key(self, host: int) -> str:
+        return f"{self._prefix}/beat/{host}"

@@ -1,9 +1,11 @@
-"""Who takes part in a run, and who shares a host: agreed through the rendezvous store.
+"""The rendezvous: ranks agree through the store on who takes part and who shares a host.
 
-What launchers say of nodes is not enough: containers with a GPU each may share a machine and no
-memory. So each rank tells which directory it would meet others in, by what the kernel calls it; a
-directory is the same for two ranks only if both see the same memory there. Whoever comes last
-writes down the result, which holds for all.
+What launchers say about nodes is not enough: containers with a GPU each may share a machine and no
+memory. So each rank publishes the directory in which it would meet others, by what the kernel calls
+it. A directory is the same for two ranks only if both see the same memory there.
+
+A rendezvous has epochs. Each rank adds its entry to the open epoch, and the rank that completes it
+writes the result, which holds for all. An epoch that is complete, or void, is closed.
 """
 
 from __future__ import annotations
@@ -21,236 +23,210 @@ import torch
 
 from syncprims.errors import BackendUnavailable, SyncTimeout
 
-from ..file.backend import base_of
-from .store import TRY_AGAIN
-from .store_link import StoreGone
+from ..file.backend import open_base
+from .store import TRY_AGAIN, StoreGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from syncprims.interface import Settings, Topology
 
-    from .store import StoreSource
-    from .store_link import StoreLink
+    from .store import StoreEndpoint, StoreLink, T
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two looks whether all have come
-_LAST_WORD = 2.0  # seconds to say that this rank gives up
-
-
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two checks whether all have come
+_LEAVING = 2.0  # seconds to publish that this rank leaves the epoch
 _VOID = b"void"
 
 
-class Host(NamedTuple):
+class HostGroup(NamedTuple):
     """Ranks that share memory."""
 
     name: str
     ranks: list[int]  #: ascending
-    devices: bool = False  #: one for each of them
+    devices: bool = False  #: there is one for each of them
 
 
-class Census(NamedTuple):
-    """All ranks of one world."""
+class Placement:
+    """All ranks of one world, by host."""
 
-    token: str  #: tells this world from every other
-    hosts: list[Host]  #: by lowest rank
-
-    @property
-    def host_of(self) -> dict[int, int]:
-        """The host of each rank."""
-        return {rank: number for number, host in enumerate(self.hosts) for rank in host.ranks}
+    def __init__(self, token: str, hosts: list[HostGroup]) -> None:
+        self.token = token  #: unique to this world
+        self.hosts = hosts  #: by lowest rank
+        #: of each rank
+        self.host_of = {rank: number for number, host in enumerate(hosts) for rank in host.ranks}
 
 
-def identity(directory_fd: int) -> str:
-    """Return what this kernel, and no other, calls the open directory."""
-    found = os.fstat(directory_fd)
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # no Linux
-        boot = socket.gethostname()
-    return f"{boot}-{found.st_dev}-{found.st_ino}"
+class Rendezvous:
+    """One rank's part in a rendezvous. Methods that take a `store` run on a link's thread."""
 
+    def __init__(
+        self,
+        links: Sequence[StoreLink],
+        endpoint: StoreEndpoint,
+        topology: Topology,
+        settings: Settings,
+        deadline: float,
+    ) -> None:
+        self._links = links
+        self._endpoint = endpoint
+        self._top = topology
+        self._join_timeout = settings.join_timeout
+        self._deadline = deadline
+        self._prefix = f"world-{topology.world_size}/rendezvous"
+        self._epoch = ""  # prefix of the keys of the epoch that this rank is in
+        self._missing: list[int] = []  # as last known: the rank that serves the store may go first
+        with contextlib.closing(open_base(settings)) as base:
+            place = _identity(base.fd)
+        # To count the devices that this process sees touches none.
+        entry = [topology.rank, place, socket.gethostname(), torch.cuda.device_count()]
+        self._entry = json.dumps(entry).encode() + b"\n"
 
-class Register:
-    """The books of the census at the store, under `prefix`. Its methods run on a link's thread."""
+    def run(self) -> Placement:
+        """Return who takes part, once all have come and have all their links to the store.
 
-    def __init__(self, prefix: str, world_size: int) -> None:
-        self._prefix = prefix
-        self._world_size = world_size
-
-    def give_up(self, store: Any, book: str) -> Census | None:
-        """Close a book for nobody, or return its result: all came at the last moment.
-
-        Nobody may go by a book that a rank has left. The others open the next, where it may meet
-        them if it tries again.
+        :raises SyncTimeout: naming the ranks that have not come at the deadline.
+        :raises BackendUnavailable: if the store cannot be reached.
+        :raises StoreGone: if the store ended meanwhile, and there is time for another attempt.
         """
-        return _read(store.compare_set(f"{book}result", "", _VOID))
+        try:
+            for link in self._links:
+                # Now, and not when they are needed: a store may take seconds for a new connection,
+                # to look up the name of the caller, and answers no other rank meanwhile.
+                link.ask(lambda store: None, self._left())
+            while True:
+                self._epoch = self._ask(self._enter)
+                placement = self._await_result()
+                if placement is not None:
+                    return placement
+                if self._left() < _LEAVING:
+                    # Another rank's deadline came a moment before this one's. The ranks that were
+                    # late for it are late for this one.
+                    self._missing = self._ask(self._find_missing)
+                    if self._missing:
+                        raise StoreGone("not all ranks have come")
+        except StoreGone as error:
+            if self._left() > (_LEAVING if self._missing else TRY_AGAIN):
+                raise
+            why = error
+        if self._epoch:
+            with contextlib.suppress(StoreGone):
+                placement = self._links[0].ask(self._void, _LEAVING)
+                if placement is not None:
+                    return placement
+            if self._missing:
+                raise self._never_came()
+        raise unreachable(self._top, self._endpoint, why) from why
 
-    def enter(self, store: Any, rank: int, place: str, devices: int) -> str:
-        """Write this rank and the devices it sees into the open book; return the book's name.
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
 
-        A book is closed once all ranks are in it, and then belongs to their world. So a second
+    def _ask(self, work: Callable[[Any], T]) -> T:
+        return self._links[0].ask(work, self._left())
+
+    def _await_result(self) -> Placement | None:
+        """Return the result of the epoch once it is closed; None if it is void."""
+        pause = _FIRST_PAUSE
+        while True:
+            if not self._left():
+                raise StoreGone("not all ranks have come")
+            time.sleep(min(pause, self._left()))
+            pause = min(1.2 * pause, _LONGEST_PAUSE)  # many ranks may ask
+            result = self._ask(self._read_result)
+            if result:
+                return _decode(result)
+            if self._left() < _LEAVING:
+                self._missing = self._ask(self._find_missing)
+
+    def _never_came(self) -> SyncTimeout:
+        top, missing, waited = self._top, self._missing, self._join_timeout - self._left()
+        arrived = [rank for rank in range(top.world_size) if rank not in missing]
+        lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
+        return SyncTimeout(
+            f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
+            f"did\n{lines}\nThis rank waits at the store at {self._endpoint.address}, run id "
+            f"{top.run_id!r}: a rank that was started with others never meets it. See what keeps "
+            f"ranks {missing}. If they are only slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
+            rank=top.rank,
+            call="init",
+            missing=missing,
+            arrived=arrived,
+            waited=waited,
+        )
+
+    # -- at the store ---------------------------------------------------------------------------
+
+    def _enter(self, store: Any) -> str:
+        """Add this rank's entry to the open epoch, and return the prefix of that epoch's keys.
+
+        An epoch is closed once all ranks are in it, and then belongs to their world. So a second
         world of the same processes opens the next.
         """
         number = 1
-        while store.check([self._key(number, "result")]):
+        while store.check([f"{self._prefix}/{number}/result"]):
             number += 1
-        entry = json.dumps([rank, place, socket.gethostname(), devices]).encode() + b"\n"
-        store.append(self._key(number, "entries"), entry)
-        if store.add(self._key(number, "count"), 1) >= self._world_size:
-            entries = self._entries(store, number)
-            if len(entries) == self._world_size:
+        epoch = f"{self._prefix}/{number}/"
+        store.append(f"{epoch}entries", self._entry)
+        if store.add(f"{epoch}count", 1) >= self._top.world_size:
+            entries = _entries(store, epoch)
+            if len(entries) == self._top.world_size:
                 result = json.dumps([secrets.token_hex(8), _by_host(entries)])
-                store.compare_set(self._key(number, "result"), "", result)
-        return self._key(number, "")
+                store.compare_set(f"{epoch}result", "", result)
+        return epoch
 
-    def look(self, store: Any, book: str) -> tuple[bool, Census | None]:
-        """Tell whether a book is closed, and its result, if it has one."""
-        if not store.check([f"{book}result"]):
-            return False, None
-        return True, _read(store.get(f"{book}result"))
+    def _read_result(self, store: Any) -> bytes:
+        key = f"{self._epoch}result"
+        return bytes(store.get(key)) if store.check([key]) else b""
 
-    def missing(self, store: Any, book: str) -> list[int]:
-        """Return the ranks that are not in a book yet."""
-        number = int(book.split("/")[-2])
-        entries = self._entries(store, number)
-        return [rank for rank in range(self._world_size) if rank not in entries]
+    def _find_missing(self, store: Any) -> list[int]:
+        entries = _entries(store, self._epoch)
+        return [rank for rank in range(self._top.world_size) if rank not in entries]
 
-    def _entries(self, store: Any, number: int) -> dict[int, tuple[str, str, int]]:
-        lines = store.get(self._key(number, "entries")).splitlines()
-        return {rank: (place, name, devices) for rank, place, name, devices in map(_load, lines)}
+    def _void(self, store: Any) -> Placement | None:
+        """Void this epoch by compare-and-set; return its result if it was complete before.
 
-    def _key(self, number: int, what: str) -> str:
-        return f"{self._prefix}/census/{number}/{what}"
+        No rank may use an epoch that another has left. The others open the next one, where this
+        rank may meet them if it tries again.
+        """
+        return _decode(store.compare_set(f"{self._epoch}result", "", _VOID))
 
 
-def _read(result: bytes) -> Census | None:
+def _decode(result: bytes) -> Placement | None:
     if result == _VOID:
         return None
     token, hosts = json.loads(result)
-    return Census(token, [Host(*host) for host in hosts])
+    return Placement(token, [HostGroup(*host) for host in hosts])
 
 
-def _load(line: bytes) -> tuple[int, str, str, int]:
-    rank, place, name, devices = json.loads(line)
-    return rank, place, name, devices
+def _entries(store: Any, epoch: str) -> dict[int, tuple[str, str, int]]:
+    """Return the directory, the host's name and the number of devices of each rank."""
+    entries = map(json.loads, store.get(f"{epoch}entries").splitlines())
+    return {rank: (place, name, devices) for rank, place, name, devices in entries}
 
 
-def devices() -> int:
-    """Return how many CUDA devices this process sees, without touching one."""
-    return torch.cuda.device_count()
-
-
-def take_census(
-    links: Sequence[StoreLink],
-    source: StoreSource,
-    top: Topology,
-    settings: Settings,
-    deadline: float,
-) -> Census:
-    """Return who takes part, once all have come and have all their `links` to the store.
-
-    :raises SyncTimeout: naming the ranks that have not come at the deadline.
-    :raises BackendUnavailable: if there is no store to be reached.
-    :raises StoreGone: if the store went meanwhile, and there is time for another attempt.
-    """
-    link = links[0]
-    register = Register(f"world-{top.world_size}", top.world_size)
-    base = base_of(settings)
-    try:
-        place = identity(base.fd)
-    finally:
-        base.close()
-
-    def left() -> float:
-        return max(0.0, deadline - time.monotonic())
-
-    missing: list[int] = []  # as last heard of: whoever serves the store may give up first
-
-    book = ""
-    try:
-        for other in links:
-            # Now, and not when they are needed: a store may take seconds for a new connection,
-            # asking for the name of whoever calls, and answers nobody else meanwhile.
-            other.ask(lambda store: None, left())
-        while True:
-            book = link.ask(lambda store: register.enter(store, top.rank, place, devices()), left())
-            census = _attend(link, register, book, left, missing)
-            if census is not None:
-                return census
-            if left() < _LAST_WORD:
-                # Somebody's deadline came a moment before ours: who was late for it, is for us.
-                missing[:] = _missing(link, register, book, left())
-                if missing:
-                    raise StoreGone("not all ranks have come")
-    except StoreGone as error:
-        if left() > (_LAST_WORD if missing else TRY_AGAIN):
-            raise
-        why = error
-    if book:
-        with contextlib.suppress(StoreGone):
-            census = link.ask(lambda store: register.give_up(store, book), _LAST_WORD)
-            if census is not None:
-                return census
-        if missing:
-            raise _never_came(top, missing, settings.join_timeout - left(), source.address)
-    raise unreachable(top, source, why) from why
-
-
-def unreachable(top: Topology, source: StoreSource, why: StoreGone) -> BackendUnavailable:
-    """Return what tells that there is no store, or none any more."""
-    return BackendUnavailable(
-        f"rank {top.rank} cannot reach the store at {source.address}: {source.refusal or why}. It "
-        f"is served by rank 0, or by torchrun's agent on its host: is that up, and are MASTER_ADDR "
-        f"and MASTER_PORT right and open from here?"
-    )
-
-
-def _attend(
-    link: StoreLink,
-    register: Register,
-    book: str,
-    left: Callable[[], float],
-    missing: list[int],
-) -> Census | None:
-    """Return the result of a book once it is closed; keep in `missing` who is not in it yet."""
-    pause = _FIRST_PAUSE
-    while True:
-        if not left():
-            raise StoreGone("not all ranks have come")
-        time.sleep(min(pause, left()))
-        pause = min(1.2 * pause, _LONGEST_PAUSE)  # there may be many of us
-        closed, census = link.ask(lambda store: register.look(store, book), left())
-        if closed:
-            return census
-        if left() < _LAST_WORD:
-            missing[:] = _missing(link, register, book, left())
-
-
-def _missing(link: StoreLink, register: Register, book: str, seconds: float) -> list[int]:
-    return link.ask(lambda store: register.missing(store, book), seconds)
-
-
-def _never_came(top: Topology, missing: list[int], waited: float, address: str) -> SyncTimeout:
-    arrived = [rank for rank in range(top.world_size) if rank not in missing]
-    lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
-    return SyncTimeout(
-        f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} did\n"
-        f"{lines}\nThis rank waits at the store at {address}, run id {top.run_id!r}: a rank that "
-        f"was started with others never meets it. See what keeps ranks {missing}. If they are only "
-        f"slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
-        rank=top.rank,
-        call="init",
-        missing=missing,
-        arrived=arrived,
-        waited=waited,
-    )
-
-
-def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[Host]:
+def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[HostGroup]:
     at: dict[str, list[int]] = {}
     for rank in sorted(entries):
         at.setdefault(entries[rank][0], []).append(rank)
     return [
-        Host(entries[ranks[0]][1], ranks, min(entries[r][2] for r in ranks) >= len(ranks))
+        HostGroup(entries[ranks[0]][1], ranks, min(entries[r][2] for r in ranks) >= len(ranks))
         for ranks in at.values()
     ]
+
+
+def _identity(directory_fd: int) -> str:
+    """Return what this kernel, and no other, calls the open directory."""
+    found = os.fstat(directory_fd)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = socket.gethostname()
+    return f"{boot}-{found.st_dev}-{found.st_ino}"
+
+
+def unreachable(top: Topology, endpoint: StoreEndpoint, why: StoreGone) -> BackendUnavailable:
+    """Return the error that there is no store, or none any more."""
+    return BackendUnavailable(
+        f"rank {top.rank} cannot reach the store at {endpoint.address}: {endpoint.refusal or why}. "
+        f"It is served by rank 0, or by torchrun's agent on its host: is that up, and are "
+        f"MASTER_ADDR and MASTER_PORT right and open from here?"
+    )

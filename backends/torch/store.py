@@ -1,56 +1,187 @@
-"""The rendezvous store of a run: where it is, who serves it, and how to connect."""
+"""The rendezvous store of a run: where it is, who serves it, and the connections to it.
+
+A store's client waits inside C++: no signal, no deadline and no death reaches it there, and on a
+link that was cut it waits for ever. So only a :class:`StoreLink`'s own thread ever waits for the
+store. The rank waits for that thread as it waits for everything else: with a deadline, and
+interruptibly.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import socket
+import threading
+import time
+from concurrent import futures
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch.distributed
 
 from syncprims.errors import BackendUnavailable, ConfigurationError
 
-from .store_link import StoreGone
-
 if TYPE_CHECKING:
-    import threading
+    from collections.abc import Callable
 
     from syncprims.interface import Settings, Topology
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
+T = TypeVar("T")
 
-TRY_AGAIN = 0.05  # seconds between two attempts to reach a store
-_ONE_ATTEMPT = 0.5  # seconds: shorter than the farewell of a link whose thread is in one
+TRY_AGAIN = 0.05  #: seconds between two attempts to reach a store
+_ONE_ATTEMPT = 0.5  # seconds: less than closing a link may take, whose thread is in an attempt
 _FOREVER = timedelta(days=365)  # a wait ends with its answer; deadlines are the rank's own
+#: Seconds that a thread gets to end. One that waits on a link that was cut never does, and stays
+#: in C++ until the process ends.
+_CLOSE_TIMEOUT = 1.0
 
 
-class StoreSource:
+class StoreGone(Exception):
+    """The store did not answer in time, or never will."""
+
+
+class StoreLink:
+    """One connection: its thread handles requests one after another."""
+
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], Any],
+        *,
+        await_served: Callable[[threading.Event], None] | None = None,
+        every: float = 0.0,
+        beat: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Connect at the first request; from then on, call ``beat(store)`` every so many seconds.
+
+        `await_served` is called before that. It waits where Python can still be interrupted,
+        returns when the store is served, and raises when the event that it gets is set.
+        """
+        self._name = name
+        self._connect = connect
+        self._await_served = await_served
+        self._closing = threading.Event()
+        self._every = every
+        self._beat = beat
+        self._requests: queue.SimpleQueue[
+            tuple[Callable[[Any], Any], futures.Future[Any]] | None
+        ] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._busy_since: float | None = None
+        self.broken: BaseException | None = None  #: why the store will never answer again
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which the oldest unanswered request has been waiting."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def idle(self) -> bool:
+        """True if no request is waiting or being handled."""
+        return self._busy_since is None and self._requests.empty()
+
+    def submit(self, work: Callable[[Any], T]) -> futures.Future[T]:
+        """Have the thread call ``work(store)``, without waiting for it."""
+        future: futures.Future[T] = futures.Future()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name=f"syncprims-{self._name}", daemon=True
+            )
+            self._thread.start()
+        self._requests.put((work, future))
+        return future
+
+    def ask(self, work: Callable[[Any], T], timeout: float) -> T:
+        """Return what ``work(store)`` returns.
+
+        :raises StoreGone: if there is no answer within `timeout` seconds, or no store any more.
+        """
+        if self.broken is not None:
+            raise StoreGone(_first_line(self.broken))
+        future = self.submit(work)
+        try:
+            error = future.exception(timeout)
+        except futures.TimeoutError:
+            raise StoreGone(f"no answer for {timeout:g} s") from None
+        if error is None:
+            return future.result()
+        if self.broken is not None:
+            raise StoreGone(_first_line(error)) from error
+        raise error
+
+    def close(self) -> None:
+        """End the thread, and with it the connection."""
+        self._closing.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._requests.put(None)
+            thread.join(_CLOSE_TIMEOUT)
+
+    def _run(self) -> None:
+        store: Any = None
+        next_beat = time.monotonic()
+        while True:
+            work = future = None
+            with contextlib.suppress(queue.Empty):
+                beats = self._beat is not None and self.broken is None
+                wait = max(0.0, next_beat - time.monotonic()) if beats else None
+                request = self._requests.get(timeout=wait)
+                if request is None:
+                    return
+                work, future = request
+            self._busy_since = time.monotonic()
+            result = error = None
+            try:
+                if self.broken is not None:
+                    raise StoreGone(str(self.broken))  # a new one: a traceback grows at each raise
+                if store is None:
+                    if self._await_served is not None:
+                        self._await_served(self._closing)
+                    store = self._connect()
+                if self._beat is not None and time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + self._every
+                    with contextlib.suppress(OSError, ValueError):  # the next one may succeed
+                        self._beat(store)
+                if work is not None:
+                    result = work(store)
+            except BaseException as raised:
+                error = raised
+                # What torch raises when the connection has failed, and for nothing else here.
+                if isinstance(error, RuntimeError) and self.broken is None:
+                    self.broken = error
+            self._busy_since = None
+            if future is not None:
+                future.set_result(result) if error is None else future.set_exception(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+class StoreEndpoint:
     """A store that all ranks of a run reach; every thread makes a connection of its own."""
 
-    #: What this process serves, by address, until it ends: the next world may have it again. A
-    #: server that went with its world would go under the feet of ranks that are in the next.
+    #: What this process serves, by address, until it ends: the next world may use it again. If a
+    #: server ended with its world, ranks that are in the next one would lose it.
     _served: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, host: str, port: int, prefix: str, join_timeout: float) -> None:
+        self.host = host
         self.address = f"{host}:{port}"
         self.served_by_rank_0 = False  #: so that rank 0 must leave last
-        self.refusal: OSError | None = None  #: what the last attempt to reach it has met
-        self._host = host
+        self.refusal: OSError | None = None  #: what the last attempt to reach it raised
+        self.kept: Any = None  #: a store that must live as long as this
         self._port = port
         self._prefix = prefix
-        self._patience = timedelta(seconds=join_timeout)
-        self._kept: Any = None  # lives as long as this does
-
-    @property
-    def host(self) -> str:
-        """Where the store is served."""
-        return self._host
+        self._timeout = timedelta(seconds=join_timeout)
 
     def await_served(self, closing: threading.Event) -> None:
-        """Return once somebody listens there.
+        """Return once the store's port accepts connections.
 
-        In C++ a connection would wait for that, and for longer than it was told to. A thread that
-        comes back from there while Python ends takes the process with it, by SIGABRT.
+        A connection waits for that in C++, and for longer than its timeout. A thread that returns
+        from there while Python ends takes the process with it, by SIGABRT.
 
         :raises StoreGone: if `closing` is set meanwhile.
         """
@@ -58,8 +189,8 @@ class StoreSource:
             return
         while not closing.wait(TRY_AGAIN if self.refusal else 0):
             try:
-                socket.create_connection((self._host, self._port), _ONE_ATTEMPT).close()
-            except OSError as error:  # nobody is there yet, or its name is not known yet
+                socket.create_connection((self.host, self._port), _ONE_ATTEMPT).close()
+            except OSError as error:  # it is not served yet, or its name is not known yet
                 self.refusal = error
             else:
                 self.refusal = None
@@ -69,11 +200,7 @@ class StoreSource:
     def connect(self) -> Any:
         """Return a new connection, for one thread; it blocks until the store is served."""
         store = dist.TCPStore(
-            self._host,
-            self._port,
-            is_master=False,
-            timeout=self._patience,
-            wait_for_workers=False,
+            self.host, self._port, is_master=False, timeout=self._timeout, wait_for_workers=False
         )
         store.set_timeout(_FOREVER)
         return dist.PrefixStore(self._prefix, store)
@@ -88,22 +215,14 @@ class StoreSource:
         try:
             # Several tenants: a process group that the program makes at the same address shares it.
             self._served[self.address] = dist.TCPStore(
-                self._host, self._port, is_master=True, wait_for_workers=False, multi_tenant=True
+                self.host, self._port, is_master=True, wait_for_workers=False, multi_tenant=True
             )
         except RuntimeError as error:
             raise BackendUnavailable(
-                f"rank 0 cannot serve the store at {self.address}: "
-                f"{str(error).partition(chr(10))[0]}. Set MASTER_ADDR to the host of rank 0 and "
-                f"MASTER_PORT to a free port there, the same on all ranks"
+                f"rank 0 cannot serve the store at {self.address}: {_first_line(error)}. Set "
+                f"MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same "
+                f"on all ranks"
             ) from error
-
-    def keep(self, store: Any) -> None:
-        """Keep a store alive that somebody else has made."""
-        self._kept = store
-
-    def close(self) -> None:
-        """Let go of what was kept."""
-        self._kept = None
 
 
 def check_findable(topology: Topology, settings: Settings) -> None:
@@ -111,8 +230,7 @@ def check_findable(topology: Topology, settings: Settings) -> None:
 
     :raises ConfigurationError: naming what to set.
     """
-    grouped = dist.is_available() and dist.is_initialized()
-    if grouped or settings.store is not None:
+    if settings.store is not None or dist.is_initialized():
         return
     if topology.num_nodes > 1:
         raise ConfigurationError(
@@ -128,34 +246,30 @@ def check_findable(topology: Topology, settings: Settings) -> None:
         )
 
 
-def find_store(topology: Topology, settings: Settings) -> StoreSource | None:
+def find_store(topology: Topology, settings: Settings) -> StoreEndpoint | None:
     """Return the store of this run; None if it is a run of one host without any.
 
     That of torchrun's agent if there is one, else that of the initialized default group, else one
-    that rank 0 serves at MASTER_ADDR and MASTER_PORT.
-
-    Asked after :func:`check_findable`.
+    that rank 0 serves at MASTER_ADDR and MASTER_PORT. Called after :func:`check_findable`.
     """
     prefix = f"syncprims/{topology.run_id or 'run'}"
-    grouped = dist.is_available() and dist.is_initialized()
+    initialized = dist.is_initialized()
     if topology.launcher == "syncprims" and topology.num_nodes == 1 and topology.run_id is not None:
-        return None  # they share this host, and `syncprims run` has named what they are there
-    if settings.store is not None and (settings.agent_store or not grouped):
-        source = StoreSource(*settings.store, prefix, settings.join_timeout)
+        return None  # all share this host, and `syncprims run` gave the run a name
+    if settings.store is not None and (settings.agent_store or not initialized):
+        endpoint = StoreEndpoint(*settings.store, prefix, settings.join_timeout)
         if not settings.agent_store:
-            source.served_by_rank_0 = True
+            endpoint.served_by_rank_0 = True
             if topology.rank == 0:
-                source.serve()
-        return source
-    if grouped:
-        return _of_default_group(prefix, topology, settings.join_timeout)
-    return None
+                endpoint.serve()
+        return endpoint
+    return _of_default_group(prefix, topology, settings.join_timeout) if initialized else None
 
 
-def _of_default_group(prefix: str, topology: Topology, join_timeout: float) -> StoreSource | None:
+def _of_default_group(prefix: str, topology: Topology, join_timeout: float) -> StoreEndpoint | None:
     """Return the store with which the program has initialized ``torch.distributed``.
 
-    None if it cannot be shared, and a run on one host can do without.
+    None if it cannot be shared, and a run on one host needs none.
     """
     # Torch has no public name for it, and the ranks must meet where they have met before.
     store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -170,7 +284,7 @@ def _of_default_group(prefix: str, topology: Topology, join_timeout: float) -> S
             f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
             f"can be shared: initialize it with env:// or tcp://, or start the ranks with torchrun"
         )
-    source = StoreSource(inner.host, inner.port, prefix, join_timeout)
-    source.keep(store)
-    source.served_by_rank_0 = True
-    return source
+    endpoint = StoreEndpoint(inner.host, inner.port, prefix, join_timeout)
+    endpoint.kept = store
+    endpoint.served_by_rank_0 = True
+    return endpoint

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from syncprims import errors
+from syncprims._protocol.deadlock import Wait, deadlock_error, find_any_cycle
 from syncprims.interface import Label
 
-from .deadlock import Wait, deadlock_error, find_any_cycle
 from .faults import Fault
 from .probe import Observer, RecordedCall
 

@@ -14,6 +14,8 @@ from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
+from syncprims import errors
+from syncprims._protocol.deadlock import Wait, deadlock_error
 from syncprims._world.backends import load_backend
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
@@ -144,7 +146,7 @@ class ThreadWorld(Observer):
         If there are none, the others wait for a rank that a fault has stopped. A rank that waits
         for one that has ended does not come here: its board says so, and the call raises.
         """
-        broken = [room for room in self.rooms if room.break_deadlock()]
+        broken = [room for room in self.rooms if _abort_cycles(room.waiting)]
         if broken:
             self._run.has_cycle = True
             return True
@@ -225,3 +227,20 @@ def _one_processor(number: int) -> Generator[None]:
         yield
     finally:
         os.sched_setaffinity(0, ours)
+
+
+def _abort_cycles(boards: dict[int, Any]) -> bool:
+    """Abort the boards of all ranks whose waits lead into a cycle; return whether there are any."""
+    stuck: dict[int, Any] = {}
+    found = boards
+    while found != stuck:
+        stuck, found = found, {r: b for r, b in found.items() if b.missing() & found.keys()}
+    waits = {
+        rank: Wait(str(board.status(rank).label), str(list(board.members)), board.missing())
+        for rank, board in sorted(stuck.items())
+    }
+    if waits:
+        verdict = errors.dump(deadlock_error(waits, min(waits)))
+        for board in stuck.values():
+            board.abort(verdict)
+    return bool(waits)

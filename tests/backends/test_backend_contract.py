@@ -40,7 +40,7 @@ class TestAThirdPartys(BackendContract):
 
 def test_a_limit_for_objects_beside_a_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_backend("file").name == "file"  # and it is imported
-    board = vars(sys.modules["syncprims.backends.file.board"])["SlotBoard"]
+    board = vars(sys.modules["syncprims.backends.file.board"])["SharedMemoryBoard"]
     monkeypatch.setattr(board, "note_limit", 1 << 20)
     with pytest.raises(AssertionError, match="a window is for arrays"):
         TestFile().test_windows_are_shared()

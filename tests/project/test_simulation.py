@@ -66,46 +66,45 @@ class CountingStore:
 
 @pytest.mark.parametrize("hosts", [1, 2, 5])
 def test_a_round_takes_as_many_messages_as_the_backend_sends(bench: Any, hosts: int) -> None:
-    fates: Any = import_module("syncprims.backends.torch.decisions")
+    decisions: Any = import_module("syncprims.backends.torch.decisions")
     store = CountingStore()
-    book = fates.Fates("b", {host: [host] for host in range(hosts)})
+    rounds = decisions.Decisions("b", {host: [host] for host in range(hosts)})
     for number in range(1, 21):
         before = store.messages
         for host in range(hosts):
-            book.bring(store, number, host, [NOTE])
+            rounds.contribute(store, number, host, [NOTE])
         for _ in range(hosts):
-            book.wait(store, number)
+            rounds.wait(store, number)
     case = bench.Case(hosts, ranks=1, rounds=10)
     result = bench.simulate(case, costs(bench))
     assert result.messages / case.rounds == store.messages - before == 4 * hosts + 6
 
 
 def test_the_decision_has_the_size_that_the_backend_gives_it(bench: Any) -> None:
-    fates: Any = import_module("syncprims.backends.torch.decisions")
+    decisions: Any = import_module("syncprims.backends.torch.decisions")
     source = NOTE._replace(payload=b"a")
     length = len(NOTE.encode()) + 4
     for notes, distinct in (([NOTE] * 24, 1), ([source] + [NOTE] * 23, 2)):
         case = bench.Case(3, ranks=8, distinct=distinct)
-        size = len(fates.COMPLETE + fates.encode_notes(notes))
+        size = len(decisions.COMPLETE + decisions.encode_notes(notes))
         assert abs(case.decision(length) - size) <= 8
 
 
 def test_its_waits_are_those_of_the_backend(bench: Any) -> None:
     board: Any = import_module("syncprims.backends.torch.board")
-    relay: Any = import_module("syncprims.backends.torch.host_state")
-    heartbeat: Any = import_module("syncprims.backends.torch.heartbeat")
+    host_state: Any = import_module("syncprims.backends.torch.host_state")
     seconds = [bench.FIRST_LOOK, bench.LONGEST_LOOK, bench.LOOK_PER_HOST]
     expected = [board._FIRST_LOOK, board._LONGEST_LOOK, board._LOOK_PER_HOST]
     assert seconds == [figure * 1e6 for figure in expected]
     assert bench.MOST_LOOKED_AT == board._MOST_LOOKED_AT
-    assert relay._ENTRY_SIZE - relay._ENTRY.size == bench.RELAY_ENTRY
-    assert bench.BEATS == heartbeat.BEATS
+    assert host_state.MOST == bench.LARGEST_SHARED
+    assert bench.BEATS == host_state.BEATS
 
 
 def test_a_round_of_one_host_is_the_sum_of_its_ways(bench: Any) -> None:
-    """Bring, wait, read: there and back. Settle: there. Who waits is told, and reads: ten ways."""
+    """Contribute, wait, read: there and back. Decide: there. The woken read, too: ten ways."""
     result = bench.simulate(bench.Case(1, rounds=3), costs(bench, link=10.0))
-    # Before the next the speaker removes three keys, of which two ways overlap with the reading.
+    # Before the next, the link removes three keys, of which two ways overlap with the reading.
     assert result.took == [100.0, 140.0, 140.0]
 
 
@@ -133,7 +132,7 @@ def test_who_waits_looks_around_ever_less_often(bench: Any) -> None:
     assert bench.simulate(bench.Case(2, rounds=1), costs(bench)).looks == 0
 
 
-def test_a_decision_that_cannot_be_passed_on_is_read_by_every_rank(bench: Any) -> None:
+def test_a_decision_that_cannot_be_shared_is_read_by_every_rank(bench: Any) -> None:
     case = bench.Case(20, rounds=1, distinct=2)
     assert (case.readers(50), case.readers(5000)) == (1, 8)
     large = dataclasses.replace(costs(bench), note=5000)

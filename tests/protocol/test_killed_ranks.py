@@ -190,17 +190,17 @@ def test_a_rank_killed_with_the_run_locked_is_missed_by_name(meeting_place: Path
     """The system frees the lock, and the others go on."""
 
     def prepare() -> None:
-        vars(sys.modules["syncprims.backends.file.backend"])["_table_for"] = kill_me
+        vars(sys.modules["syncprims.backends.file.backend"])["_world_to_join"] = kill_me
 
     said = joining(meeting_place, prepare, SYNCPRIMS_JOIN_TIMEOUT="1")
     assert said == [("SyncTimeout", [VICTIM], False)] * 2
 
 
 @pytest.mark.parametrize("companion", [nobody, a_raw_fork])
-def test_a_rank_killed_on_its_seat_is_told_to_those_who_sit(
+def test_a_rank_killed_after_joining_is_reported_to_those_that_joined(
     companion: Callable[[int], None], leash: tuple[int, int], meeting_place: Path
 ) -> None:
-    """Rank 1 dies between taking its seat and its first note; rank 2 never comes."""
+    """Rank 1 dies between joining and its first note; rank 2 never comes."""
 
     def program() -> Any:
         os.close(leash[1])
@@ -208,11 +208,11 @@ def test_a_rank_killed_on_its_seat_is_told_to_those_who_sit(
         if rank == VICTIM:
 
             def die(_: object) -> None:
-                # Not before the other is there: it would find a table of the dead, and lay a new.
-                while not list(meeting_place.glob("*/table-1/seat-0")):
+                # Not before the other is there: it would find only dead ranks, and create a world.
+                while not list(meeting_place.glob("*/world-1/alive-0")):
                     os.sched_yield()
                 signal.signal(signal.SIGALRM, kill_me)
-                signal.setitimer(signal.ITIMER_REAL, 0.05)  # and has seen this one sit
+                signal.setitimer(signal.ITIMER_REAL, 0.05)  # and has seen that this one joined
                 signal.pause()
 
             companion(leash[0])

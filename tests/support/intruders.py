@@ -1,4 +1,4 @@
-"""Attacks by another user on the directory of a run, and checks that nothing changed."""
+"""Other users who create files in the way, victims that must stay intact, and what ranks left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from syncprims._world.launchers import make_rank_variables
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-STRANGER = 65534
+OTHER_USER = 65534
 RUN = "planted"
 RUN_NAME = f"syncprims-{RUN}"
 
@@ -44,26 +44,26 @@ def start_process(does: Callable[[], object]) -> int:
     return pid
 
 
-def start_stranger(does: Callable[[], object]) -> int:
-    """Return the pid of a process of another user that calls `body`."""
+def start_intruder(does: Callable[[], object]) -> int:
+    """Return the pid of a process of another user that does this."""
 
     def become_and_do() -> None:
         os.setgroups([])
-        os.setgid(STRANGER)
-        os.setuid(STRANGER)
+        os.setgid(OTHER_USER)
+        os.setuid(OTHER_USER)
         os.umask(0)
         does()
 
     return start_process(become_and_do)
 
 
-def as_stranger(does: Callable[[], object]) -> None:
-    """Call `body` as another user, and wait."""
-    assert os.waitpid(start_stranger(does), 0)[1] == 0
+def as_intruder(does: Callable[[], object]) -> None:
+    """Let another user do this."""
+    assert os.waitpid(start_intruder(does), 0)[1] == 0
 
 
 class Victim:
-    """A directory with a file that only its owner may change."""
+    """A directory with a file in it that only its owner may change."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path
@@ -105,7 +105,7 @@ def null_device(path: Path) -> None:
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
 
 
-#: What an intruder may plant at the path of one of our files, with a victim file to point to.
+#: What may stand in place of a file of ours: created at a path, with a victim at hand.
 KINDS_OF_FILES: dict[str, Callable[[Path, Victim], object]] = {
     "link": lambda path, victim: path.symlink_to(victim.file),
     "dangling link": lambda path, victim: path.symlink_to(victim.folder / "new"),
@@ -114,7 +114,7 @@ KINDS_OF_FILES: dict[str, Callable[[Path, Victim], object]] = {
     "socket": lambda path, _: bind(path),
     "device": lambda path, _: null_device(path),
     "directory": lambda path, _: path.mkdir(mode=0o700),
-    "another's": lambda path, _: plain_file(path, 0o600, STRANGER),
+    "another's": lambda path, _: plain_file(path, 0o600, OTHER_USER),
     "readable": lambda path, _: plain_file(path, 0o644),
     "writable": lambda path, _: plain_file(path, 0o666),
 }

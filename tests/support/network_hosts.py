@@ -136,7 +136,7 @@ class Network:
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
 
     def run(self, source: str, **variables: str) -> None:
-        """Start `source` on all ranks. It can use `rank`, `report` and all public names."""
+        """Start `source` on all ranks of all hosts. `rank`, `report` and all names are there."""
         script = self.folder / "script.py"
         script.write_text(_HEAD.format(folder=str(self.folder)) + textwrap.dedent(source))
         for host in self.hosts:
@@ -166,11 +166,11 @@ class Network:
         _do(["nsenter", "-t", str(self._switch.pid), "-n", "ip", *arguments])
 
     def cut(self, host: Host) -> None:
-        """Cut the link of a host: packets to it are lost without an error."""
+        """Cut the link of a host: what is sent there is lost, and no process is notified."""
         self._at_switch("link", "set", f"v{host.number}", "down")
 
-    def await_reported(self, *names: str) -> None:
-        """Wait until ranks have written files with all these names."""
+    def await_reports(self, *names: str) -> None:
+        """Return when ranks have reported all these names."""
         deadline = time.monotonic() + PATIENCE
         while not all((self.folder / name).exists() for name in names):
             for host in self.hosts:
@@ -180,12 +180,12 @@ class Network:
                 assert time.monotonic() < deadline, log
             time.sleep(0.005)
 
-    def reported(self, rank: int) -> str:
-        """Return the last text that a rank has written."""
+    def report_of(self, rank: int) -> str:
+        """Return the last report of a rank."""
         path = self.folder / f"end-{rank}"
         if not path.exists():
             logs = "\n".join((h.folder / "log").read_text(errors="replace") for h in self.hosts)
-            raise AssertionError(f"rank {rank} has written nothing:\n{logs}")
+            raise AssertionError(f"rank {rank} has reported nothing:\n{logs}")
         return path.read_text()
 
     def wait(self) -> list[Ended]:

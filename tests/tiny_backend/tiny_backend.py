@@ -1,4 +1,4 @@
-"""About the smallest backend that keeps the contract: one file per note, one lock for all."""
+"""A very small backend that keeps the contract: one file per note, one lock for all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TinyBackend(Backend):
         assert settings.directory is not None
         self.root = Path(settings.directory) / f"tiny-{topology.run_id}"
         self.root.mkdir(exist_ok=True)
-        self.say("seat", str(os.getpid()).encode())
+        self.write("alive", str(os.getpid()).encode())
 
     def board(self, members: Sequence[int]) -> TinyBoard:
         folder = self.root / "-".join(map(str, members))
@@ -32,9 +32,9 @@ class TinyBackend(Backend):
         return TinyBoard(members, self.topology.rank, folder)
 
     def close(self, failure: bytes | None = None) -> None:
-        self.say("left", failure or b"")
+        self.write("left", failure or b"")
 
-    def say(self, what: str, word: bytes) -> None:
+    def write(self, what: str, word: bytes) -> None:
         fresh = self.root / f"fresh-{self.topology.rank}"
         fresh.write_bytes(word)
         fresh.rename(self.root / f"{what}-{self.topology.rank}")  # whole, or not there
@@ -65,12 +65,12 @@ class TinyBoard(Board):
                 if self.verdict() is None and not missing:
                     self.collected = number
                     return [self.read(number, rank) for rank in self.members]
-                gone = any(self.in_vain(rank, missing) for rank in self.members)
+                gone = any(self.is_in_vain(rank, missing) for rank in self.members)
             if self.verdict() is not None or gone or self.now() >= deadline:
                 return None
             time.sleep(0.0005)
 
-    def in_vain(self, rank: int, missing: list[int]) -> bool:
+    def is_in_vain(self, rank: int, missing: list[int]) -> bool:
         state = self.state(rank)[0]
         return state in ("lost", "failed") or (state == "finished" and rank in missing)
 
@@ -91,10 +91,10 @@ class TinyBoard(Board):
 
     def state(self, rank: int) -> tuple[str, bytes]:
         try:
-            pid = int((self.folder.parent / f"seat-{rank}").read_text())
+            pid = int((self.folder.parent / f"alive-{rank}").read_text())
         except FileNotFoundError:
             return "unknown", b""
-        lives = False  # asked first: what it left before it ended is there then
+        lives = False  # read first: then what it wrote before it ended is visible
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
             lives = stat.split()[0] not in "ZX"

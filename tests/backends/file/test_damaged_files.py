@@ -32,7 +32,7 @@ TERABYTE = 1 << 40
 @pytest.fixture(scope="module")
 def remains(tmp_path_factory: pytest.TempPathFactory) -> Remains:
     found = Remains.capture(tmp_path_factory.mktemp("remains") / "meet")
-    assert {Path(name).name for name in found.files} >= {f"{RUN_NAME}.lock", "seats", "seat-0"}
+    assert {Path(name).name for name in found.files} >= {f"{RUN_NAME}.lock", "liveness", "alive-0"}
     assert len(found.files) >= 4
     assert found.locked
     return found
@@ -158,16 +158,16 @@ def test_damaged_files_of_a_living_run_give_a_clear_error(remains: Remains, tmp_
         "BackendUnavailable",
     }
     assert {"ConfigurationError", "SyncTimeout"} <= kinds
-    seats = [one for one in said if one.startswith("seats: ")]
-    cut_off = [one for one in seats if ": cut to " in one and ": cut to 0:" not in one]
-    assert all("ConfigurationError" in one and "seats" in one for one in cut_off), cut_off
+    liveness = [one for one in said if one.startswith("liveness: ")]
+    cut_off = [one for one in liveness if ": cut to " in one and ": cut to 0:" not in one]
+    assert all("ConfigurationError" in one and "liveness" in one for one in cut_off), cut_off
 
 
 def test_another_version_is_told(remains: Remains, tmp_path: Path) -> None:
     base = tmp_path / "meet"
-    (name,) = [name for name in remains.files if Path(name).name == "seats"]
+    (name,) = [name for name in remains.files if Path(name).name == "liveness"]
     head = remains.files[name][:32]
-    other = head.replace(b"1", b"2")
+    other = head.replace(b"2", b"1")
     assert other != head
     with remains.laid(base, alive=True):
         overwritten(other)(base / name)

@@ -254,11 +254,11 @@ def test_planted_files_are_refused_and_left_alone(meeting_place: Path, tmp_path:
         path.hardlink_to(victim)
 
     for plant in (plant_link, plant_hard_link, os.mkfifo, Path.mkdir):
-        for name in ("seats", "seat-0"):
-            table = meeting_place / "planted" / "table-1"
-            table.mkdir(parents=True, mode=0o700)
-            table.parent.chmod(0o700)
-            plant(table / name)
+        for name in ("liveness", "alive-0"):
+            world = meeting_place / "planted" / "world-1"
+            world.mkdir(parents=True, mode=0o700)
+            world.parent.chmod(0o700)
+            plant(world / name)
             begin = time.monotonic()
 
             def program() -> str:
@@ -359,8 +359,8 @@ def test_no_thread_is_started(world: Ranks) -> None:
 def test_what_others_keep_in_the_directory_stays(tmp_path: Path) -> None:
     place = tmp_path / "project"
     place.mkdir(mode=0o755)
-    (place / "flake" / "table-1").mkdir(parents=True)
-    (place / "flake" / "table-1" / "results.csv").write_text("precious")
+    (place / "flake" / "world-1").mkdir(parents=True)
+    (place / "flake" / "world-1" / "results.csv").write_text("precious")
     for name in ("uv.lock", "poetry.lock", "flake.lock"):
         (place / name).touch()
     before = sorted(path.relative_to(place) for path in place.rglob("*"))
@@ -390,9 +390,9 @@ def test_an_abort_that_its_giver_died_over_is_finished_by_the_next(
         if sp.get_rank() == 2:
             signs.wait(1)  # absent, until there has long been a verdict
         if sp.get_rank() == 0:
-            verdicts = sys.modules["syncprims.backends.file.abort"]
+            aborts = sys.modules["syncprims.backends.file.abort"]
             dying = SimpleNamespace(sleep=lambda seconds: os.kill(os.getpid(), 9))
-            vars(verdicts)["time"] = dying
+            vars(aborts)["time"] = dying
         with pytest.raises(sp.SyncError) as caught:
             sp.barrier("load", timeout=0.3 if sp.get_rank() == 0 else 600)
         signs.give(sp.get_rank())
@@ -448,15 +448,15 @@ def test_a_rank_that_is_just_joining_or_leaving_is_not_lost(meeting_place: Path)
     def program() -> Any:
         rank = int(os.environ["SYNCPRIMS_RANK"])
         load_backend("file")
-        seats = sys.modules["syncprims.backends.file.liveness"]
-        look = vars(seats)["is_free"]
+        liveness = sys.modules["syncprims.backends.file.liveness"]
+        look = vars(liveness)["is_unlocked"]
 
         def look_slowly(*where: Any) -> bool:
             free = bool(look(*where))
             time.sleep(0.05)  # the very gap under test
             return free
 
-        vars(seats)["is_free"] = look_slowly
+        vars(liveness)["is_unlocked"] = look_slowly
         for number in range(6):
             time.sleep(0.02 * ((rank + number) % 3))
             with sp.init():

@@ -93,24 +93,24 @@ PATHS = [
 
 @pytest.mark.parametrize(("path", "device", "point", "kind", "remote"), PATHS)
 def test_mount_of_a_path(path: str, device: str, point: str, kind: str, remote: bool) -> None:
-    mount = filesystems.mount_of(MOUNTINFO, path, device)
+    mount = filesystems.find_mount(MOUNTINFO, path, device)
     assert (mount.point, mount.type, mount.remote) == (point, kind, remote)
 
 
 def test_the_number_of_a_mount_decides() -> None:
-    mount = filesystems.mount_of(MOUNTINFO, "/hidden/below", "0:63", 57)
+    mount = filesystems.find_mount(MOUNTINFO, "/hidden/below", "0:63", 57)
     assert (mount.point, mount.type, mount.remote) == ("/hidden/below", "nfs4", True)
-    assert filesystems.mount_of(MOUNTINFO, "/home/me", "0:45", 999).type == "nfs4"
+    assert filesystems.find_mount(MOUNTINFO, "/home/me", "0:45", 999).type == "nfs4"
 
 
 def test_odd_texts_tell_nothing() -> None:
-    assert len(filesystems.mounts(MOUNTINFO)) == len(MOUNTINFO.split("\n")) - 5
+    assert len(filesystems.parse_mounts(MOUNTINFO)) == len(MOUNTINFO.split("\n")) - 5
     lines = MOUNTINFO.strip()
     for cut in range(0, len(lines), 7):
-        filesystems.mount_of(lines[cut:], "/home/me")
-        filesystems.mount_of(lines[:cut], "/home/me")
+        filesystems.find_mount(lines[cut:], "/home/me")
+        filesystems.find_mount(lines[:cut], "/home/me")
     for text in ("", "\n", " - ", "1 2 3 4 5 6 - ", "1 2 0:1 / /a rw - \0"):
-        mount = filesystems.mount_of(text, "/b")
+        mount = filesystems.find_mount(text, "/b")
         assert mount is None
 
 
@@ -121,7 +121,7 @@ def test_the_mount_of_a_real_place(tmp_path: Path) -> None:
         filesystems.refuse_remote(tmp_path, fd)
         text = Path("/proc/self/mountinfo").read_text()
         real = os.path.realpath(tmp_path)
-        assert os.path.ismount(filesystems.mount_of(text, real).point)
+        assert os.path.ismount(filesystems.find_mount(text, real).point)
     finally:
         os.close(fd)
 
@@ -169,7 +169,7 @@ class NoLocks:
 
 def test_locks_that_hold_nobody_off_are_refused_with_the_cure(meeting_place: Path) -> None:
     said = refusal(meeting_place, {"fcntl": NoLocks()})
-    assert "could be locked twice at a time" in said
+    assert "could be locked twice at the same time" in said
     assert "set SYNCPRIMS_DIR to a directory on a local file system" in said
     said = refusal(meeting_place, {"fcntl": NoLocks(OSError(37, "No locks available"))})
     assert "cannot be locked: [Errno 37] No locks available; set SYNCPRIMS_DIR" in said

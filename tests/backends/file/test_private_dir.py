@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import pytest
 from support.intruders import (
     KINDS_OF_FILES,
+    OTHER_USER,
     RUN,
     RUN_NAME,
-    STRANGER,
     Remains,
     Victim,
-    as_stranger,
+    as_intruder,
     attempt,
     bind,
     needs_root,
     outcome_of,
-    start_stranger,
+    start_intruder,
 )
 from support.rank_worlds import Kind, Ranks
 
@@ -60,7 +60,7 @@ class Place:
 @pytest.fixture
 def place() -> Generator[Place]:
     # Not pytest's own directory, which no other user can reach.
-    common = Path(tempfile.mkdtemp(prefix="strangers-"))
+    common = Path(tempfile.mkdtemp(prefix="intruders-"))
     common.chmod(0o755)
     try:
         yield Place(common)
@@ -72,7 +72,7 @@ def place() -> Generator[Place]:
 
 
 def squat(place: Place, mode: int) -> None:
-    as_stranger(lambda: place.base.mkdir(mode))
+    as_intruder(lambda: place.base.mkdir(mode))
 
 
 def below(place: Place, mode: int, owner: int, *, levels: int = 1) -> None:
@@ -90,7 +90,7 @@ def below(place: Place, mode: int, owner: int, *, levels: int = 1) -> None:
 
 
 def through_a_link(place: Place) -> None:
-    as_stranger(lambda: (place.common / "way").symlink_to(place.victim.folder))
+    as_intruder(lambda: (place.common / "way").symlink_to(place.victim.folder))
     place.base = place.common / "way" / "meet"
 
 
@@ -99,30 +99,30 @@ BASES: list[tuple[str, Callable[[Place], object], str]] = [
     ("squatted", lambda p: squat(p, 0o755), "belongs to user 65534"),
     ("squatted, right mode", lambda p: squat(p, 0o700), "belongs to user 65534"),
     ("squatted, open to all", lambda p: squat(p, 0o777), "belongs to user 65534"),
-    ("link", lambda p: as_stranger(lambda: p.base.symlink_to(p.victim.folder)), "a link"),
+    ("link", lambda p: as_intruder(lambda: p.base.symlink_to(p.victim.folder)), "a link"),
     (
         "dangling link",
-        lambda p: as_stranger(lambda: p.base.symlink_to(p.victim.folder / "new")),
+        lambda p: as_intruder(lambda: p.base.symlink_to(p.victim.folder / "new")),
         "a link",
     ),
-    ("pipe", lambda p: as_stranger(lambda: os.mkfifo(p.base)), "it is no directory"),
-    ("file", lambda p: as_stranger(lambda: p.base.touch()), "it is no directory"),
-    ("socket", lambda p: as_stranger(lambda: bind(p.base)), "it is no directory"),
+    ("pipe", lambda p: as_intruder(lambda: os.mkfifo(p.base)), "it is no directory"),
+    ("file", lambda p: as_intruder(lambda: p.base.touch()), "it is no directory"),
+    ("socket", lambda p: as_intruder(lambda: bind(p.base)), "it is no directory"),
     ("group may write", lambda p: p.own_base(0o770), "chmod 700"),
     ("all may write", lambda p: p.own_base(0o777), "chmod 700"),
     ("all may write, sticky", lambda p: p.own_base(0o1777), "chmod 700"),
     ("parent open to all", lambda p: below(p, 0o777, 0), "has mode 0777, so others"),
     ("parent open to a group", lambda p: below(p, 0o775, 0), "chmod go-w"),
-    ("parent another's", lambda p: below(p, 0o755, STRANGER), "belongs to user 65534, so"),
-    ("parent another's, sticky", lambda p: below(p, 0o1777, STRANGER), "belongs to user 65534"),
+    ("parent another's", lambda p: below(p, 0o755, OTHER_USER), "belongs to user 65534, so"),
+    ("parent another's, sticky", lambda p: below(p, 0o1777, OTHER_USER), "belongs to user 65534"),
     ("far above open to all", lambda p: below(p, 0o777, 0, levels=3), "has mode 0777, so"),
-    ("far above another's", lambda p: below(p, 0o711, STRANGER, levels=3), "to user 65534, so"),
+    ("far above another's", lambda p: below(p, 0o711, OTHER_USER, levels=3), "to user 65534, so"),
     ("another's link on the way", through_a_link, "is a link that belongs to user 65534"),
 ]
 
 
 @pytest.mark.parametrize(("plant", "says"), [b[1:] for b in BASES], ids=[b[0] for b in BASES])
-def test_a_place_that_strangers_can_change_is_refused(
+def test_a_place_that_other_users_can_change_is_refused(
     place: Place, plant: Callable[[Place], object], says: str
 ) -> None:
     plant(place)
@@ -134,7 +134,7 @@ def test_a_place_that_strangers_can_change_is_refused(
 
 
 def test_a_place_like_tmp_will_do_and_so_will_roots_links(place: Place) -> None:
-    as_stranger(lambda: (place.common / f"{RUN_NAME}.lock").touch())
+    as_intruder(lambda: (place.common / f"{RUN_NAME}.lock").touch())
     assert outcome_of(place.base) == "joined"
     (place.common / "way").symlink_to("./meet/../meet")
     assert outcome_of(place.common / "way" / "new" / "below") == "joined"
@@ -151,7 +151,7 @@ def test_memory_that_is_open_to_all_is_not_taken_by_default(
 
     default_base = import_module("syncprims.backends.file.private_dir").default_base
     assert default_base(str(place.common)) == place.common / "syncprims"
-    os.chown(place.common, STRANGER, STRANGER)  # root's session inherits another's, as with su
+    os.chown(place.common, OTHER_USER, OTHER_USER)  # root's session inherits another's, as with su
     assert place.common not in default_base(str(place.common)).parents
     assert default_base("/proc/nowhere") == default_base(None)
 
@@ -160,19 +160,19 @@ def test_memory_that_is_open_to_all_is_not_taken_by_default(
 
 
 def in_a_base_that_was_open(place: Place, plant: Callable[[], object]) -> None:
-    """Let a stranger plant in a base that all may write to, and its owner then close it."""
+    """Create intruding files in a base that all may write to; then its owner closes it."""
     place.own_base(0o777)
-    as_stranger(plant)
+    as_intruder(plant)
     place.base.chmod(0o755)
 
 
-def tables(place: Place, plant: Callable[[Path], object]) -> None:
-    """Let a stranger plant in the place of the first table."""
+def worlds(place: Place, plant: Callable[[Path], object]) -> None:
+    """Create intruding files in the place of the first world."""
     place.own_base()
     place.base.chmod(0o755)
     place.run.mkdir()
     place.run.chmod(0o777)
-    as_stranger(lambda: plant(place.run / "table-1"))
+    as_intruder(lambda: plant(place.run / "world-1"))
     place.run.chmod(0o700)
 
 
@@ -187,7 +187,7 @@ DIRECTORIES: list[tuple[str, Callable[[Path, Victim], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize("where", ["run", "table"])
+@pytest.mark.parametrize("where", ["run", "world"])
 @pytest.mark.parametrize(
     ("plant", "says"), [d[1:] for d in DIRECTORIES], ids=[d[0] for d in DIRECTORIES]
 )
@@ -197,7 +197,7 @@ def test_planted_directories_are_refused(
     if where == "run":
         in_a_base_that_was_open(place, lambda: plant(place.run, place.victim))
     else:
-        tables(place, lambda path: plant(path, place.victim))
+        worlds(place, lambda path: plant(path, place.victim))
     said = outcome_of(place.base)
     assert said.startswith("ConfigurationError")
     assert says in said
@@ -233,7 +233,7 @@ def test_a_planted_lock_is_refused(place: Place, kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o666])
-def test_a_lock_that_a_stranger_holds_is_refused_at_once(place: Place, mode: int) -> None:
+def test_a_lock_that_another_user_holds_is_refused_at_once(place: Place, mode: int) -> None:
     """Whoever may read a file may lock it, and need never let go."""
     place.own_base(0o755)
     lock = place.base / f"{RUN_NAME}.lock"
@@ -247,7 +247,7 @@ def test_a_lock_that_a_stranger_holds_is_refused_at_once(place: Place, mode: int
         os.write(writer, b"held")
         signal.pause()
 
-    pid = start_stranger(hold)
+    pid = start_intruder(hold)
     try:
         assert os.read(reader, 4) == b"held"
         assert f"has mode {mode:04o}" in outcome_of(place.base, patience=30)
@@ -268,8 +268,8 @@ def test_a_lock_that_a_stranger_holds_is_refused_at_once(place: Place, mode: int
 def test_planted_files_are_refused_or_harmless(place: Place, kind: str, alive: bool) -> None:
     remains = Remains.capture(place.base)
     place.base.rmdir()
-    table = next(name for name in remains.directories if "table" in name)
-    names = {*remains.files, f"{table}/seat-1"} - {f"{RUN_NAME}.lock"}
+    world = next(name for name in remains.directories if "world" in name)
+    names = {*remains.files, f"{world}/alive-1"} - {f"{RUN_NAME}.lock"}
     if alive:
         names -= remains.locked  # who holds the lock, and what stands there now, are two things
     assert len(names) >= 3
@@ -278,9 +278,9 @@ def test_planted_files_are_refused_or_harmless(place: Place, kind: str, alive: b
             (place.base / name).unlink(missing_ok=True)
             KINDS_OF_FILES[kind](place.base / name, place.victim)
             said = outcome_of(place.base, rank=1, ranks=2, patience=0.1)
-            # Alone at a clean table, or beside a rank that only seems to live. A bell is not
+            # Alone at a clean world, or beside a rank that only seems to live. A doorbell is not
             # touched before all have come, and need not work.
-            told = alive and not Path(name).name.startswith("bell-")
+            told = alive and not Path(name).name.startswith("doorbell-")
             met = said.startswith("SyncTimeout") and "ranks [0] did not come" in said
             assert (met and not told) or Path(name).name in said, (name, said)
         place.victim.check()
@@ -298,21 +298,21 @@ def test_sweeping_and_clearing_remove_nothing_outside(place: Place) -> None:
         (place.base / "syncprims-b.lock").symlink_to(inner / "precious")
         (place.base / "syncprims-c").symlink_to("..")
         (place.base / "syncprims-d").mkdir(0o777)
-        (place.base / "syncprims-d" / "table-1").symlink_to(inner)
+        (place.base / "syncprims-d" / "world-1").symlink_to(inner)
         os.mkfifo(place.base / "syncprims-f.lock")
         (place.base / "syncprims-..lock").touch()
 
-    as_stranger(plant)
+    as_intruder(plant)
     place.base.chmod(0o755)
     for name in "ace":
         (place.base / f"syncprims-{name}.lock").touch(0o600)
-    ours = place.base / "syncprims-e" / "table-1"
+    ours = place.base / "syncprims-e" / "world-1"
     for folder in (ours.parent, ours, ours / "deep"):
         folder.mkdir(mode=0o700)
     (ours / "deep" / "file").touch()
-    (ours / "seats").symlink_to(inner / "precious")
+    (ours / "liveness").symlink_to(inner / "precious")
     (ours / "link").symlink_to(inner)
-    (ours.parent / "table-2").symlink_to(inner)
+    (ours.parent / "world-2").symlink_to(inner)
     assert outcome_of(place.base) == "joined"
     place.victim.check()
     assert (ours / "deep" / "file").exists()
@@ -365,7 +365,7 @@ def race(place: Place, where: str, tries: int) -> None:
         assert set(said) <= {"joined", "ConfigurationError", "BackendUnavailable"}, said
         return [said.get("joined", 0), tries]
 
-    pid = start_stranger(lambda: swap_for_ever(swapped, place.victim))
+    pid = start_intruder(lambda: swap_for_ever(swapped, place.victim))
     try:
         ((joined, tried),) = Ranks(Kind("file", 1), place.common).run_alone(
             program, SYNCPRIMS_RUN_ID=RUN, SYNCPRIMS_DIR=str(base), SYNCPRIMS_JOIN_TIMEOUT="1"

@@ -50,7 +50,7 @@ def test_the_contract_holds_across_hosts(hosts: int, tmp_path: Path) -> None:
         ended = net.wait()
         assert [end.code for end in ended] == [0] * hosts, ended
         for rank in ranks:
-            seen = json.loads(net.reported(rank))
+            seen = json.loads(net.report_of(rank))
             assert seen == {
                 "objects": [{"rank": r} for r in ranks],
                 "flag": [True, False],
@@ -78,13 +78,13 @@ os._exit(0)
 
 def said(net: Network, rank: int) -> tuple[float, str, str]:
     """Return after how many seconds a rank got which error about whom, and the error's text."""
-    first, _, text = net.reported(rank).partition("\n")
+    first, _, text = net.report_of(rank).partition("\n")
     seconds, _, kind = first.partition(" ")
     return float(seconds), kind, text
 
 
 def await_ends(net: Network, *ranks: int) -> None:
-    net.await_reported(*(f"end-{rank}" for rank in ranks))
+    net.await_reports(*(f"end-{rank}" for rank in ranks))
 
 
 def test_a_killed_rank_is_told_on_every_host(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_a_killed_host_is_told_to_the_other(gone: int, tmp_path: Path) -> None:
     """That of rank 0 as well, with the agent that served the store."""
     with network(2, 2, tmp_path) as net:
         net.run(_WAIT, LATE="1", SYNCPRIMS_HEARTBEAT="2")
-        net.await_reported(*(f"waiting-{rank}" for rank in range(4)))
+        net.await_reports(*(f"waiting-{rank}" for rank in range(4)))
         net.hosts[gone].kill()
         for rank in (0, 1) if gone else (2,):
-            net.await_reported(f"end-{rank}")
+            net.await_reports(f"end-{rank}")
             seconds, kind, text = said(net, rank)
             assert kind == f"PeerLost {2 if gone else 0}"
             assert f"host host{gone}" in text
@@ -128,7 +128,7 @@ def test_a_killed_host_is_told_to_the_other(gone: int, tmp_path: Path) -> None:
 def test_a_cut_link_is_told_on_both_sides(tmp_path: Path) -> None:
     with network(2, 2, tmp_path) as net:
         net.run(_WAIT, LATE="1", SYNCPRIMS_HEARTBEAT="2")
-        net.await_reported(*(f"waiting-{rank}" for rank in range(4)))
+        net.await_reports(*(f"waiting-{rank}" for rank in range(4)))
         net.cut(net.hosts[1])
         await_ends(net, 0, 1, 2)
         assert said(net, 0)[1:] == said(net, 1)[1:]
@@ -163,9 +163,9 @@ def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:
             """,
             GLOO_SOCKET_IFNAME="eth0",
         )  # of the program's own group
-        assert [end.code for end in net.wait()] == [0, 0], net.reported(0)
+        assert [end.code for end in net.wait()] == [0, 0], net.report_of(0)
         for rank in range(4):
-            (missing, arrived, text), total = json.loads(net.reported(rank))
+            (missing, arrived, text), total = json.loads(net.report_of(rank))
             assert (missing, arrived, total) == ([3], [0, 1, 2], 4.0)
             assert "barrier 'load' (script.py:" in text
             assert "rank 3 was last seen at barrier 'begin' (script.py:" in text
@@ -208,4 +208,4 @@ def test_what_is_local_waits_for_no_other_host(tmp_path: Path) -> None:
             report("end", "passed")
             """)
         assert [end.code for end in net.wait()] == [0, 0]
-        assert [net.reported(rank) for rank in range(4)] == ["passed"] * 4
+        assert [net.report_of(rank) for rank in range(4)] == ["passed"] * 4

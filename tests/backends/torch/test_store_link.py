@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.rank_worlds import PATIENCE
 
-store_link: Any = import_module("syncprims.backends.torch.store_link")
+store: Any = import_module("syncprims.backends.torch.store")
 
 
 class Recording(queue.SimpleQueue[Any]):
@@ -31,23 +31,23 @@ def refuse(store: object) -> None:
 
 @pytest.fixture
 def broken() -> Any:
-    """A link that pulsed, until the store went."""
-    link = store_link.StoreLink("test", object, every=0.001, pulse=refuse)
-    vars(link)["_jobs"] = Recording()
-    with pytest.raises(store_link.StoreGone, match="Connection reset by peer"):
+    """A link with a heartbeat, until the store went."""
+    link = store.StoreLink("test", object, every=0.001, beat=refuse)
+    vars(link)["_requests"] = Recording()
+    with pytest.raises(store.StoreGone, match="Connection reset by peer"):
         link.ask(lambda store: "never", PATIENCE)
     yield link
     link.close()
 
 
 def test_a_link_whose_store_is_gone_sleeps_until_it_is_asked(broken: Any) -> None:
-    waits = vars(broken)["_jobs"].waits
+    waits = vars(broken)["_requests"].waits
     deadline = time.monotonic() + PATIENCE
     while waits[-1] is not None:
         assert time.monotonic() < deadline, "it never comes to rest"
         time.sleep(0.001)
     seen = len(waits)
-    assert broken.submit(refuse).done.wait(PATIENCE)
+    assert broken.submit(refuse).exception(PATIENCE) is not None
     assert set(waits[seen:]) <= {None}, "it sleeps on"
 
 
@@ -56,9 +56,9 @@ def test_what_broke_it_is_told_each_time_and_takes_no_more_room(broken: Any) -> 
         return len(list(traceback.walk_tb(broken.broken.__traceback__)))
 
     before = frames()
-    jobs = [broken.submit(lambda store: "never") for _ in range(100)]
-    assert all(job.done.wait(PATIENCE) for job in jobs)
-    assert {str(job.error) for job in jobs} == {"Connection reset by peer"}
+    futures = [broken.submit(lambda store: "never") for _ in range(100)]
+    errors = {str(future.exception(PATIENCE)) for future in futures}
+    assert errors == {"Connection reset by peer"}
     assert frames() == before
-    with pytest.raises(store_link.StoreGone, match="Connection reset by peer"):
+    with pytest.raises(store.StoreGone, match="Connection reset by peer"):
         broken.ask(lambda store: "never", PATIENCE)

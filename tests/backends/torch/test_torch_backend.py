@@ -257,7 +257,7 @@ def test_who_sits_down_and_then_cannot_go_on_leaves_nothing(
     def program() -> Any:
         from importlib import import_module
 
-        heartbeat = import_module("syncprims.backends.torch.heartbeat").Heartbeat
+        heartbeat = import_module("syncprims.backends.torch.host_state").Heartbeat
 
         def fail(*_: Any) -> None:
             if missing == "room":
@@ -310,8 +310,8 @@ def counting(program: Callable[[Counter[str]], Any]) -> Callable[[], Any]:
                 calls[name] += 1
                 return getattr(self._store, name)
 
-        connect = stores.StoreSource.connect
-        stores.StoreSource.connect = lambda source: Counting(connect(source))
+        connect = stores.StoreEndpoint.connect
+        stores.StoreEndpoint.connect = lambda source: Counting(connect(source))
         with sp.init():
             return program(calls)
 
@@ -347,7 +347,7 @@ def test_a_store_does_not_grow(meeting_place: Path) -> None:
         stores = import_module("syncprims.backends.torch.store")
         settings = sp.current().settings
         host, port = settings.store or ("", 0)
-        store = stores.StoreSource(host, port, "look", 10.0).connect()
+        store = stores.StoreEndpoint(host, port, "look", 10.0).connect()
         seen: list[int] = []
         for _ in range(2):
             for _ in range(300):
@@ -377,7 +377,7 @@ def test_one_host_is_done_with_the_store_once_all_have_come(
         tmp_path,
         meeting_place,
     )
-    assert said == [["SlotBoard", ["MainThread"]]] * 2
+    assert said == [["SharedMemoryBoard", ["MainThread"]]] * 2
 
 
 # -- time -----------------------------------------------------------------------------------------
@@ -425,16 +425,16 @@ def test_large_objects_pass_by_the_store(size: int, meeting_place: Path) -> None
 
 def test_a_round_minds_no_fate_that_arrives_meanwhile(meeting_place: Path) -> None:
     def program() -> list[int]:
-        fates = vars(sp.current().group._rounds.board)["_elsewhere"]  # what a link's thread keeps
+        decisions = vars(sp.current().group._rounds.board)["_elsewhere"]  # of a link's thread
         over = threading.Event()
 
         def arrive() -> None:
             number = first = 1 << 40  # rounds that are far away
             while not over.is_set():
-                fates[number] = b""
+                decisions[number] = b""
                 number += 1
                 if number - first > 2000:
-                    del fates[first]
+                    del decisions[first]
                     first += 1
 
         thread = threading.Thread(target=arrive)
