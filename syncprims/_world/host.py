@@ -1,19 +1,23 @@
-"""What this machine has for its ranks: processors, devices, shared memory, file systems."""
+"""This machine: processors, devices, shared memory, file systems, and processes that have ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import signal
+import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
 
 def processors() -> int:
-    """Return how many processors this process may keep busy, by its affinity and its quota."""
+    """Return how many processors this process may use, by its affinity and its cgroup's quota."""
     try:
         allowed = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
@@ -23,7 +27,7 @@ def processors() -> int:
 
 
 def _quota() -> int | None:
-    """Return how many processors' time a container is given, rounded up, if it is limited."""
+    """Return the container's limit of processors, rounded up; None if it has none."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return -(-int(limit) // int(period))
@@ -32,7 +36,7 @@ def _quota() -> int | None:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the ids of the CUDA devices that a rank would see; None if it cannot be told."""
+    """Return the ids of the CUDA devices that a rank would see; None if unknown."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
@@ -44,13 +48,13 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def shared_memory() -> Path:
-    """Return where shared memory is: in memory where there is such a place, else a disk."""
+    """Return the directory of shared memory, or the temporary directory if there is none."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return how much may still be written to the file system of `path`."""
+    """Return how many bytes are free on the file system of `path`; None if unknown."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -73,3 +77,30 @@ def file_system(path: Path) -> str | None:
         if above and len(mounted) >= len(point):
             best, point = after.split(" ")[0], mounted
     return best or None
+
+
+@contextlib.contextmanager
+def scratch_directory(prefix: str) -> Generator[Path]:
+    """Make a private directory, in shared memory if possible, and remove it with its content."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def free_port() -> int:
+    """Return a TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def describe_exit(status: int | None) -> str:
+    """Return ``exit code 3`` or ``killed by SIGKILL`` for a return code of `subprocess`."""
+    if status is None or status >= 0:
+        return f"exit code {'unknown' if status is None else status}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-status).name}"
+    return f"killed by signal {-status}"

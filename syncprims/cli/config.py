@@ -1,4 +1,4 @@
-"""``syncprims config``: write a run down."""
+"""``syncprims config``: write a file that describes a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from syncprims._world.host import processors, visible_gpus
 from syncprims.errors import ConfigurationError
 
 from . import accelerate_config, config_file
-from .options import BY_KEY
-from .run import add_options, said
+from .options import BY_KEY, plain_value
+from .run import add_options, values_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping
 
-    from .parser import CommandParser
+    from .console import CommandParser
 
 EXAMPLES = """\
 examples:
@@ -34,15 +34,15 @@ _OWN_FLAGS = {
     "--output": ("--output", True),
     "--force": ("--force", False),
 }
-#: What a terminal is asked: the key, and the question.
+#: The questions on a terminal, by key.
 QUESTIONS = (
     ("nodes", "How many machines"),
     ("rendezvous", "Where they meet: an address of machine 0, and a free port there"),
     ("ranks", "How many ranks on each machine"),
     ("gpus", "CUDA devices (ids as 0,1, or all; empty: none)"),
     ("mixed_precision", "Mixed precision (no, bf16 or fp16)"),
-    ("threads", "Threads of each rank (empty: the processors are shared out)"),
-    ("script", "Script (empty: it is named when the run starts)"),
+    ("threads", "Threads of each rank (empty: the processors divided by the ranks)"),
+    ("script", "Script (empty: you name it when you start the run)"),
 )
 
 
@@ -51,8 +51,8 @@ def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # 
     parser = commands.add_parser(
         "config",
         help="write a file for `syncprims run --config`",
-        description="Write down what `syncprims run` is to start: from flags, or by questions on a "
-        "terminal. The file has every key there is, with a comment.",
+        description="Write a file that says what `syncprims run` starts: from flags, or from "
+        "questions on a terminal. The file has every key, with a comment.",
         epilog=EXAMPLES,
         usage="syncprims config [-o FILE] [--force] [flags of run] [SCRIPT [ARGS...]]",
     )
@@ -61,17 +61,21 @@ def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # 
         "-o", "--output", metavar="FILE", default="run.yaml",
         help="*.yaml, *.toml, or - for the standard output (default: run.yaml)",
     )  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="write over a file that exists")
+    parser.add_argument("--force", action="store_true", help="overwrite a file that exists")
     add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the file."""
-    told = said(options)
-    if "module" not in told:
-        _refuse_a_file_for_a_script(told.get("script"))
-    values = {**(config_file.read(options.config) if options.config else {}), **told}
+    flags = values_of(options)
+    script = flags.get("script")
+    if script and "module" not in flags and Path(script).suffix in config_file.SUFFIXES:
+        raise ConfigurationError(
+            f"{script} stands where the script does, and is no Python: name the file to write with "
+            f"-o {script}, one to read with --config {script}"
+        )
+    values = {**(config_file.read(options.config) if options.config else {}), **flags}
     if not values:
         if not sys.stdin.isatty():
             raise ConfigurationError(
@@ -81,21 +85,13 @@ def run(options: argparse.Namespace) -> int:
         values = ask(_defaults(options.environ), input)
     for note in accelerate_config.notes(values):
         print(f"syncprims config: {note}", file=sys.stderr)  # noqa: T201
-    telling = {key: value for key, value in values.items() if not BY_KEY[key].note}
-    _write(telling, options.output, force=options.force)
+    effective = {key: value for key, value in values.items() if not BY_KEY[key].note}
+    _write(effective, options.output, force=options.force)
     return 0
 
 
-def _refuse_a_file_for_a_script(script: str | None) -> None:
-    if script is not None and Path(script).suffix in config_file.SUFFIXES:
-        raise ConfigurationError(
-            f"{script} stands where the script does, and is no Python: name the file to write with "
-            f"-o {script}, one to read with --config {script}"
-        )
-
-
 def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, Any]:
-    """Return the answers to the questions, each asked until it has a valid one.
+    """Ask each question until the answer is valid, and return the answers by key.
 
     :raises ConfigurationError: at the end of the input.
     """
@@ -104,23 +100,21 @@ def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, A
         if key == "rendezvous" and values["nodes"] == 1:
             continue
         default = defaults.get(key)
-        shown = "" if default is None else f" [{config_file.plain(key, default)}]"
+        shown = "" if default is None else f" [{plain_value(key, default)}]"
         while True:
             try:
-                said = reply(f"{question}{shown}: ").strip()
+                text = reply(f"{question}{shown}: ").strip()
+                if text:
+                    values[key] = BY_KEY[key].read(text)
+                elif default is not None:
+                    values[key] = default
+                elif key == "rendezvous":
+                    continue  # it has no default
+                break
             except EOFError:
                 raise ConfigurationError(
                     "the questions were not answered; nothing was written"
                 ) from None
-            if not said:
-                if default is not None:
-                    values[key] = default
-                elif key == "rendezvous":
-                    continue  # there is no default for it
-                break
-            try:
-                values[key] = BY_KEY[key].read(said)
-                break
             except ValueError as error:
                 print(f"  {error}", file=sys.stderr)  # noqa: T201
     return values
@@ -134,10 +128,10 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
     if output == "-":
-        sys.stdout.write(config_file.written(values, ".yaml"))
+        sys.stdout.write(config_file.render(values, ".yaml"))
         return
     path = Path(output)
-    text = config_file.written(values, path.suffix)
+    text = config_file.render(values, path.suffix)
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
@@ -147,5 +141,5 @@ def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
         ) from None
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error}") from error
-    known = " train.py" if "script" not in values else ""
-    print(f"wrote {path}; start it with: syncprims run --config {path}{known}")  # noqa: T201
+    script = " train.py" if "script" not in values else ""
+    print(f"wrote {path}; start it with: syncprims run --config {path}{script}")  # noqa: T201

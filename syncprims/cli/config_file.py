@@ -1,4 +1,4 @@
-"""A run written down: read from YAML, TOML or JSON, and written with a comment for each key."""
+"""The file that describes a run: read from YAML, TOML or JSON, written with a comment per key."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims.errors import ConfigurationError
 
-from .accelerate_config import from_file, is_accelerates, nearest
-from .options import BY_KEY, FAMILIAR, OPTIONS, Option
+from .accelerate_config import convert_file, is_accelerate_config, suggest
+from .options import ACCELERATE, BY_KEY, OPTIONS, plain_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
 def read(path: str) -> dict[str, Any]:
-    """Return the values in the file, by key; only those that it names.
+    """Return the values in the file, by key; only those that it sets.
 
-    A file that ``accelerate config`` has written is understood as far as it has an equivalent.
+    A file of ``accelerate config`` is converted where it has an equivalent.
 
-    :raises ConfigurationError: if the file cannot be read, or a key or value is not one; naming
-        file, key, and the nearest key there is.
+    :raises ConfigurationError: if the file cannot be read, or a key or value is wrong; naming the
+        file, the key, and the nearest known key.
     """
-    said = _parsed(Path(path))
-    if is_accelerates(said):
-        said = from_file(said, path)
+    written = _parse(Path(path))
+    if is_accelerate_config(written):
+        written = convert_file(written, path)
     values: dict[str, Any] = {}
-    for key, value in said.items():
+    for key, value in written.items():
         option = BY_KEY.get(key.replace("-", "_"))
         if option is None:
             raise ConfigurationError(
-                f"{path}: there is no key {key!r}{nearest(key, list(BY_KEY)) or ';'} "
+                f"{path}: there is no key {key!r}{suggest(key, list(BY_KEY))} "
                 f"`syncprims config` writes a file with all of them"
             )
         try:
@@ -42,9 +42,9 @@ def read(path: str) -> dict[str, Any]:
     return values
 
 
-def _parsed(path: Path) -> dict[str, Any]:
-    reader = _READERS.get(path.suffix)
-    if reader is None:
+def _parse(path: Path) -> dict[str, Any]:
+    parse = _PARSERS.get(path.suffix)
+    if parse is None:
         raise ConfigurationError(
             f"{path}: a file that describes a run is called *.yaml, *.toml or *.json"
         )
@@ -55,19 +55,19 @@ def _parsed(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error}; `syncprims config` writes such a file"
         ) from error
     try:
-        said = reader(text)
+        values = parse(text)
     except ImportError:
         raise ConfigurationError(
             f"{path}: reading YAML needs a package: pip install 'syncprims[config]'. "
             f"A file *.toml needs none"
         ) from None
-    except Exception as error:  # each reader has its own, and none of another kind
+    except Exception as error:  # each parser raises errors of its own
         raise ConfigurationError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
-    if said is None:
+    if values is None:
         return {}
-    if not isinstance(said, dict):
+    if not isinstance(values, dict):
         raise ConfigurationError(f"{path}: it has to be keys with values, as in `ranks: 4`")
-    return {str(key): value for key, value in said.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return {str(key): value for key, value in values.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def _yaml(text: str) -> Any:
@@ -82,54 +82,33 @@ def _toml(text: str) -> Any:
     return tomllib.loads(text)
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
+_PARSERS: dict[str, Callable[[str], Any]] = {
     ".yaml": _yaml, ".yml": _yaml, ".toml": _toml, ".json": json.loads,
 }  # fmt: skip
-SUFFIXES = frozenset(_READERS)  #: by which a file that describes a run is known
+SUFFIXES = frozenset(_PARSERS)  #: of a file that describes a run
 
 
-# -- writing -----------------------------------------------------------------------------------
+def render(values: Mapping[str, Any], suffix: str) -> str:
+    """Return the text of a file with these values; every other key is a comment in it.
 
-
-def written(values: Mapping[str, Any], suffix: str) -> str:
-    """Return a file with these values; what they do not name stands there as a comment.
-
-    :raises ConfigurationError: if the name ends with neither ``.yaml`` nor ``.toml``.
+    :raises ConfigurationError: if the suffix is neither ``.yaml`` nor ``.toml``.
     """
     if suffix not in (".yaml", ".yml", ".toml"):
         raise ConfigurationError(f"a run is written to *.yaml or *.toml, and not to *{suffix}")
     equals = " =" if suffix == ".toml" else ":"
-    lines = ["# What `syncprims run --config FILE` starts. Flags override what stands here."]
+    lines = ["# For `syncprims run --config FILE`, whose flags override these values."]
     section = ""
     for option in OPTIONS:
-        if option.section == FAMILIAR and option.key not in values:
+        if option.section == ACCELERATE and option.key not in values:
             continue
         if option.section != section:
             section = option.section
             lines += ["", f"# -- {section}"]
         lines.append(f"# {option.help}")
         if option.key in values:
-            lines.append(f"{option.key}{equals} {_literal(values[option.key], option)}")
+            # JSON is valid in YAML and TOML, too.
+            text = json.dumps(plain_value(option.key, values[option.key]), ensure_ascii=False)
+            lines.append(f"{option.key}{equals} {text}")
         else:
-            lines.append(f"#{option.key}{equals} {_EXAMPLES.get(option.key, 'false')}")
+            lines.append(f"#{option.key}{equals} {option.example}")
     return "\n".join(lines) + "\n"
-
-
-_EXAMPLES = {
-    "ranks": "4", "backend": '"file"', "timeout": "600", "gpus": '"0,1"', "threads": "4",
-    "mixed_precision": '"bf16"', "trace": '"trace"', "nodes": "2", "node_rank": "0",
-    "rendezvous": '"node0:29500"', "max_restarts": "0", "script": '"train.py"',
-    "args": '["--lr", "0.1"]',
-}  # fmt: skip
-
-
-def _literal(value: Any, option: Option) -> str:
-    return json.dumps(plain(option.key, value), ensure_ascii=False)  # YAML and TOML read it, too
-
-
-def plain(key: str, value: Any) -> Any:
-    """Return a value as it is written, in a file or on a command line."""
-    if key == "rendezvous":
-        host, port = value
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return ",".join(value) if key == "gpus" else value

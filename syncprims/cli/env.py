@@ -1,4 +1,4 @@
-"""``syncprims env``: which world would start, from which variables, and why."""
+"""``syncprims env``: print which world would start, from which variables, and why."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from syncprims._world.host import processors
 from syncprims._world.version import version
 from syncprims.errors import SyncError
 
-from .terminal import Style, table
+from .console import Style, table
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
+    from syncprims._world.environment import Launcher
     from syncprims.interface import Settings, Topology
 
-    from .parser import CommandParser
+    from .console import CommandParser
 
-#: Our own variables, what each takes when it is not set.
+#: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (
     ("SYNCPRIMS_TIMEOUT", "no limit where the backend sees death, else 1800 s"),
     ("SYNCPRIMS_JOIN_TIMEOUT", "300 s"),
@@ -40,16 +41,16 @@ SETTINGS = (
     ("SYNCPRIMS_TRACE_LIMIT", "256, MiB for each rank"),
     ("MASTER_ADDR", "of SLURM: the first node"),
     ("MASTER_PORT", "of SLURM: from the job's number"),
-    ("OMP_NUM_THREADS", "a thread for every processor, in every rank"),
+    ("OMP_NUM_THREADS", "one thread per processor, in every rank"),
     ("CUDA_VISIBLE_DEVICES", "all devices"),
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
-_OURS = "SYNCPRIMS_"
-_BY_THE_LAUNCHER = ["ERROR_FILE"]
+_PREFIX = "SYNCPRIMS_"
+_SET_BY_RUN = ["ERROR_FILE"]
 
 
-class World(NamedTuple):
-    """What would start, or the error that it would be."""
+class WorldPreview(NamedTuple):
+    """The world that would start, or the error that would be raised."""
 
     backend: str | None
     chosen_by: str
@@ -64,8 +65,8 @@ def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # 
         "env",
         help="show which world would start here, and why",
         description="Show which world a program would start if it ran here, and which variables, "
-        "set or not, decide that. What contradicts itself is shown as the error that it would be.",
-        epilog="exit code: 0 if a world would start, 2 if it would be an error.",
+        "set or not, decide that. If they contradict each other, show the error.",
+        epilog="exit code: 0 if a world would start, 2 if starting it would be an error.",
     )
     parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
     parser.set_defaults(run=run)
@@ -74,7 +75,7 @@ def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # 
 def run(options: argparse.Namespace) -> int:
     """Print the world that would start."""
     environ: Mapping[str, str] = options.environ
-    world = would_start(environ)
+    world = preview(environ)
     if options.json:
         print(json.dumps(as_json(world, environ), indent=2))  # noqa: T201
     else:
@@ -82,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
     return 0 if world.error is None else 2
 
 
-def would_start(environ: Mapping[str, str]) -> World:
-    """Return the world that `environ` describes; nothing is joined, and nobody waited for."""
+def preview(environ: Mapping[str, str]) -> WorldPreview:
+    """Return the world that `environ` describes, without joining it or waiting for anything."""
     place = settings = None
     backend, chosen_by = environ.get("SYNCPRIMS_BACKEND") or None, ""
     error: SyncError | None = None
@@ -95,13 +96,13 @@ def would_start(environ: Mapping[str, str]) -> World:
         class_of(choice).check(choice.place, settings)
     except SyncError as found:
         error = found
-    return World(backend, chosen_by, place, settings, error)
+    return WorldPreview(backend, chosen_by, place, settings, error)
 
 
-# -- as a person reads it ----------------------------------------------------------------------
+# -- text for people ----------------------------------------------------------------------
 
 
-def report(world: World, environ: Mapping[str, str], style: Style) -> list[str]:
+def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> list[str]:
     """Return the lines of the report."""
     place = world.place
     if world.error is not None:
@@ -117,16 +118,19 @@ def report(world: World, environ: Mapping[str, str], style: Style) -> list[str]:
                 f"started by {place.launcher}.",
             )
         ]
-    rows = [("backend", world.backend or "auto", f"chosen by {world.chosen_by}")]
-    if not world.chosen_by:
-        rows = []
+    rows: list[tuple[str, str, str]] = []
+    if world.chosen_by:
+        rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
     if place is not None:
         known_by = _known_by(place, environ)
         here = f"local rank {place.local_rank} of {place.local_world_size}"
+        use = "the same on all ranks of one run"
+        if place.run_id is None:
+            use = "no other rank to meet" if place.world_size == 1 else "set SYNCPRIMS_RUN_ID"
         rows += [
             ("rank", f"{place.rank} of {place.world_size}", known_by),
             ("node", f"{place.node_rank} of {place.num_nodes}", here),
-            ("run id", place.run_id or "none", _why_run_id(place)),
+            ("run id", place.run_id or "none", use),
         ]
     lines += ["", *table(rows)] if rows else []
     lines += ["", style("bold", "The deciding variables")]
@@ -136,7 +140,7 @@ def report(world: World, environ: Mapping[str, str], style: Style) -> list[str]:
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
     unknown = misspelt(environ)
     if unknown:
-        lines += ["", style("yellow", "Set, but read by nobody here")]
+        lines += ["", style("yellow", "Set, but never read")]
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
     lines += ["", style("bold", "Here"), *table(list(_here().items()))]
     return lines
@@ -147,33 +151,27 @@ def _known_by(place: Topology, environ: Mapping[str, str]) -> str:
         return "no launcher's variables are set"
     launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
     names = (launcher.rank, *launcher.world_size)
-    said = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-    return f"{place.launcher} says {said}"
-
-
-def _why_run_id(place: Topology) -> str:
-    if place.run_id is not None:
-        return "the same on all ranks of one run"
-    return "nobody else is to be met" if place.world_size == 1 else "set SYNCPRIMS_RUN_ID"
+    found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    return f"{place.launcher} says {found}"
 
 
 def _launchers(place: Topology | None, environ: Mapping[str, str], style: Style) -> list[str]:
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
-        names = variables_of(launcher.name)
+        names = _variables(launcher)
         found = [f"{name}={environ[name]}" for name in names if name in environ]
         if place is not None and place.launcher == launcher.name:
             state = "decides"
         elif not launcher.speaks(environ):
-            state = "is silent"
+            state = "is unused"
         elif place is None:
-            state = "speaks"
+            state = "is set"
         else:  # SLURM's variables are in every shell of a job, too
             state = "is no step" if place.launcher == "none" else "has to agree"
         absent = [name for name in names[:2] if name not in environ]
         not_set = [f"{', '.join(absent)} not set"] if absent else []
         rows.append((launcher.name, state, "; ".join([*found, *not_set])))
-    return ["  launchers, the first that speaks decides:", *table(rows, "    ")]
+    return ["  launchers, the first whose variables are set decides:", *table(rows, "    ")]
 
 
 def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
@@ -181,14 +179,15 @@ def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
 
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that are called like ours and are not, and what may have been meant."""
-    ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *variables_of(LAUNCHERS[0].name)]
-    known = [name[len(_OURS) :] for name in ours if name.startswith(_OURS)]
+    """Return the variables with our prefix that are not ours, and the nearest that is."""
+    ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *_variables(LAUNCHERS[0])]
+    known = [name.removeprefix(_PREFIX) for name in ours if name.startswith(_PREFIX)]
     found: dict[str, str | None] = {}
     for name in sorted(environ):
-        if name.startswith(_OURS) and name[len(_OURS) :] not in known + _BY_THE_LAUNCHER:
-            meant = difflib.get_close_matches(name[len(_OURS) :], known, 1)
-            found[name] = _OURS + meant[0] if meant else None
+        rest = name.removeprefix(_PREFIX)
+        if rest not in (name, *known, *_SET_BY_RUN):
+            nearest = difflib.get_close_matches(rest, known, 1)
+            found[name] = _PREFIX + nearest[0] if nearest else None
     return found
 
 
@@ -202,22 +201,21 @@ def _here() -> dict[str, str]:
     }
 
 
-def variables_of(name: str) -> list[str]:
-    """Return the variables by which one launcher tells a place; rank and size come first."""
-    launcher = next(one for one in LAUNCHERS if one.name == name)
+def _variables(launcher: Launcher) -> list[str]:
+    """Return the variables in which a launcher gives a rank its place; rank and size come first."""
     names = [launcher.rank, *launcher.world_size, launcher.local_rank, launcher.local_world_size]
     names += [launcher.node_rank] if launcher.node_rank else []
     return list(dict.fromkeys([*names, *launcher.num_nodes, *launcher.run_id]))
 
 
-# -- as a program reads it ---------------------------------------------------------------------
+# -- JSON for programs ---------------------------------------------------------------------
 
 
-def as_json(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
+def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the same for programs; a variable that is not set is null."""
     names = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
     for launcher in LAUNCHERS:
-        names += variables_of(launcher.name)
+        names += _variables(launcher)
     error = world.error
     return {
         "backend": world.backend,

@@ -1,12 +1,13 @@
-"""One clock for all hosts, found from the rounds themselves.
+"""Align the clocks of all hosts, by the rounds themselves.
 
-Nobody leaves a round before the last has arrived. So if clock B is ahead of clock A by `d`, every
-round that both took part in bounds it: from below, since A's release is after B's arrival
+No rank leaves a round before the last has arrived. So if clock B is ahead of clock A by `d`, every
+round in which both took part bounds it: from below, since A's release is after B's arrival
 (d >= arrival_B - release_A), and from above, since B's release is after A's arrival
-(d <= release_B - arrival_A). The tightest of many bounds leave an interval, whose middle is taken:
-half its width is the error. Clocks drift, so this is done over windows of the run, with a line from
-middle to middle. The method is that of Duda, Harrus, Haddad and Bernard, "Estimating Global Time in
-Distributed Systems", ICDCS 1987, which bounds clocks by messages; a round is one both ways.
+(d <= release_B - arrival_A). All bounds together leave an interval: its middle is taken, and half
+its width is the error. Clocks drift, so this is done for windows of the run, with straight lines
+between their middles. The method is that of Duda, Harrus, Haddad and Bernard, "Estimating Global
+Time in Distributed Systems", ICDCS 1987, which bounds clocks by messages; a round is a message in
+both directions.
 """
 
 from __future__ import annotations
@@ -20,53 +21,44 @@ from syncprims._protocol.trace_file import ROUND
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .reading import RankTrace, Run
+    from .reading import RankTrace, TraceRun
 
 _WINDOWS = 200  # at most
 _PER_WINDOW = 20  # rounds in each, at least
 
 
 class Alignment(NamedTuple):
-    """How the clocks of a run were brought together."""
+    """How the clocks of a run were aligned."""
 
-    hosts: list[str]  #: those whose clock is not that of the first rank
-    error: float  #: seconds that the worst of them may be off
-    guessed: list[str]  #: those that shared no round with the others: by the calendar
-
-
-class _Bounds(NamedTuple):
-    """What rounds say of one clock against the reference."""
-
-    at: NDArray[Any]
-    lower: NDArray[Any]
-    upper: NDArray[Any]
+    hosts: list[str]  #: with another clock than that of the first rank
+    error: float  #: seconds, of the worst of them
+    guessed: list[str]  #: hosts that shared no round with the others: aligned by the calendar
 
 
-def align(run: Run) -> Alignment:
-    """Bring the times of all ranks to the clock of the first."""
+def align(run: TraceRun) -> Alignment:
+    """Change the times of all ranks to the clock of the first."""
     clocks: dict[str, list[RankTrace]] = {}
     for rank in run.ranks:
         clocks.setdefault(rank.clock, []).append(rank)
-    reference, *others = clocks
-    done, left = [reference], list(others)
+    first, *left = clocks
+    aligned = list(clocks[first])
     error = 0.0
     hosts: list[str] = []
     guessed: list[str] = []
     while left:
-        # Those that met the reference, or what has been brought to it already.
-        known = [rank for clock in done for rank in clocks[clock]]
-        bounds = {clock: _bounds(known, clocks[clock]) for clock in left}
-        clock = max(left, key=lambda clock: len(bounds[clock].at))
-        hosts.append(clocks[clock][0].host)
-        if len(bounds[clock].at):
-            error = max(error, _bring(clocks[clock], bounds[clock]))
+        # First the clock that shares most rounds with those that are aligned already.
+        bounds = {clock: _bounds(aligned, clocks[clock]) for clock in left}
+        clock = max(left, key=lambda clock: len(bounds[clock]))
+        ranks = clocks[clock]
+        hosts.append(ranks[0].host)
+        if len(bounds[clock]):
+            error = max(error, _align_clock(ranks, bounds[clock]))
         else:
-            guessed.append(clocks[clock][0].host)
-            first, mine = known[0], clocks[clock][0]
-            ahead = (mine.monotonic - mine.wall) - (first.monotonic - first.wall)
-            _shift(clocks[clock], [0.0], [float(ahead)])
+            guessed.append(ranks[0].host)
+            ahead = ranks[0].monotonic - ranks[0].wall - (aligned[0].monotonic - aligned[0].wall)
+            _shift(ranks, [0.0], [float(ahead)])
         left.remove(clock)
-        done.append(clock)
+        aligned += ranks
     return Alignment(hosts, error / 1e9, guessed)
 
 
@@ -90,9 +82,9 @@ def _edges(ranks: list[RankTrace]) -> dict[int, dict[int, tuple[int, int]]]:
     return found
 
 
-def _bounds(known: list[RankTrace], others: list[RankTrace]) -> _Bounds:
-    """Return what the rounds that both took part in say of the others' clock."""
-    ours, theirs = _edges(known), _edges(others)
+def _bounds(aligned: list[RankTrace], others: list[RankTrace]) -> NDArray[Any]:
+    """Return a row for each round in which both took part: when, the lower and the upper bound."""
+    ours, theirs = _edges(aligned), _edges(others)
     rows: list[tuple[int, int, int]] = []
     for group, rounds in theirs.items():
         mine = ours.get(group, {})
@@ -100,20 +92,18 @@ def _bounds(known: list[RankTrace], others: list[RankTrace]) -> _Bounds:
             arrived_b, released_b = rounds[number]
             arrived_a, released_a = mine[number]
             rows.append((released_b, arrived_b - released_a, released_b - arrived_a))
-    rows.sort()
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
-    return _Bounds(table[:, 0], table[:, 1], table[:, 2])
+    return np.array(sorted(rows), dtype=np.int64).reshape(len(rows), 3)
 
 
-def _bring(ranks: list[RankTrace], bounds: _Bounds) -> float:
-    """Take from the times of `ranks` what their clock is ahead; return the worst error, in ns."""
-    count = max(1, min(_WINDOWS, len(bounds.at) // _PER_WINDOW))
+def _align_clock(ranks: list[RankTrace], bounds: NDArray[Any]) -> float:
+    """Subtract from the times of `ranks` what their clock is ahead; return the error in ns."""
+    count = max(1, min(_WINDOWS, len(bounds) // _PER_WINDOW))
     centres: list[float] = []
     middles: list[float] = []
     error = 0.0
-    for at, lower, upper in zip(*(np.array_split(side, count) for side in bounds), strict=True):
-        low, high = int(lower.max()), int(upper.min())
-        centres.append(float(at.mean()))
+    for window in np.array_split(bounds, count):
+        low, high = int(window[:, 1].max()), int(window[:, 2].min())
+        centres.append(float(window[:, 0].mean()))
         middles.append(low + (high - low) / 2)
         error = max(error, abs(high - low) / 2)
     _shift(ranks, centres, middles)
@@ -121,7 +111,7 @@ def _bring(ranks: list[RankTrace], bounds: _Bounds) -> float:
 
 
 def _shift(ranks: list[RankTrace], at: list[float], ahead: list[float]) -> None:
-    """Take from all times what the clock is ahead then, on the line between what is known."""
+    """Subtract from all times what the clock is ahead then, interpolated between the points."""
     for rank in ranks:
         for name in ("posted", "since", "done"):
             times = rank.rounds[name]

@@ -216,13 +216,13 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path, clean: dict[st
     )  # fmt: skip
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "complete -o default -F _syncprims syncprims",
+        "complete -o bashdefault -o default -F _syncprims syncprims",
         "run",
         "--mixed-precision",
         "no bf16 fp16",
         "--threads",
         "",
-        "bash zsh fish",
+        "bash zsh fish tcsh",
         "--help --json --seconds",
     ]
 
@@ -240,6 +240,17 @@ def test_every_shell_is_told_of_every_command(
     if found is not None:  # at least it reads
         (tmp_path / "script").write_text(script)
         subprocess.run([found, "-n", str(tmp_path / "script")], check=True, timeout=60)
+
+
+def test_without_the_package_completion_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == (
+        "syncprims: the completion script is written by a package: "
+        "pip install 'syncprims[completion]'\n"
+    )
 
 
 NAMES = ("run", "config", "env", "doctor", "trace", "completion")

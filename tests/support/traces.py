@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncprims._protocol import trace_file
 from syncprims._protocol.trace_file import Recorder
 from syncprims.interface import Label, Topology
-from syncprims.tracing.reading import Run, find_runs, read_run
+from syncprims.tracing.reading import TraceRun, find_runs, read_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     outcome: str
 
 
-def only_run(directory: Path) -> Run:
+def only_run(directory: Path) -> TraceRun:
     """Return the one run that is in `directory`, which nothing is wrong with."""
     (folder,) = find_runs(directory)
     run = read_run(folder)
@@ -35,7 +35,7 @@ def only_run(directory: Path) -> Run:
     return run
 
 
-def entries(run: Run, rank: int) -> list[Entry]:
+def entries(run: TraceRun, rank: int) -> list[Entry]:
     """Return the rounds of a rank in the order in which they were over."""
     (trace,) = [trace for trace in run.ranks if trace.rank == rank]
     rounds = sorted(trace.rounds.tolist(), key=lambda one: (one[2] or 1 << 62, one[3]))
