@@ -18,7 +18,7 @@ HELP = """\
 bash:  syncprims completion bash > ~/.local/share/bash-completion/completions/syncprims
 zsh:   syncprims completion zsh > ~/.zfunc/_syncprims     (with ~/.zfunc in $fpath)
 fish:  syncprims completion fish > ~/.config/fish/completions/syncprims.fish
-tcsh:  syncprims completion tcsh > /etc/profile.d/syncprims.completion.csh
+tcsh:  syncprims completion tcsh > ~/.syncprims.completion.csh (and source it)
 
 For this shell only: eval "$(syncprims completion bash)". It needs a package:
 pip install 'syncprims[completion]'."""
