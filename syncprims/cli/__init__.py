@@ -16,7 +16,8 @@ from .console import CommandParser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: In the order in which ``--help`` shows them. A command is a module with `add_parser`.
+#: In the order in which ``--help`` shows them. A command is a module with `HELP`, `DESCRIPTION`,
+#: `EPILOG`, `add_arguments` and `run`.
 COMMANDS = (run, config, env, doctor, trace, completion)
 
 EPILOG = """\
@@ -63,10 +64,17 @@ def parser() -> CommandParser:
         epilog=EPILOG,
     )
     root.add_argument("--version", action="version", version=f"syncprims {version()}")
-    root.set_defaults(parser=root)
     commands = root.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
+    root.set_defaults(parser=root, commands=commands.choices)
+    for module in COMMANDS:
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     return root
 
 

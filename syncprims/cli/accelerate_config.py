@@ -54,7 +54,7 @@ _FILE_ONLY = ("compute_environment", "distributed_type", "use_cpu")
 _PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
-def is_accelerate_config(values: Mapping[str, object]) -> bool:
+def is_accelerate_file(values: Mapping[str, object]) -> bool:
     """Return whether a file was written by ``accelerate config``."""
     return any(key in values for key in ("compute_environment", "distributed_type", "num_machines"))
 

@@ -1,8 +1,9 @@
-"""``syncprims config``: write a file that describes a run."""
+"""``syncprims config``, and the file that describes a run: YAML, TOML or JSON."""
 
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from syncprims._world.host import processors, visible_gpus
 from syncprims.errors import ConfigurationError
 
-from . import accelerate_config, config_file
-from .options import BY_KEY, plain_value
-from .run import add_options, values_of
+from . import accelerate_config
+from .options import ACCELERATE, BY_KEY, OPTIONS, add_options, plain_value, values_of
 
 if TYPE_CHECKING:
     import argparse
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-EXAMPLES = """\
+HELP = "write a file for `syncprims run --config`"
+DESCRIPTION = """\
+Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
+file has every key, with a comment."""
+EPILOG = """\
 examples:
   syncprims config                                    on a terminal: asks, and writes run.yaml
   syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
@@ -29,11 +33,8 @@ examples:
 
 All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
 
-_OWN_FLAGS = {
-    "-o": ("--output", True),
-    "--output": ("--output", True),
-    "--force": ("--force", False),
-}
+_OUTPUT = "--output", True  # takes a value
+_OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", False)}
 #: The questions on a terminal, by key.
 QUESTIONS = (
     ("nodes", "How many machines"),
@@ -46,16 +47,9 @@ QUESTIONS = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Describe the command."""
-    parser = commands.add_parser(
-        "config",
-        help="write a file for `syncprims run --config`",
-        description="Write a file that says what `syncprims run` starts: from flags, or from "
-        "questions on a terminal. The file has every key, with a comment.",
-        epilog=EXAMPLES,
-        usage="syncprims config [-o FILE] [--force] [flags of run] [SCRIPT [ARGS...]]",
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
+    parser.usage = "syncprims config [-o FILE] [--force] [flags of run] [SCRIPT [ARGS...]]"
     parser.rewrite = functools.partial(accelerate_config.translate, more=_OWN_FLAGS)
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="run.yaml",
@@ -63,19 +57,18 @@ def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # 
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="overwrite a file that exists")
     add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the file."""
     flags = values_of(options)
     script = flags.get("script")
-    if script and "module" not in flags and Path(script).suffix in config_file.SUFFIXES:
+    if script and "module" not in flags and Path(script).suffix in SUFFIXES:
         raise ConfigurationError(
             f"{script} stands where the script does, and is no Python: name the file to write with "
             f"-o {script}, one to read with --config {script}"
         )
-    values = {**(config_file.read(options.config) if options.config else {}), **flags}
+    values = {**(read(options.config) if options.config else {}), **flags}
     if not values:
         if not sys.stdin.isatty():
             raise ConfigurationError(
@@ -128,10 +121,10 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
     if output == "-":
-        sys.stdout.write(config_file.render(values, ".yaml"))
+        sys.stdout.write(render(values, ".yaml"))
         return
     path = Path(output)
-    text = config_file.render(values, path.suffix)
+    text = render(values, path.suffix)
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
@@ -143,3 +136,105 @@ def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
         raise ConfigurationError(f"{path} cannot be written: {error}") from error
     script = " train.py" if "script" not in values else ""
     print(f"wrote {path}; start it with: syncprims run --config {path}{script}")  # noqa: T201
+
+
+# -- the file ----------------------------------------------------------------------------------
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return the values in the file, by key; only those that it sets.
+
+    A file of ``accelerate config`` is converted where it has an equivalent.
+
+    :raises ConfigurationError: if the file cannot be read, or a key or value is wrong; naming the
+        file, the key, and the nearest known key.
+    """
+    written = _parse(Path(path))
+    if accelerate_config.is_accelerate_file(written):
+        written = accelerate_config.convert_file(written, path)
+    values: dict[str, Any] = {}
+    for key, value in written.items():
+        option = BY_KEY.get(key.replace("-", "_"))
+        if option is None:
+            raise ConfigurationError(
+                f"{path}: there is no key {key!r}{accelerate_config.suggest(key, list(BY_KEY))} "
+                f"`syncprims config` writes a file with all of them"
+            )
+        try:
+            if value is not None:
+                values[option.key] = option.read(value)
+        except ValueError as error:
+            raise ConfigurationError(f"{path}: {key}: {error}") from None
+    return values
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    parse = _PARSERS.get(path.suffix)
+    if parse is None:
+        raise ConfigurationError(
+            f"{path}: a file that describes a run is called *.yaml, *.toml or *.json"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}; `syncprims config` writes such a file"
+        ) from error
+    try:
+        values = parse(text)
+    except ImportError:
+        raise ConfigurationError(
+            f"{path}: reading YAML needs a package: pip install 'syncprims[config]'. "
+            f"A file *.toml needs none"
+        ) from None
+    except Exception as error:  # each parser raises errors of its own
+        raise ConfigurationError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path}: it has to be keys with values, as in `ranks: 4`")
+    return {str(key): value for key, value in values.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def _toml(text: str) -> Any:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _yaml, ".yml": _yaml, ".toml": _toml, ".json": json.loads,
+}  # fmt: skip
+SUFFIXES = frozenset(_PARSERS)  #: of a file that describes a run
+
+
+def render(values: Mapping[str, Any], suffix: str) -> str:
+    """Return the text of a file with these values; every other key is a comment in it.
+
+    :raises ConfigurationError: if the suffix is neither ``.yaml`` nor ``.toml``.
+    """
+    if suffix not in (".yaml", ".yml", ".toml"):
+        raise ConfigurationError(f"a run is written to *.yaml or *.toml, and not to *{suffix}")
+    equals = " =" if suffix == ".toml" else ":"
+    lines = ["# For `syncprims run --config FILE`, whose flags override these values."]
+    section = ""
+    for option in OPTIONS:
+        if option.section == ACCELERATE and option.key not in values:
+            continue
+        if option.section != section:
+            section = option.section
+            lines += ["", f"# -- {section}"]
+        lines.append(f"# {option.help}")
+        if option.key in values:
+            # JSON is valid in YAML and TOML, too.
+            text = json.dumps(plain_value(option.key, values[option.key]), ensure_ascii=False)
+            lines.append(f"{option.key}{equals} {text}")
+        else:
+            lines.append(f"#{option.key}{equals} {option.example}")
+    return "\n".join(lines) + "\n"

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"max_help_position": 30, **options})
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -24,7 +20,8 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=_HelpFormatter, allow_abbrev=False, **options)
+        formatter: Any = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
         self.rewrite: Callable[[Sequence[str]], list[str]] = list
 
     def parse_known_args(  # type: ignore[override] # pyright: ignore[reportIncompatibleMethodOverride]
@@ -55,11 +52,11 @@ class Style:
     """Colours text if the stream is a terminal and ``NO_COLOR`` is not set."""
 
     def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
-        self._on = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        self.on = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
     def __call__(self, kind: str, text: str) -> str:
         """Return `text` in this style: bold, red, green or yellow."""
-        return f"\033[{_CODES[kind]}m{text}\033[0m" if self._on else text
+        return f"\033[{_CODES[kind]}m{text}\033[0m" if self.on else text
 
 
 def table(

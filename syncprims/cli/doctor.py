@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-EXAMPLES = """\
+HELP = "measure a job from inside, and print what to improve"
+DESCRIPTION = """\
+Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
+far clocks are apart, and which versions differ; then what is wrong, and the cure."""
+EPILOG = """\
 examples:
   syncprims run -n 4 -m syncprims doctor
   torchrun --nproc-per-node 4 -m syncprims doctor
@@ -28,22 +32,13 @@ Start it as you start the job: by the same launcher, with the same variables. Ev
 and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2."""
 
 
-def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Describe the command."""
-    parser = commands.add_parser(
-        "doctor",
-        help="measure a job from inside, and print what to improve",
-        description="Measure round trips and bandwidth in the real job. Show which ranks share a "
-        "host and its memory, how far clocks are apart, and which versions differ; then what is "
-        "wrong, and the cure.",
-        epilog=EXAMPLES,
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
     parser.add_argument(
         "--seconds", type=argument_type(seconds), default=0.2, metavar="S",
         help="how long each measurement takes, about (default: 0.2)",
     )  # fmt: skip
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,10 +74,18 @@ def report(job: dict[str, Any], found: Sequence[Finding], style: Style) -> list[
         *table(_machine_rows(job["ranks"])),
         "",
         style("bold", "Round trips, microseconds") + " (the slowest rank's)",
-        *table(_latency_rows(job["latency"])),
     ]
+    rows: list[tuple[str, ...]] = [("group", "call", "median", "99 in 100 below")]
+    for row in job["latency"]:
+        figures = (f"{row[key]:.{1 if row[key] >= 1 else 2}f}" for key in ("median_us", "p99_us"))
+        rows.append((row["group"], row["call"], *figures))
+    lines += table(rows)
     if job["bandwidth"]:
-        lines += ["", style("bold", "Large arrays"), *table(_bandwidth_rows(job["bandwidth"]))]
+        sizes: list[tuple[str, ...]] = [("size", "through", "call", "milliseconds", "GB/s")]
+        for row in job["bandwidth"]:
+            figures = (f"{row[key]:.3g}" for key in ("ms", "gb_per_s"))
+            sizes.append((_size(row["bytes"]), row["where"], row["call"], *figures))
+        lines += ["", style("bold", "Large arrays"), *table(sizes)]
     lines += ["", style("bold", "Clocks"), *table(_clock_rows(job))]
     lines += ["", style("bold", "Findings")]
     for one in found:
@@ -129,24 +132,6 @@ def _machine_rows(ranks: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _latency_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    def text(value: float) -> str:
-        return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-    return [
-        ("group", "call", "median", "99 in 100 below"),
-        *((row["group"], row["call"], text(row["median_us"]), text(row["p99_us"])) for row in rows),
-    ]
-
-
-def _bandwidth_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    def cells(row: dict[str, Any]) -> tuple[str, ...]:
-        figures = f"{row['ms']:.3g}", f"{row['gb_per_s']:.3g}"
-        return (_size(row["bytes"]), row["where"], row["call"], *figures)
-
-    return [("size", "through", "call", "milliseconds", "GB/s"), *map(cells, rows)]
 
 
 def _clock_rows(job: dict[str, Any]) -> list[tuple[str, ...]]:

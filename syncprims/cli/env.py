@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
+HELP = "show which world would start here, and why"
+DESCRIPTION = """\
+Show which world a program would start if it ran here, and which variables, set or not, decide that.
+If they contradict each other, show the error."""
+EPILOG = "exit code: 0 if a world would start, 2 if starting it would be an error."
+
 #: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (
     ("SYNCPRIMS_TIMEOUT", "no limit where the backend sees death, else 1800 s"),
@@ -59,17 +65,9 @@ class WorldPreview(NamedTuple):
     error: SyncError | None
 
 
-def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Describe the command."""
-    parser = commands.add_parser(
-        "env",
-        help="show which world would start here, and why",
-        description="Show which world a program would start if it ran here, and which variables, "
-        "set or not, decide that. If they contradict each other, show the error.",
-        epilog="exit code: 0 if a world would start, 2 if starting it would be an error.",
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -135,7 +133,7 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     lines += ["", *table(rows)] if rows else []
     lines += ["", style("bold", "The deciding variables")]
     lines += table([("SYNCPRIMS_BACKEND", _shown(environ, "SYNCPRIMS_BACKEND", "auto"))])
-    lines += _launchers(place, environ, style)
+    lines += _launchers(place, environ)
     lines += ["", style("bold", "Settings")]
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
     unknown = misspelt(environ)
@@ -155,7 +153,7 @@ def _known_by(place: Topology, environ: Mapping[str, str]) -> str:
     return f"{place.launcher} says {found}"
 
 
-def _launchers(place: Topology | None, environ: Mapping[str, str], style: Style) -> list[str]:
+def _launchers(place: Topology | None, environ: Mapping[str, str]) -> list[str]:
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
         names = _variables(launcher)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .console import argument_type
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from .console import CommandParser
 
 RANKS, BACKEND, DEVICES, SCRIPT_ENVIRONMENT, NODES, SCRIPT, ACCELERATE = (
     "number of ranks",
@@ -210,3 +215,46 @@ def plain_value(key: str, value: Any) -> Any:
         host, port = value
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return ",".join(value) if key == "gpus" else value
+
+
+# -- on the command line -------------------------------------------------------------------------
+
+
+def add_options(parser: CommandParser) -> None:
+    """Add all options of a run, and the script at the end."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
+    )
+    groups: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.key in ("script", "args"):
+            continue
+        if option.section not in groups:
+            groups[option.section] = parser.add_argument_group(option.section)
+        about: dict[str, Any] = {"action": "store_true"}
+        if option.metavar is not None:
+            about = {"metavar": option.metavar, "type": argument_type(option.read)}
+            about["choices"] = option.choices or None
+        groups[option.section].add_argument(
+            *([option.short] if option.short else []),
+            option.flag,
+            dest=option.key,
+            default=argparse.SUPPRESS,
+            help=option.help.replace("%", "%%"),
+            **about,
+        )
+    parser.add_argument(
+        "line",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT [ARGS...]",
+        help="the script to run; all that follows belongs to it",
+    )
+
+
+def values_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of a parsed command line by key; only those that were given."""
+    values = {key: value for key, value in vars(options).items() if key in BY_KEY}
+    line = options.line[1:] if options.line[:1] == ["--"] else options.line
+    if line:
+        values["script"], values["args"] = line[0], tuple(line[1:])
+    return values

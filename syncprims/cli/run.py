@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from syncprims._world.host import processors, visible_gpus
 from syncprims.errors import ConfigurationError
 
-from . import accelerate_config, config_file
-from .console import CommandParser, argument_type
-from .options import BY_KEY, OPTIONS
+from . import accelerate_config, config
+from .options import BY_KEY, add_options, values_of
 from .plan import merge, plan_launch, torchrun_environment
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
+    from .console import CommandParser
+
 _NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backend")
 
+HELP = "start a script on several ranks"
 DESCRIPTION = """\
 Start a Python script on several ranks of this machine and prefix their output. When one fails, end
 the others and show which failed first. With --nodes, torchrun starts the ranks."""
 
-EXAMPLES = """\
+EPILOG = """\
 examples:
   syncprims run -n 4 train.py --lr 0.1          four ranks, no torch needed
   syncprims run -n 4 -m package.train           a module
@@ -41,66 +43,17 @@ killed it or stopped the run; 2 if the command line or the environment is wrong;
 succeeded and their output was lost, 1 for a full disk, 141 for a closed pipe."""
 
 
-def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Describe the command."""
-    parser = commands.add_parser(
-        "run",
-        help="start a script on several ranks",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        usage="syncprims run -n RANKS [flags] [-m] SCRIPT [ARGS...]",
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
+    parser.usage = "syncprims run -n RANKS [flags] [-m] SCRIPT [ARGS...]"
     parser.rewrite = accelerate_config.translate
     add_options(parser)
-    parser.set_defaults(run=run)
-
-
-def add_options(parser: CommandParser) -> None:
-    """Add all options of a run, and the script at the end."""
-    import argparse
-
-    parser.add_argument(
-        "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
-    )
-    groups: dict[str, Any] = {}
-    for option in OPTIONS:
-        if option.key in ("script", "args"):
-            continue
-        if option.section not in groups:
-            groups[option.section] = parser.add_argument_group(option.section)
-        about: dict[str, Any] = {"action": "store_true"}
-        if option.metavar is not None:
-            about = {"metavar": option.metavar, "type": argument_type(option.read)}
-            about["choices"] = option.choices or None
-        groups[option.section].add_argument(
-            *([option.short] if option.short else []),
-            option.flag,
-            dest=option.key,
-            default=argparse.SUPPRESS,
-            help=option.help.replace("%", "%%"),
-            **about,
-        )
-    parser.add_argument(
-        "line",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT [ARGS...]",
-        help="the script to run; all that follows belongs to it",
-    )
-
-
-def values_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of a parsed command line by key; only those that were given."""
-    values = {key: value for key, value in vars(options).items() if key in BY_KEY}
-    line = options.line[1:] if options.line[:1] == ["--"] else options.line
-    if line:
-        values["script"], values["args"] = line[0], tuple(line[1:])
-    return values
 
 
 def run(options: argparse.Namespace) -> int:
     """Start the ranks and return the exit code, or replace this process by torchrun."""
     flags = values_of(options)
-    file = config_file.read(options.config) if options.config else {}
+    file = config.read(options.config) if options.config else {}
     environ: Mapping[str, str] = options.environ
     notes = accelerate_config.notes(flags)  # not of the file: accelerate writes many by default
     gpus = visible_gpus(environ)

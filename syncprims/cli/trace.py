@@ -5,33 +5,30 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from syncprims.errors import ConfigurationError, format_ranks
 
-from .console import table
+from .console import Style, table
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncprims.tracing.analysis import Analysis, LateArrivals
 
     from .console import CommandParser
 
+HELP = "show which rank made others wait in a run with SYNCPRIMS_TRACE"
+DESCRIPTION = """\
+Read what a run with SYNCPRIMS_TRACE=DIR has recorded: which rank made others wait, where and for
+how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+EPILOG = "exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2."
 _MOST_ROWS = 20  # of the first table
 
 
-def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Describe the command."""
-    parser = commands.add_parser(
-        "trace",
-        help="show which rank made others wait in a run with SYNCPRIMS_TRACE",
-        description="Read what a run with SYNCPRIMS_TRACE=DIR has recorded: which rank made others "
-        "wait, where and for how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and "
-        "chrome://tracing.",
-        epilog="exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2.",
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "dir", type=Path, metavar="DIR", help="the directory that SYNCPRIMS_TRACE named"
     )
@@ -43,7 +40,6 @@ def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # 
         "--html", type=Path, metavar="FILE", help="draw it as a page for a browser, to zoom into"
     )
     parser.add_argument("--all", action="store_true", help="show every row of the first table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     analysis = analyse(traced)
     code, written = _write_files(analysis, options)  # before the output, whose pipe may be closed
     print(f"{traced.title}{_other_runs(folders, folder)}\n")  # noqa: T201
-    write_tables(analysis, sys.stdout, every_row=options.all)
+    write_tables(analysis, sys.stdout, options.environ, every_row=options.all)
     for complaint in (*traced.complaints, *_caveats(analysis)):
         print(f"syncprims: {complaint}", file=sys.stderr)  # noqa: T201
     for line in written:
@@ -135,14 +131,18 @@ def _write_files(analysis: Analysis, options: argparse.Namespace) -> tuple[int, 
 # -- tables ------------------------------------------------------------------------------------
 
 
-def write_tables(analysis: Analysis, out: TextIO, *, every_row: bool) -> None:
+def write_tables(
+    analysis: Analysis, out: TextIO, environ: Mapping[str, str], *, every_row: bool
+) -> None:
     """Write the late arrivals, the ranks, and the conclusion."""
     from syncprims.tracing.analysis import seconds_text
 
-    writer = _Writer(out)
+    style = Style(out, environ)
     shown = analysis.late_arrivals[: None if every_row else _MOST_ROWS]
     if shown:
-        writer.table(
+        _write_table(
+            out,
+            style,
             "Who made whom wait, worst first",
             ("late", "made wait", "at", "where", "times", "waited in all", "longest"),
             [_cells(one, analysis) for one in shown],
@@ -150,8 +150,10 @@ def write_tables(analysis: Analysis, out: TextIO, *, every_row: bool) -> None:
         )
     if rest := analysis.late_arrivals[len(shown) :]:
         waited = seconds_text(sum(one.waited for one in rest))
-        writer.line(f"{len(rest)} more rows, {waited} together: --all shows them")
-    writer.table(
+        out.write(f"{len(rest)} more rows, {waited} together: --all shows them\n\n")
+    _write_table(
+        out,
+        style,
         "Ranks",
         ("rank", "host", "rounds", "time", "waiting", "others waited for it", "ended"),
         [
@@ -169,7 +171,7 @@ def write_tables(analysis: Analysis, out: TextIO, *, every_row: bool) -> None:
         numbers=(0, 2, 3, 4, 5),
         marked=analysis.stragglers,
     )
-    writer.line(analysis.conclusion, style="bold")
+    out.write(f"{style('bold', analysis.conclusion)}\n\n")
 
 
 def _cells(one: LateArrivals, analysis: Analysis) -> Sequence[str]:
@@ -183,51 +185,33 @@ def _cells(one: LateArrivals, analysis: Analysis) -> Sequence[str]:
     return (f"rank {one.late}", waiting, str(one.call), one.call.site, *times)
 
 
-class _Writer:
-    """Writes tables with rich to a terminal, if it is installed, else in plain columns."""
+def _write_table(
+    out: TextIO,
+    style: Style,
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: Sequence[int],
+    marked: Sequence[int] = (),
+) -> None:
+    """Write a table, with rich to a terminal if it is installed, else in plain columns.
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._console: Any = None
-        if out.isatty() and find_spec("rich") is not None:
-            from rich.console import Console
+    The columns in `numbers` align right. With rich, the rows of ranks in `marked` are red.
+    """
+    if not out.isatty() or find_spec("rich") is None:
+        lines = table([head, *rows], indent="", numbers=numbers)
+        out.write("\n".join([title, *lines, "", ""]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-            self._console = Console(file=out, highlight=False)
-            if self._console.no_color:  # NO_COLOR: rich would still write bold
-                self._console = Console(file=out, highlight=False, color_system=None)
-
-    def line(self, text: str, *, style: str = "") -> None:
-        """Write one line, and an empty one behind it."""
-        if self._console is None:
-            self._out.write(f"{text}\n\n")
-        else:
-            from rich.text import Text
-
-            self._console.print(Text(text, style=style))
-            self._console.print()
-
-    def table(
-        self,
-        title: str,
-        head: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        *,
-        numbers: Sequence[int],
-        marked: Sequence[int] = (),
-    ) -> None:
-        """Write a table; columns in `numbers` align right, rows of ranks in `marked` are red."""
-        if self._console is None:
-            lines = table([head, *rows], indent="", numbers=numbers)
-            self._out.write("\n".join([title, *lines, "", ""]))
-            return
-        from rich.table import Table
-        from rich.text import Text
-
-        rich_table = Table(title=title, title_justify="left", title_style="bold")
-        for i, name in enumerate(head):
-            justify = "right" if i in numbers else "left"
-            rich_table.add_column(name, justify=justify, overflow="fold")
-        for row in rows:
-            style = "bold red" if row[0].isdecimal() and int(row[0]) in marked else ""
-            rich_table.add_row(*(Text(cell, style=style) for cell in row))
-        self._console.print(rich_table)
+    rich_table = Table(title=title, title_justify="left", title_style="bold")
+    for i, name in enumerate(head):
+        rich_table.add_column(name, justify="right" if i in numbers else "left", overflow="fold")
+    for row in rows:
+        colour = "bold red" if row[0].isdecimal() and int(row[0]) in marked else ""
+        rich_table.add_row(*(Text(cell, style=colour) for cell in row))
+    colours = "auto" if style.on else None  # with NO_COLOR, rich would still write bold
+    Console(file=out, highlight=False, color_system=colours).print(rich_table)

@@ -31,7 +31,7 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "machine": _machine(),
-        "memory": _identity(memory),
+        "memory": f"{memory.stat().st_dev}:{memory.stat().st_ino}",
         "launcher": world.topology.launcher,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in COMPARED},
@@ -53,12 +53,6 @@ def _machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-def _identity(path: Path) -> str:
-    """Return an identifier of the file system of `path` on this machine."""
-    found = path.stat()
-    return f"{found.st_dev}:{found.st_ino}"
 
 
 def _existing(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncprims.errors import format_ranks
@@ -28,6 +29,9 @@ class Finding(NamedTuple):
     cure: str
 
 
+_problem, _note = partial(Finding, "problem"), partial(Finding, "note")
+
+
 def findings(job: dict[str, Any]) -> list[Finding]:
     """Return all findings about the result of `examine`, problems first."""
     found = [*_versions(job["ranks"]), *_nodes(job["ranks"]), *_room(job["ranks"])]
@@ -38,8 +42,7 @@ def findings(job: dict[str, Any]) -> list[Finding]:
     found += [*_latency(job, crowded=crowded), *_bandwidth(job), *_clocks(job)]
     if job["world_size"] == 1:
         found.append(
-            Finding(
-                "note",
+            _note(
                 "this is a world of one: there is nobody to wait for",
                 "to look at several ranks: syncprims run -n 4 -m syncprims doctor",
             )
@@ -92,8 +95,7 @@ def _versions(ranks: Rows) -> Iterator[Finding]:
             shown = "; ".join(
                 f"{key or 'none'} on {_names(those)}" for key, those in groups.items()
             )
-            yield Finding(
-                "problem",
+            yield _problem(
                 f"{name} differs: {shown}",
                 f"install the same {name} everywhere, best by starting all ranks from one "
                 f"environment or image",
@@ -103,8 +105,7 @@ def _versions(ranks: Rows) -> Iterator[Finding]:
 def _nodes(ranks: Rows) -> Iterator[Finding]:
     for members in _grouped(ranks, (facts["node"] for facts in ranks)).values():
         if len(by_machine(members)) > 1:
-            yield Finding(
-                "problem",
+            yield _problem(
                 f"{_names(members)} are one node by their variables, and run on several machines",
                 "correct the launcher's local ranks (LOCAL_WORLD_SIZE and its like)",
             )
@@ -115,8 +116,7 @@ def _room(ranks: Rows) -> Iterator[Finding]:
     if little:
         one = min(little, key=lambda facts: facts["room"])
         where = one["meeting_place"] if one["file_system"] else one["shared_memory"]["path"]
-        yield Finding(
-            "problem",
+        yield _problem(
             f"{_names(little)} {'have' if len(little) > 1 else 'has'} {one['room'] >> 20} MB left "
             f"where ranks meet ({where}): objects and arrays of that size cannot pass",
             "give the container more (docker run --shm-size=1g), or set SYNCPRIMS_DIR to a "
@@ -130,28 +130,24 @@ def _machine(ranks: Rows) -> Iterator[Finding]:
     memories = _grouped(ranks, (facts["memory"] for facts in ranks))
     nodes = {facts["node"] for facts in ranks}
     if len(memories) > 1:
-        yield Finding(
-            "problem",
+        yield _problem(
             f"{' and '.join(map(_names, memories.values()))} run on one machine, but do not share "
             f"its memory: they are in different containers, and use the network between them",
             "start the containers with --ipc=host, or all ranks of a machine in one",
         )
     elif len(nodes) > 1:
-        yield Finding(
-            "note",
+        yield _note(
             f"nodes {listed(nodes)} are one machine, and use the network between them",
             "start all ranks of a machine as one node",
         )
     if len(ranks) > processors:
-        yield Finding(
-            "note",
+        yield _note(
             f"{names} share {_count(processors, 'processor')} of host {host}: in each round the "
             f"system has to switch between them",
             "start fewer ranks, or take more processors",
         )
     if ranks[0]["load"] > processors + len(ranks):
-        yield Finding(
-            "note",
+        yield _note(
             f"host {host} is busy with something else: a load of {ranks[0]['load']:.1f} on "
             f"{_count(processors, 'processor')}",
             "look again when it is not: the figures above suffer from it",
@@ -160,15 +156,13 @@ def _machine(ranks: Rows) -> Iterator[Finding]:
     each = max(1, processors // len(ranks))
     cure = f"syncprims run --threads {each}, or OMP_NUM_THREADS={each} for every rank"
     if len(ranks) > 1 and threads > max(processors, len(ranks)):
-        yield Finding(
-            "problem",
+        yield _problem(
             f"{names} start {threads} threads of their math libraries on "
             f"{_count(processors, 'processor')} of host {host}",
             cure,
         )
     elif all(facts["threads"] for facts in ranks) and threads * 2 <= processors:
-        yield Finding(
-            "note",
+        yield _note(
             f"{names} start {_count(threads, 'thread')} in all, and host {host} has "
             f"{processors} processors: the others may idle",
             cure,
@@ -179,15 +173,13 @@ def _devices(ranks: Rows, backend: str) -> Iterator[Finding]:
     gpus = {gpu for facts in ranks for gpu in facts["gpus"] or ()}
     host = ranks[0]["host"]
     if gpus and backend == "file":
-        yield Finding(
-            "note",
+        yield _note(
             f"host {host} has CUDA devices, and backend file copies tensors through the hosts' "
             f"memory",
             "syncprims run --gpus all, or --backend torch",
         )
     elif 0 < len(gpus) < len(ranks):
-        yield Finding(
-            "problem",
+        yield _problem(
             f"{_names(ranks)} see {_count(len(gpus), 'CUDA device')} on host {host}: NCCL needs "
             f"one for each",
             f"start {_count(len(gpus), 'rank')} there, or make more visible (CUDA_VISIBLE_DEVICES)",
@@ -204,16 +196,14 @@ def _latency(job: dict[str, Any], *, crowded: bool) -> Iterator[Finding]:
         median = row["median_us"]
         in_memory = row["group"] == "node" or job["num_nodes"] == 1
         if in_memory and median > _SLOW_BARRIER and not crowded:
-            yield Finding(
-                "problem",
+            yield _problem(
                 f"a barrier of ranks that share memory takes {median:.0f} us, and should take "
                 f"less than {_SLOW_BARRIER:.0f}",
                 "see what else runs on these processors, and whether ranks are bound to the same "
                 "one (taskset, cgroups)",
             )
         if not in_memory and median > _SLOW_NETWORK_BARRIER:
-            yield Finding(
-                "problem",
+            yield _problem(
                 f"a barrier over {job['num_nodes']} nodes takes {median / 1e3:.1f} ms",
                 "check that MASTER_ADDR is reached by the fast network, and not by a VPN",
             )
@@ -224,8 +214,7 @@ def _bandwidth(job: dict[str, Any]) -> Iterator[Finding]:
     over_hosts = job["num_nodes"] > 1
     best = max(rates, default=math.inf)
     if best < (_SLOW_NETWORK if over_hosts else _SLOW_MEMORY):
-        yield Finding(
-            "problem",
+        yield _problem(
             f"arrays travel at {best:.3f} GB/s at best",
             "name the fast network interface: GLOO_SOCKET_IFNAME=eth1 (NCCL_SOCKET_IFNAME)"
             if over_hosts
@@ -238,8 +227,7 @@ def _clocks(job: dict[str, Any]) -> Iterator[Finding]:
         if abs(row["ahead_s"]) - row["uncertainty_s"] > _BAD_CLOCK:
             host = job["ranks"][row["rank"]]["host"]
             way = "ahead of" if row["ahead_s"] > 0 else "behind"
-            yield Finding(
-                "problem",
+            yield _problem(
                 f"the clock of host {host} is {abs(row['ahead_s']):.3f} s {way} rank 0's: times "
                 f"in logs cannot be compared",
                 "run a time service (chrony, ntpd) on every host",

@@ -69,7 +69,7 @@ def bandwidth(world: World, seconds: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for size in SIZES:
         array = np.ones(size // 4, np.float32)
-        rows += _bulk_rows(world, "memory", array, np.empty_like(array), seconds, lambda: None)
+        rows += _bulk_rows(world, "memory", array, np.empty_like(array), seconds)
         if rows[-1]["ms"] > _TOO_SLOW * 1e3:
             break
     torch = sys.modules.get("torch")
@@ -79,20 +79,16 @@ def bandwidth(world: World, seconds: float) -> list[dict[str, Any]]:
         device = own_device("cuda", world.local_rank)
         for size in SIZES:
             tensor = torch.ones(size // 4, device=device)
-            out = torch.empty_like(tensor)
-            rows += _bulk_rows(world, "cuda", tensor, out, seconds, torch.cuda.synchronize)
+            rows += _bulk_rows(world, "cuda", tensor, torch.empty_like(tensor), seconds)
     return rows
 
 
 def _bulk_rows(
-    world: World,
-    where: str,
-    array: Any,
-    out: Any,
-    seconds: float,
-    synchronize: Callable[[], object],
+    world: World, where: str, array: Any, out: Any, seconds: float
 ) -> list[dict[str, Any]]:
-    """Return the rows of one array; `synchronize` waits until its device has finished."""
+    """Return the rows of one array, which is in the hosts' `memory` or on a `cuda` device."""
+    on_device = where == "cuda"
+    synchronize = sys.modules["torch"].cuda.synchronize if on_device else lambda: None
 
     def broadcast() -> None:
         world.group.broadcast(array, out=out)

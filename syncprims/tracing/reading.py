@@ -77,7 +77,6 @@ class RankTrace:
     world_size: int
     host: str
     clock: str
-    run: str
     wall: int  #: ns of the calendar, at the time `monotonic` of its own clock
     monotonic: int
     rounds: NDArray[Any]  #: of ROUNDS, by group and number
@@ -198,90 +197,66 @@ def _read_file(path: Path, run: TraceRun) -> RankTrace | None:
     parts: list[NDArray[Any]] = []
     left: tuple[int, str] | None = None
     for number, _, piece in segments:
-        reader = _SegmentReader(piece, run.names)
-        parts.append(reader.rounds())
-        left = reader.left or left
-        if reader.damaged:
+        rounds, damaged, left_here = _read_segment(piece, run.names)
+        parts.append(rounds)
+        left = left_here or left
+        if damaged:
             run.complaints.append(
-                f"{path.name}: {reader.damaged} entries of segment {number} are damaged, and left "
-                f"out"
+                f"{path.name}: {damaged} entries of segment {number} are damaged, and left out"
             )
-    facts = segments[0][1]
+    first, facts, _ = segments[0]
     try:
-        return RankTrace(
-            rank=int(facts["rank"]),
-            world_size=int(facts["world_size"]),
-            host=str(facts["host"]),
-            clock=str(facts["clock"]),
-            run=str(facts["run"]),
-            wall=int(facts["wall"]),
-            monotonic=int(facts["monotonic"]),
-            rounds=_unique_rounds(np.concatenate(parts)),
-            left=left,
-            dropped=segments[0][0] > 0,
-        )
+        rank, world_size = int(facts["rank"]), int(facts["world_size"])
+        host, clock = str(facts["host"]), str(facts["clock"])
+        wall, monotonic = int(facts["wall"]), int(facts["monotonic"])
     except (KeyError, TypeError, ValueError) as error:
         run.complaints.append(f"{path.name} is of another version: {error!r}")
         return None
+    rounds = _unique_rounds(np.concatenate(parts))
+    return RankTrace(
+        rank, world_size, host, clock, wall, monotonic, rounds, left, dropped=first > 0
+    )
 
 
-class _SegmentReader:
-    """The entries of one segment."""
-
-    def __init__(self, data: bytes, names: NameTable) -> None:
-        count = (len(data) - trace_file.START) // _ENTRY.itemsize
-        self._entries = np.frombuffer(data, _ENTRY, count, trace_file.START)
-        self._names = names
-        self.damaged = int((self._entries["kind"] > LEFT).sum())
-        self.left: tuple[int, str] | None = None
-        self._texts = self._read_texts()
-
-    def _read_texts(self) -> dict[int, str]:
-        pieces: dict[int, bytes] = {}
-        for entry in self._entries[self._entries["kind"] == TEXT]:
-            piece = entry.tobytes()[: int(entry["flags"])]
-            number = int(entry["label"])
-            pieces[number] = pieces.get(number, b"") + piece
-        return {n: text.decode("utf-8", "replace") for n, text in pieces.items()}
-
-    def rounds(self) -> NDArray[Any]:
-        """Return the rounds among the entries, as ROUNDS."""
-        entries = self._entries
-        for last in entries[entries["kind"] == LEFT]:
-            outcome = self._texts.get(int(last["outcome"]), "")
-            self.left = int(last["posted"]), outcome
-        found = entries[np.isin(entries["kind"], (ROUND, WAITING, POSTED, RESULT))]
-        over = (found["kind"] == ROUND) | (found["kind"] == RESULT)
-        ordered = (found["posted"] <= found["since"]) & (found["since"] <= found["done"])
-        sound = (found["posted"] >= 0) & (found["number"] >= 0) & (ordered | ~over)
-        calls, groups = self._labels(found["label"])
-        sound &= calls >= 0
-        self.damaged += int((~sound).sum())
-        rounds = np.zeros(len(found), ROUNDS)
-        for name in ("posted", "since", "done", "number", "kind"):
-            rounds[name] = found[name]
-        rounds["call"], rounds["group"] = calls, groups
-        rounds["further"] = found["flags"] & 1
-        for code in np.unique(found["outcome"]):
-            text = self._texts.get(int(code), "")
-            rounds["outcome"][found["outcome"] == code] = self._names.number("outcome", text)
-        sound_ones: NDArray[Any] = rounds[sound]
-        return sound_ones
-
-    def _labels(self, codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the numbers of calls and groups; -1 where a text is missing or damaged."""
-        calls, groups = np.full(len(codes), -1), np.full(len(codes), -1)
-        for code in np.unique(codes):
-            try:
-                group, kind, name, src, op, site = json.loads(self._texts[int(code)])
-                members = tuple(parse_ranks(self._texts[group]))
-                call = TracedCall(str(kind), name, src, op, str(site))
-            except (KeyError, ValueError, TypeError):
-                continue
-            chosen = codes == code
-            calls[chosen] = self._names.number("call", call)
-            groups[chosen] = self._names.number("group", members)
-        return calls, groups
+def _read_segment(
+    data: bytes, names: NameTable
+) -> tuple[NDArray[Any], int, tuple[int, str] | None]:
+    """Return the rounds, the number of damaged entries, and when and how the rank left."""
+    count = (len(data) - trace_file.START) // _ENTRY.itemsize
+    entries = np.frombuffer(data, _ENTRY, count, trace_file.START)
+    pieces: dict[int, bytes] = {}
+    for entry in entries[entries["kind"] == TEXT]:
+        number = int(entry["label"])
+        pieces[number] = pieces.get(number, b"") + entry.tobytes()[: int(entry["flags"])]
+    texts = {number: text.decode("utf-8", "replace") for number, text in pieces.items()}
+    left: tuple[int, str] | None = None
+    for last in entries[entries["kind"] == LEFT]:
+        left = int(last["posted"]), texts.get(int(last["outcome"]), "")
+    found = entries[np.isin(entries["kind"], (ROUND, WAITING, POSTED, RESULT))]
+    rounds = np.zeros(len(found), ROUNDS)
+    for name in ("posted", "since", "done", "number", "kind"):
+        rounds[name] = found[name]
+    rounds["further"] = found["flags"] & 1
+    for code in np.unique(found["outcome"]):
+        text = texts.get(int(code), "")
+        rounds["outcome"][found["outcome"] == code] = names.number("outcome", text)
+    rounds["call"] = -1
+    for code in np.unique(found["label"]):
+        try:
+            group, kind, name, src, op, site = json.loads(texts[int(code)])
+            members = tuple(parse_ranks(texts[group]))
+            call = TracedCall(str(kind), name, src, op, str(site))
+        except (KeyError, ValueError, TypeError):
+            continue
+        chosen = found["label"] == code
+        rounds["call"][chosen] = names.number("call", call)
+        rounds["group"][chosen] = names.number("group", members)
+    over = (rounds["kind"] == ROUND) | (rounds["kind"] == RESULT)
+    ordered = (rounds["posted"] <= rounds["since"]) & (rounds["since"] <= rounds["done"])
+    sound = (rounds["posted"] >= 0) & (rounds["number"] >= 0) & (rounds["call"] >= 0)
+    sound &= ordered | ~over
+    damaged = int((entries["kind"] > LEFT).sum()) + int((~sound).sum())
+    return rounds[sound], damaged, left
 
 
 def _unique_rounds(rounds: NDArray[Any]) -> NDArray[Any]:

@@ -18,9 +18,8 @@ from support.rank_worlds import CLOSING, free_port
 
 from syncprims import ConfigurationError
 from syncprims._world.environment import place_variables
-from syncprims.cli import COMMANDS, completion, config_file, main, parser
+from syncprims.cli import COMMANDS, completion, config, main, parser
 from syncprims.cli.accelerate_config import REFUSED
-from syncprims.cli.config import ask
 from syncprims.cli.options import OPTIONS
 
 TELL = """
@@ -95,7 +94,7 @@ def test_config_asks_on_a_terminal_only(tmp_path: Path, clean: dict[str, str]) -
     assert asked.returncode == 0, asked.stderr
     assert "How many ranks on each machine" in asked.stdout
     pytest.importorskip("yaml")
-    assert config_file.read(str(tmp_path / "run.yaml")) == {
+    assert config.read(str(tmp_path / "run.yaml")) == {
         "nodes": 1, "ranks": 2, "mixed_precision": "bf16", "script": "train.py",
     }  # fmt: skip
 
@@ -116,7 +115,7 @@ def test_questions_are_asked_until_they_are_answered(capsys: pytest.CaptureFixtu
         return reply
 
     defaults = {"nodes": 1, "ranks": 8, "gpus": ("0", "1"), "mixed_precision": "no"}
-    said = ask(defaults, replies("2", "", "node0:29500", "zero", "4", "", "", "3", ""))
+    said = config.ask(defaults, replies("2", "", "node0:29500", "zero", "4", "", "", "3", ""))
     assert said == {
         "nodes": 2, "rendezvous": ("node0", 29500), "ranks": 4, "gpus": ("0", "1"),
         "mixed_precision": "no", "threads": 3,
@@ -124,7 +123,7 @@ def test_questions_are_asked_until_they_are_answered(capsys: pytest.CaptureFixtu
     assert "'zero' is not a number of ranks" in capsys.readouterr().err
     assert any(question.endswith("[0,1]: ") for question in asked)
     with pytest.raises(ConfigurationError, match="nothing was written"):
-        ask(defaults, replies("1"))
+        config.ask(defaults, replies("1"))
 
 
 # -- several nodes -----------------------------------------------------------------------------

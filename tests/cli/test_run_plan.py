@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from syncprims import BackendUnavailable, ConfigurationError
-from syncprims.cli import accelerate_config, config_file, parser
+from syncprims.cli import accelerate_config, config, parser
 from syncprims.cli.options import BY_KEY, OPTIONS, Options
 from syncprims.cli.plan import LaunchPlan, merge, plan_launch, torchrun_environment
 from syncprims.cli.run import values_of
@@ -237,16 +237,16 @@ EVERYTHING: dict[str, Any] = {
 @pytest.mark.parametrize("suffix", [".yaml", ".toml"])
 def test_what_is_written_is_read_again(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"run{suffix}"
-    path.write_text(config_file.render(EVERYTHING, suffix), encoding="utf-8")
-    assert config_file.read(str(path)) == EVERYTHING
-    path.write_text(config_file.render({}, suffix), encoding="utf-8")
-    assert config_file.read(str(path)) == {}
+    path.write_text(config.render(EVERYTHING, suffix), encoding="utf-8")
+    assert config.read(str(path)) == EVERYTHING
+    path.write_text(config.render({}, suffix), encoding="utf-8")
+    assert config.read(str(path)) == {}
     # And every line that stands there as a comment is a valid one.
-    lines = config_file.render({}, suffix).splitlines()
+    lines = config.render({}, suffix).splitlines()
     settings = [line[1:] for line in lines if line.startswith("#") and line[1] != " "]
     path.write_text("\n".join(settings), encoding="utf-8")
     shown = {option.key for option in OPTIONS if not option.section.startswith("known")}
-    assert set(config_file.read(str(path))) == shown
+    assert set(config.read(str(path))) == shown
 
 
 def test_flags_override_the_file() -> None:
@@ -291,17 +291,17 @@ def test_bad_files_name_file_key_and_cure(
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigurationError) as caught:
-        config_file.read(str(path))
+        config.read(str(path))
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be read: .*No such file.*syncprims conf"):
-        config_file.read(str(tmp_path / "run.yaml"))
+        config.read(str(tmp_path / "run.yaml"))
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        config_file.read(str(tmp_path / "run.toml"))
+        config.read(str(tmp_path / "run.toml"))
 
 
 def test_without_the_package_yaml_says_what_to_install(
@@ -310,9 +310,9 @@ def test_without_the_package_yaml_says_what_to_install(
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "run.yaml").write_text("ranks: 4")
     with pytest.raises(ConfigurationError, match=r"pip install 'syncprims\[config\]'"):
-        config_file.read(str(tmp_path / "run.yaml"))
+        config.read(str(tmp_path / "run.yaml"))
     (tmp_path / "run.toml").write_text("ranks = 4")
-    assert config_file.read(str(tmp_path / "run.toml")) == {"ranks": 4}
+    assert config.read(str(tmp_path / "run.toml")) == {"ranks": 4}
 
 
 #: As `accelerate config` writes it for two machines with four GPUs each.
@@ -344,7 +344,7 @@ use_cpu: false
 def test_wanting_no_compiler_is_no_contradiction(tmp_path: Path) -> None:
     said = "distributed_type: 'NO'\nnum_processes: 3\ndynamo_config: {dynamo_backend: 'NO'}\n"
     (tmp_path / "old.yaml").write_text(said)
-    assert config_file.read(str(tmp_path / "old.yaml")) == {"num_processes": 3}
+    assert config.read(str(tmp_path / "old.yaml")) == {"num_processes": 3}
     for line in (["--dynamo_backend", "no"], ["--dynamo_backend=NO"]):
         assert accelerate_config.translate([*line, "-n", "2", "x.py", "no"]) == [
             "--ranks=2",
@@ -356,7 +356,7 @@ def test_wanting_no_compiler_is_no_contradiction(tmp_path: Path) -> None:
 def test_accelerates_own_file_is_read_as_far_as_it_maps(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(ACCELERATES)
-    values = config_file.read(str(path))
+    values = config.read(str(path))
     made = plan("train.py", file=values)
     assert made == plan("-n", "4", "--gpus", "0,1,2,3", "--mixed-precision", "bf16", "--nodes", "2",
                         "--node-rank", "1", "--rendezvous", "node0:29501", "train.py")  # fmt: skip
@@ -368,10 +368,10 @@ def test_accelerates_own_file_is_read_as_far_as_it_maps(tmp_path: Path) -> None:
         "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 4\nmixed_precision: no\n"
         "gpu_ids: all\nnum_machines: 1\n"
     )
-    alone = plan("train.py", file=config_file.read(str(path)))
+    alone = plan("train.py", file=config.read(str(path)))
     assert (alone.ranks, alone.variables["CUDA_VISIBLE_DEVICES"]) == (4, "")
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
-    made = plan("train.py", file=config_file.read(str(path)))
+    made = plan("train.py", file=config.read(str(path)))
     assert made.variables["SYNCPRIMS_BACKEND"] == "nccl"
 
 
