@@ -142,7 +142,7 @@ def _option(read: Callable[[object], Any], section: str, help: str, *rest: Any, 
 
 @dataclass(frozen=True)
 class Options:
-    """The values of a run's options, from flags or a file; None is what nobody has set."""
+    """The values of a run's options, from flags or a file; None: not set."""
 
     # fmt: off
     ranks: int | None = _option(integer(1, "a number of ranks"), RANKS,

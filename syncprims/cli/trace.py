@@ -213,5 +213,6 @@ def _write_table(
     for row in rows:
         colour = "bold red" if row[0].isdecimal() and int(row[0]) in marked else ""
         rich_table.add_row(*(Text(cell, style=colour) for cell in row))
-    colours = "auto" if style.on else None  # with NO_COLOR, rich would still write bold
-    Console(file=out, highlight=False, color_system=colours).print(rich_table)
+    # With NO_COLOR, rich would still write bold.
+    console = Console(file=out, highlight=False, color_system="auto" if style.on else None)
+    console.print(rich_table)

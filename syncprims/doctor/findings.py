@@ -43,7 +43,7 @@ def findings(job: dict[str, Any]) -> list[Finding]:
     if job["world_size"] == 1:
         found.append(
             _note(
-                "this is a world of one: there is nobody to wait for",
+                "this is a world of one: there is no other rank to wait for",
                 "to look at several ranks: syncprims run -n 4 -m syncprims doctor",
             )
         )

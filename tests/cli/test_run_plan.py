@@ -13,9 +13,8 @@ import pytest
 
 from syncprims import BackendUnavailable, ConfigurationError
 from syncprims.cli import accelerate_config, config, parser
-from syncprims.cli.options import BY_KEY, OPTIONS, Options
+from syncprims.cli.options import BY_KEY, OPTIONS, Options, values_of
 from syncprims.cli.plan import LaunchPlan, merge, plan_launch, torchrun_environment
-from syncprims.cli.run import values_of
 
 
 def flags(*line: str) -> dict[str, Any]:
