@@ -1,22 +1,23 @@
-"""The ``syncprims`` command: which commands there are, and how they end."""
+"""The ``syncprims`` command: its parser, its exit codes and its standard streams."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncprims._world.version import version
 from syncprims.errors import SyncError
-from syncprims.tracing import command as trace
 
-from . import completion, config, doctor, env, run, streams
-from .parser import CommandParser
+from . import completion, config, doctor, env, run, trace
+from .console import CommandParser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: In the order in which ``--help`` shows them. A new command is a module with `add_parser`.
+#: In the order in which ``--help`` shows them. A command is a module with `HELP`, `DESCRIPTION`,
+#: `EPILOG`, `add_arguments` and `run`.
 COMMANDS = (run, config, env, doctor, trace, completion)
 
 EPILOG = """\
@@ -28,11 +29,13 @@ environment: SYNCPRIMS_BACKEND, SYNCPRIMS_TIMEOUT, ... as `syncprims env` shows 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    2 is a wrong command line or environment, 130 an interrupt, 141 a pipe that nobody reads, 1 an
-    output that cannot be written; `run` returns what its ranks do.
+    `run` returns the code of its ranks. 2 is a wrong command line or environment, 130 an interrupt,
+    141 a closed pipe, and 1 an output that cannot be written.
     """
-    streams.open_closed()
-    streams.escape_unwritable()
+    _open_closed_streams()
+    stdout: Any = sys.stdout
+    with contextlib.suppress(AttributeError):  # a replacement of it has no encoding
+        stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks, as stderr does
     try:
         options = parser().parse_args(argv)
         options.environ = os.environ
@@ -44,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("syncprims: interrupted", file=sys.stderr)  # noqa: T201
         return 130
-    except OSError as error:  # nobody reads any more, or the disk is full
-        streams.drop_unwritable()
+    except OSError as error:  # a closed pipe, or a full disk
+        _drop_unwritten()
         if isinstance(error, BrokenPipeError):
             return 141
         print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201
@@ -55,13 +58,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> CommandParser:
     """Return the parser of all commands."""
-    whole = CommandParser(
+    root = CommandParser(
         prog="syncprims",
         description="Synchronization primitives for distributed training scripts.",
         epilog=EPILOG,
     )
-    whole.add_argument("--version", action="version", version=f"syncprims {version()}")
-    commands = whole.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
-    return whole
+    root.add_argument("--version", action="version", version=f"syncprims {version()}")
+    commands = root.add_subparsers(metavar="COMMAND", title="commands", required=True)
+    root.set_defaults(parser=root, commands=commands.choices)
+    for module in COMMANDS:
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return root
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for each standard stream that was closed, as daemons do by ``>&-``.
+
+    Python has None for such a stream, and the next file that is opened would take its number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # descriptors 0, 1, 2
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115, PTH123 - it stays open
+            os.set_inheritable(stream.fileno(), True)  # as a standard stream is
+            setattr(sys, name, stream)
+
+
+def _drop_unwritten() -> None:
+    """Discard buffered output that cannot be written: Python would try again when it exits."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

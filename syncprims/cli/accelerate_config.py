@@ -1,4 +1,4 @@
-"""What people bring from ``accelerate launch``: its flags and its file, translated or answered."""
+"""The flags and the file of ``accelerate launch``: translated, or refused with an alternative."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims.errors import ConfigurationError
 
-from .options import BY_KEY, FAMILIAR, OPTIONS
+from .options import BY_KEY, OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ _SHARDED = (
 _TORCHRUN = "it is torchrun's: start the script by torchrun, which syncprims works under"
 _XLA = "there is no TPU backend"
 
-#: Flags, and keys of accelerate's file, that have no equivalent; why, and what to do instead. A
-#: name that ends with ``_`` is the beginning of many.
+#: Flags and file keys of accelerate without an equivalent, with the reason and what to do instead.
+#: A name that ends with ``_`` is a prefix.
 REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("use_deepspeed", "deepspeed_", "zero_stage", "zero3_", "offload_"), _SHARDED),
     (("use_fsdp", "fsdp_", "use_megatron_lm", "megatron_lm_"), _SHARDED),
@@ -46,21 +46,21 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 _SHORT = {"-t": "tee"}
 
-#: Values by which accelerate's flags and files say that they want nothing of the kind.
-_NOTHING: tuple[object, ...] = ({}, [], False, None, "", "no", "NO")
+#: Values by which accelerate's flags and files turn a thing off.
+_OFF: tuple[object, ...] = ({}, [], False, None, "", "no", "NO")
 
-#: What accelerate's file has beside keys that are flags, too.
+#: Keys of accelerate's file that are no flags.
 _FILE_ONLY = ("compute_environment", "distributed_type", "use_cpu")
 _PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
-def is_accelerates(said: Mapping[str, object]) -> bool:
-    """Tell whether a file was written by ``accelerate config``."""
-    return any(key in said for key in ("compute_environment", "distributed_type", "num_machines"))
+def is_accelerate_file(values: Mapping[str, object]) -> bool:
+    """Return whether a file was written by ``accelerate config``."""
+    return any(key in values for key in ("compute_environment", "distributed_type", "num_machines"))
 
 
 def refusal(key: str) -> str:
-    """Return why there is no such thing here and what to do instead; empty if nobody knows it."""
+    """Return why `key` has no equivalent and what to do instead; empty if it is unknown."""
     for family, answer in REFUSED:
         for name in family:
             if key == name or (name.endswith("_") and key.startswith(name)):
@@ -68,10 +68,10 @@ def refusal(key: str) -> str:
     return ""
 
 
-def nearest(key: str, known: Sequence[str]) -> str:
-    """Return a question that names what was perhaps meant."""
+def suggest(key: str, known: Sequence[str]) -> str:
+    """Return ``; did you mean X?`` for the known name nearest to `key`, else ``;``."""
     found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    return f"; did you mean {found[0]}?" if found else ";"
 
 
 # -- the command line --------------------------------------------------------------------------
@@ -83,9 +83,8 @@ def _spellings() -> dict[str, tuple[str, bool]]:
     known["--config-file"] = known["--config"]
     for option in OPTIONS:
         if option.key not in ("script", "args"):
-            mine = option.flag, option.metavar is not None
             names = (option.flag, *option.also, *([option.short] if option.short else []))
-            known |= dict.fromkeys(names, mine)
+            known |= dict.fromkeys(names, (option.flag, option.metavar is not None))
     return known
 
 
@@ -93,107 +92,101 @@ _FLAGS = _spellings()
 
 
 def translate(line: Sequence[str], more: Mapping[str, tuple[str, bool]] | None = None) -> list[str]:
-    """Return a command line of ``syncprims run`` in our own spelling, up to the script.
+    """Return a command line of ``syncprims run`` with its flags in our own spelling.
 
-    Long flags may be written with ``_`` for ``-``, as in accelerate. What follows the script is its
-    own and left alone. `more` has flags that are known beside those of a run.
+    Long flags may be written with ``_`` for ``-``, as in accelerate. The script's own arguments are
+    not changed. `more` has flags that are known beside those of a run.
 
-    :raises ConfigurationError: for a flag that has no equivalent, saying what to do instead, and
-        for one that nobody knows, naming the nearest.
+    :raises ConfigurationError: for a flag without an equivalent, with what to do instead, and for
+        an unknown one, with the nearest.
     """
     known = {**_FLAGS, **(more or {})}
-    ours: list[str] = []
+    translated: list[str] = []
     rest = list(line)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
-        said = rest.pop(0)
-        name, equals, value = said.partition("=")
-        if not name.startswith("--"):  # -n4
-            name, equals, value = said[:2], "=" if said[2:] else "", said[2:].removeprefix("=")
-        else:
+        written = rest.pop(0)
+        if written.startswith("--"):
+            name, equals, value = written.partition("=")
             name = name.replace("_", "-")
+        else:  # -n4
+            name, value = written[:2], written[2:].removeprefix("=")
+            equals = "=" if written[2:] else ""
         if name not in known:
             if name == "--dynamo-backend" and (value or "".join(rest[:1])) in ("no", "NO"):
                 rest = rest[not equals :]
                 continue
-            raise _unknown(said.partition("=")[0], name, list(known))
-        mine, takes_value = known[name]
+            raise _unknown_flag(written.partition("=")[0], name, list(known))
+        flag, takes_value = known[name]
         if not takes_value:
             if equals:
-                raise ConfigurationError(f"{name} takes no value, and {said!r} gives it one")
-            ours.append(mine)
-        elif equals:
-            ours.append(f"{mine}={value}")
-        elif rest:
-            ours.append(f"{mine}={rest.pop(0)}")
+                raise ConfigurationError(f"{name} takes no value, and {written!r} gives it one")
+            translated.append(flag)
+        elif equals or rest:
+            translated.append(f"{flag}={value if equals else rest.pop(0)}")
         else:
-            raise ConfigurationError(f"{name} needs a value: {name} {_metavar(mine)}")
-    return ours + rest
+            option = BY_KEY.get(flag[2:].replace("-", "_"))
+            metavar = option.metavar if option else "FILE"
+            raise ConfigurationError(f"{name} needs a value: {name} {metavar}")
+    return translated + rest
 
 
-def _metavar(flag: str) -> str:
-    option = BY_KEY.get(flag[2:].replace("-", "_"))
-    return (option.metavar if option else None) or "FILE"
-
-
-def _unknown(said: str, name: str, known: Sequence[str]) -> ConfigurationError:
-    key = _SHORT.get(name, name.removeprefix("--").replace("-", "_"))
-    why = refusal(key)
+def _unknown_flag(written: str, name: str, known: Sequence[str]) -> ConfigurationError:
+    why = refusal(_SHORT.get(name, name.removeprefix("--").replace("-", "_")))
     if why:
-        return ConfigurationError(f"{said} has no equivalent here: {why}")
-    guess = nearest(name, known) or ";"
-    return ConfigurationError(f"there is no flag {said}{guess} `syncprims run --help` has them all")
+        return ConfigurationError(f"{written} has no equivalent here: {why}")
+    return ConfigurationError(
+        f"there is no flag {written}{suggest(name, known)} `syncprims run --help` has them all"
+    )
 
 
 # -- the file ----------------------------------------------------------------------------------
 
 
-def from_file(said: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return what accelerate's file says, under our keys.
+def convert_file(values: Mapping[str, object], path: str) -> dict[str, Any]:
+    """Return the values of accelerate's file under our keys.
 
-    :raises ConfigurationError: naming the key that has no equivalent, or that nobody knows.
+    :raises ConfigurationError: naming the key that has no equivalent, or that is unknown.
     """
-    ours: dict[str, Any] = {}
-    kind = str(said.get("distributed_type") or "NO")
+    kind = str(values.get("distributed_type") or "NO")
     if kind not in _PLAIN_TYPES:
         raise ConfigurationError(
-            f"{where}: distributed_type: {kind} has no equivalent here: "
+            f"{path}: distributed_type: {kind} has no equivalent here: "
             f"{_XLA if kind in ('XLA', 'TPU') else _SHARDED}. Understood are: "
             f"{', '.join(_PLAIN_TYPES)}"
         )
-    if said.get("compute_environment") not in (None, "LOCAL_MACHINE"):
+    if values.get("compute_environment") not in (None, "LOCAL_MACHINE"):
         raise ConfigurationError(
-            f"{where}: compute_environment: {said['compute_environment']} has no equivalent here: "
+            f"{path}: compute_environment: {values['compute_environment']} has no equivalent here: "
             f"{refusal('aws_')}"
         )
-    for key, value in said.items():
+    converted: dict[str, Any] = {}
+    for key, value in values.items():
         if key in ("compute_environment", "distributed_type") or value is None:
             continue
-        if key == "use_cpu":
-            key = "cpu"
-        own = _own_key(key)
+        own = _own_key("cpu" if key == "use_cpu" else key)
         if own is not None:
             if value is not False and (key, value) != ("num_processes", -1):
-                ours[own] = value
+                converted[own] = value
         elif not (why := refusal(key)):
-            known = [*_FILE_ONLY, *(option.key for option in OPTIONS), "gpu_ids", "num_machines"]
+            known = [*_FILE_ONLY, *BY_KEY, "gpu_ids", "num_machines"]
             raise ConfigurationError(
-                f"{where}: there is no key {key!r}{nearest(key, known) or ';'} the file looks like "
+                f"{path}: there is no key {key!r}{suggest(key, known)} the file looks like "
                 f"accelerate's, whose keys are understood or answered, and this is none of them"
             )
-        elif not _says_nothing(value):
-            raise ConfigurationError(f"{where}: {key} has no equivalent here: {why}")
-    if kind == "MULTI_GPU" and "gpus" not in ours and not ours.get("cpu"):
-        ours["gpus"] = "all"
-    if ours.get("cpu"):
-        ours.pop("gpus", None)  # accelerate writes gpu_ids: all in any case
-    return ours
+        elif not _is_off(value):
+            raise ConfigurationError(f"{path}: {key} has no equivalent here: {why}")
+    if converted.get("cpu"):
+        converted.pop("gpus", None)  # accelerate writes gpu_ids: all in any case
+    elif kind == "MULTI_GPU":
+        converted.setdefault("gpus", "all")
+    return converted
 
 
-def _says_nothing(value: object) -> bool:
+def _is_off(value: object) -> bool:
     if isinstance(value, dict):
         parts: list[object] = list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-        return all(part in _NOTHING for part in parts)
-    return value in _NOTHING
+        return all(part in _OFF for part in parts)
+    return value in _OFF
 
 
 def _own_key(key: str) -> str | None:
@@ -203,10 +196,7 @@ def _own_key(key: str) -> str | None:
     return next((option.key for option in OPTIONS if flag in option.also), None)
 
 
-def notes(said: Mapping[str, object]) -> list[str]:
-    """Return a line for everything that was said and changes nothing."""
-    return [
-        f"{BY_KEY[key].flag} changes nothing: {BY_KEY[key].note}"
-        for key, value in said.items()
-        if BY_KEY[key].note and BY_KEY[key].section == FAMILIAR and value
-    ]
+def notes(values: Mapping[str, object]) -> list[str]:
+    """Return a line for every option of accelerate that is set and changes nothing."""
+    options = [BY_KEY[key] for key, value in values.items() if value]
+    return [f"{option.flag} changes nothing: {option.note}" for option in options if option.note]

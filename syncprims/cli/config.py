@@ -1,8 +1,9 @@
-"""``syncprims config``: write a run down."""
+"""``syncprims config``, and the file that describes a run: YAML, TOML or JSON."""
 
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 from syncprims._world.host import count_processors, find_visible_gpus
 from syncprims.errors import ConfigurationError
 
-from . import accelerate_config, config_file
-from .options import BY_KEY
-from .run import add_options, said
+from . import accelerate_config
+from .options import ACCELERATE, BY_KEY, OPTIONS, add_options, plain_value, values_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping
 
-    from .parser import CommandParser
+    from .console import CommandParser
 
-EXAMPLES = """\
+HELP = "write a file for `syncprims run --config`"
+DESCRIPTION = """\
+Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
+file has every key, with a comment."""
+EPILOG = """\
 examples:
   syncprims config                                    on a terminal: asks, and writes run.yaml
   syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
@@ -29,49 +33,42 @@ examples:
 
 All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
 
-_OWN_FLAGS = {
-    "-o": ("--output", True),
-    "--output": ("--output", True),
-    "--force": ("--force", False),
-}
-#: What a terminal is asked: the key, and the question.
+_OUTPUT = "--output", True  # takes a value
+_OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", False)}
+#: The questions on a terminal, by key.
 QUESTIONS = (
     ("nodes", "How many machines"),
     ("rendezvous", "Where they meet: an address of machine 0, and a free port there"),
     ("ranks", "How many ranks on each machine"),
     ("gpus", "CUDA devices (ids as 0,1, or all; empty: none)"),
     ("mixed_precision", "Mixed precision (no, bf16 or fp16)"),
-    ("threads", "Threads of each rank (empty: the processors are shared out)"),
-    ("script", "Script (empty: it is named when the run starts)"),
+    ("threads", "Threads of each rank (empty: the processors divided by the ranks)"),
+    ("script", "Script (empty: you name it when you start the run)"),
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Describe the command."""
-    parser = commands.add_parser(
-        "config",
-        help="write a file for `syncprims run --config`",
-        description="Write down what `syncprims run` is to start: from flags, or by questions on a "
-        "terminal. The file has every key there is, with a comment.",
-        epilog=EXAMPLES,
-        usage="syncprims config [-o FILE] [--force] [flags of run] [SCRIPT [ARGS...]]",
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
+    parser.usage = "syncprims config [-o FILE] [--force] [flags of run] [SCRIPT [ARGS...]]"
     parser.rewrite = functools.partial(accelerate_config.translate, more=_OWN_FLAGS)
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="run.yaml",
         help="*.yaml, *.toml, or - for the standard output (default: run.yaml)",
     )  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="write over a file that exists")
+    parser.add_argument("--force", action="store_true", help="overwrite a file that exists")
     add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the file."""
-    told = said(options)
-    if "module" not in told:
-        _refuse_a_file_for_a_script(told.get("script"))
-    values = {**(config_file.read(options.config) if options.config else {}), **told}
+    flags = values_of(options)
+    script = flags.get("script")
+    if script and "module" not in flags and Path(script).suffix in SUFFIXES:
+        raise ConfigurationError(
+            f"{script} stands where the script does, and is no Python: name the file to write with "
+            f"-o {script}, one to read with --config {script}"
+        )
+    values = {**(read(options.config) if options.config else {}), **flags}
     if not values:
         if not sys.stdin.isatty():
             raise ConfigurationError(
@@ -81,21 +78,13 @@ def run(options: argparse.Namespace) -> int:
         values = ask(_defaults(options.environ), input)
     for note in accelerate_config.notes(values):
         print(f"syncprims config: {note}", file=sys.stderr)  # noqa: T201
-    telling = {key: value for key, value in values.items() if not BY_KEY[key].note}
-    _write(telling, options.output, force=options.force)
+    effective = {key: value for key, value in values.items() if not BY_KEY[key].note}
+    _write(effective, options.output, force=options.force)
     return 0
 
 
-def _refuse_a_file_for_a_script(script: str | None) -> None:
-    if script is not None and Path(script).suffix in config_file.SUFFIXES:
-        raise ConfigurationError(
-            f"{script} stands where the script does, and is no Python: name the file to write with "
-            f"-o {script}, one to read with --config {script}"
-        )
-
-
 def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, Any]:
-    """Return the answers to the questions, each asked until it has a valid one.
+    """Ask each question until the answer is valid, and return the answers by key.
 
     :raises ConfigurationError: at the end of the input.
     """
@@ -104,23 +93,21 @@ def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, A
         if key == "rendezvous" and values["nodes"] == 1:
             continue
         default = defaults.get(key)
-        shown = "" if default is None else f" [{config_file.plain(key, default)}]"
+        shown = "" if default is None else f" [{plain_value(key, default)}]"
         while True:
             try:
-                said = reply(f"{question}{shown}: ").strip()
+                text = reply(f"{question}{shown}: ").strip()
+                if text:
+                    values[key] = BY_KEY[key].read(text)
+                elif default is not None:
+                    values[key] = default
+                elif key == "rendezvous":
+                    continue  # it has no default
+                break
             except EOFError:
                 raise ConfigurationError(
                     "the questions were not answered; nothing was written"
                 ) from None
-            if not said:
-                if default is not None:
-                    values[key] = default
-                elif key == "rendezvous":
-                    continue  # there is no default for it
-                break
-            try:
-                values[key] = BY_KEY[key].read(said)
-                break
             except ValueError as error:
                 print(f"  {error}", file=sys.stderr)  # noqa: T201
     return values
@@ -134,10 +121,10 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
     if output == "-":
-        sys.stdout.write(config_file.written(values, ".yaml"))
+        sys.stdout.write(render(values, ".yaml"))
         return
     path = Path(output)
-    text = config_file.written(values, path.suffix)
+    text = render(values, path.suffix)
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
@@ -147,5 +134,107 @@ def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
         ) from None
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error}") from error
-    known = " train.py" if "script" not in values else ""
-    print(f"wrote {path}; start it with: syncprims run --config {path}{known}")  # noqa: T201
+    script = " train.py" if "script" not in values else ""
+    print(f"wrote {path}; start it with: syncprims run --config {path}{script}")  # noqa: T201
+
+
+# -- the file ----------------------------------------------------------------------------------
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return the values in the file, by key; only those that it sets.
+
+    A file of ``accelerate config`` is converted where it has an equivalent.
+
+    :raises ConfigurationError: if the file cannot be read, or a key or value is wrong; naming the
+        file, the key, and the nearest known key.
+    """
+    written = _parse(Path(path))
+    if accelerate_config.is_accelerate_file(written):
+        written = accelerate_config.convert_file(written, path)
+    values: dict[str, Any] = {}
+    for key, value in written.items():
+        option = BY_KEY.get(key.replace("-", "_"))
+        if option is None:
+            raise ConfigurationError(
+                f"{path}: there is no key {key!r}{accelerate_config.suggest(key, list(BY_KEY))} "
+                f"`syncprims config` writes a file with all of them"
+            )
+        try:
+            if value is not None:
+                values[option.key] = option.read(value)
+        except ValueError as error:
+            raise ConfigurationError(f"{path}: {key}: {error}") from None
+    return values
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    parse = _PARSERS.get(path.suffix)
+    if parse is None:
+        raise ConfigurationError(
+            f"{path}: a file that describes a run is called *.yaml, *.toml or *.json"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}; `syncprims config` writes such a file"
+        ) from error
+    try:
+        values = parse(text)
+    except ImportError:
+        raise ConfigurationError(
+            f"{path}: reading YAML needs a package: pip install 'syncprims[config]'. "
+            f"A file *.toml needs none"
+        ) from None
+    except Exception as error:  # each parser raises errors of its own
+        raise ConfigurationError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path}: it has to be keys with values, as in `ranks: 4`")
+    return {str(key): value for key, value in values.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def _toml(text: str) -> Any:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _yaml, ".yml": _yaml, ".toml": _toml, ".json": json.loads,
+}  # fmt: skip
+SUFFIXES = frozenset(_PARSERS)  #: of a file that describes a run
+
+
+def render(values: Mapping[str, Any], suffix: str) -> str:
+    """Return the text of a file with these values; every other key is a comment in it.
+
+    :raises ConfigurationError: if the suffix is neither ``.yaml`` nor ``.toml``.
+    """
+    if suffix not in (".yaml", ".yml", ".toml"):
+        raise ConfigurationError(f"a run is written to *.yaml or *.toml, and not to *{suffix}")
+    equals = " =" if suffix == ".toml" else ":"
+    lines = ["# For `syncprims run --config FILE`, whose flags override these values."]
+    section = ""
+    for option in OPTIONS:
+        if option.section == ACCELERATE and option.key not in values:
+            continue
+        if option.section != section:
+            section = option.section
+            lines += ["", f"# -- {section}"]
+        lines.append(f"# {option.help}")
+        if option.key in values:
+            # JSON is valid in YAML and TOML, too.
+            text = json.dumps(plain_value(option.key, values[option.key]), ensure_ascii=False)
+            lines.append(f"{option.key}{equals} {text}")
+        else:
+            lines.append(f"#{option.key}{equals} {option.example}")
+    return "\n".join(lines) + "\n"

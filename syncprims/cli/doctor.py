@@ -1,4 +1,4 @@
-"""``syncprims doctor``: measure a running job, and say what is wrong with it."""
+"""``syncprims doctor``: measure a running job, and print what is wrong with it."""
 
 from __future__ import annotations
 
@@ -6,78 +6,149 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .console import Style, argument_type, table
 from .options import seconds
-from .parser import checked
-from .terminal import Style, table
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
-    from .parser import CommandParser
+    from syncprims.doctor.findings import Finding
 
-EXAMPLES = """\
+    from .console import CommandParser
+
+HELP = "measure a job from inside, and print what to improve"
+DESCRIPTION = """\
+Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
+far clocks are apart, and which versions differ; then what is wrong, and the cure."""
+EPILOG = """\
 examples:
   syncprims run -n 4 -m syncprims doctor
   torchrun --nproc-per-node 4 -m syncprims doctor
   srun -n 8 python -m syncprims doctor
   syncprims doctor                                  one rank, alone
 
-Start it the way the job is started: by the same launcher, with the same variables. Every rank takes
-part and rank 0 prints, once. exit code: 0 if it could be measured, whatever it found; 2 if not."""
+Start it as you start the job: by the same launcher, with the same variables. Every rank takes part
+and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2."""
 
 
-def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Describe the command."""
-    parser = commands.add_parser(
-        "doctor",
-        help="measure a job from inside, and say what to do better",
-        description="Measure round trips and bandwidth in the real job, see which ranks share a "
-        "host and its memory, how far clocks are apart, and which versions differ; then say in "
-        "plain words what is wrong, and the cure.",
-        epilog=EXAMPLES,
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
     parser.add_argument(
-        "--seconds", type=checked(seconds), default=0.2, metavar="S",
-        help="how long each measure takes, about (default: 0.2)",
+        "--seconds", type=argument_type(seconds), default=0.2, metavar="S",
+        help="how long each measurement takes, about (default: 0.2)",
     )  # fmt: skip
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine the job; every rank does, and rank 0 prints."""
+    """Examine the job on every rank, and print the result on rank 0."""
     from syncprims import init
+    from syncprims.doctor.findings import findings
+    from syncprims.doctor.measurements import examine
 
     with init() as world:
-        found = examine(world, options.environ, options.seconds)
+        job = examine(world, options.environ, options.seconds)
         if world.rank == 0:
-            _show(found, options)
+            found = findings(job)
+            if options.json:
+                whole = {**job, "findings": [one._asdict() for one in found]}
+                print(json.dumps(whole, indent=2))  # noqa: T201
+            else:
+                print("\n".join(report(job, found, Style(sys.stdout, options.environ))))  # noqa: T201
     return 0
 
 
-def examine(world: Any, environ: Mapping[str, str], seconds: float) -> dict[str, Any]:
-    """Return what all ranks find out together, the same on each."""
-    from syncprims.doctor import facts, measures
+def report(job: dict[str, Any], found: Sequence[Finding], style: Style) -> list[str]:
+    """Return the lines of the report: the ranks, the measurements, and the findings."""
+    ranks, nodes, launcher = job["world_size"], job["num_nodes"], job["ranks"][0]["launcher"]
+    lines = [
+        style(
+            "bold",
+            f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, backend "
+            f"{job['backend']}, started by {launcher.replace('none', 'no launcher')}",
+        ),
+        *table(_place_rows(job["ranks"][0])),
+        "",
+        style("bold", "Who shares what"),
+        *table(_machine_rows(job["ranks"])),
+        "",
+        style("bold", "Round trips, microseconds") + " (the slowest rank's)",
+    ]
+    rows: list[tuple[str, ...]] = [("group", "call", "median", "99 in 100 below")]
+    for row in job["latency"]:
+        figures = (f"{row[key]:.{1 if row[key] >= 1 else 2}f}" for key in ("median_us", "p99_us"))
+        rows.append((row["group"], row["call"], *figures))
+    lines += table(rows)
+    if job["bandwidth"]:
+        sizes: list[tuple[str, ...]] = [("size", "through", "call", "milliseconds", "GB/s")]
+        for row in job["bandwidth"]:
+            figures = (f"{row[key]:.3g}" for key in ("ms", "gb_per_s"))
+            sizes.append((_size(row["bytes"]), row["where"], row["call"], *figures))
+        lines += ["", style("bold", "Large arrays"), *table(sizes)]
+    lines += ["", style("bold", "Clocks"), *table(_clock_rows(job))]
+    lines += ["", style("bold", "Findings")]
+    for one in found:
+        colour = "red" if one.level == "problem" else "yellow"
+        lines += [f"  {style(colour, one.level)}: {one.text}", f"    cure: {one.cure}"]
+    if not any(one.level == "problem" for one in found):
+        lines.append("  " + style("green", "nothing is wrong"))
+    return lines
 
-    return {
-        "backend": world.backend_name,
-        "world_size": world.world_size,
-        "num_nodes": world.num_nodes,
-        "ranks": world.group.all_gather(facts.own_facts(world, environ)),
-        "latency": measures.latency(world, seconds),
-        "bandwidth": measures.bandwidth(world, seconds) if world.world_size > 1 else [],
-        "clocks": measures.clocks(world),
-    }
+
+def _place_rows(first: dict[str, Any]) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    if first["meeting_place"]:
+        kind = f" ({first['file_system']})" if first["file_system"] else ""
+        rows.append(("meeting place", first["meeting_place"] + kind))
+    if first["room"] is not None:
+        rows.append(("room there", _size(first["room"])))
+    versions = [f"python {first['python']}"]
+    versions += [f"{name} {release or 'none'}" for name, release in first["versions"].items()]
+    return [*rows, ("rank 0 has", ", ".join(versions))]
 
 
-def _show(found: dict[str, Any], options: argparse.Namespace) -> None:
-    from syncprims.doctor.report import report
-    from syncprims.doctor.verdicts import verdicts
+def _machine_rows(ranks: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    from syncprims.doctor.findings import by_machine, listed, processor_count
 
-    said = verdicts(found)
-    if options.json:
-        print(json.dumps({**found, "verdicts": [v._asdict() for v in said]}, indent=2))  # noqa: T201
-        return
-    style = Style(sys.stdout, options.environ)
-    print("\n".join(report(found, said, style, table)))  # noqa: T201
+    rows: list[tuple[str, ...]] = [
+        ("host", "node", "ranks", "share memory", "processors", "threads", "load")
+    ]
+    for those in by_machine(ranks):
+        memories: dict[str, list[int]] = {}
+        for facts in those:
+            memories.setdefault(facts["memory"], []).append(facts["rank"])
+        processors = processor_count(those)
+        threads = sorted({str(facts["threads"] or "not set") for facts in those})
+        rows.append(
+            (
+                ", ".join(dict.fromkeys(facts["host"] for facts in those)),
+                listed({facts["node"] for facts in those}),
+                listed(facts["rank"] for facts in those),
+                " / ".join(map(listed, memories.values())) if len(those) > 1 else "-",
+                f"{processors} ({processors / len(those):.3g} per rank)",
+                f"{' or '.join(threads)} per rank",
+                f"{those[0]['load']:.1f}",
+            )
+        )
+    return rows
+
+
+def _clock_rows(job: dict[str, Any]) -> list[tuple[str, ...]]:
+    ranks = job["ranks"]
+    if len({facts["machine"] for facts in ranks}) == 1:
+        return [("all ranks read the clock of one machine",)]
+
+    def cells(row: dict[str, Any]) -> tuple[str, ...]:
+        figures = f"{row['ahead_s'] * 1e3:.3f}", f"{row['uncertainty_s'] * 1e3:.3f}"
+        return (ranks[row["rank"]]["host"], str(row["rank"]), *figures)
+
+    head = "host", "rank", "ahead of rank 0, ms", "uncertainty, ms"
+    return [head, *map(cells, job["clocks"][1:])]
+
+
+def _size(count: int) -> str:
+    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << bits:
+            return f"{count / (1 << bits):.3g} {unit}"
+    return f"{count} bytes"

@@ -1,4 +1,4 @@
-"""``syncprims env``: which world would start, from which variables, and why."""
+"""``syncprims env``: print which world would start, from which variables, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from syncprims._world.settings import read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError
 
-from .terminal import Style, table
+from .console import Style, table
 
 if TYPE_CHECKING:
     import argparse
@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Settings, Topology
 
-    from .parser import CommandParser
+    from .console import CommandParser
 
-#: Our own variables, what each takes when it is not set.
+HELP = "show which world would start here, and why"
+DESCRIPTION = """\
+Show which world a program would start if it ran here, and which variables, set or not, decide that.
+If they contradict each other, show the error."""
+EPILOG = "exit code: 0 if a world would start, 2 if starting it would be an error."
+
+#: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (
     ("SYNCPRIMS_TIMEOUT", "no limit where the backend sees death, else 1800 s"),
     ("SYNCPRIMS_JOIN_TIMEOUT", "300 s"),
@@ -41,16 +47,16 @@ SETTINGS = (
     ("SYNCPRIMS_TRACE_LIMIT", "256, MiB for each rank"),
     ("MASTER_ADDR", "of SLURM: the first node"),
     ("MASTER_PORT", "of SLURM: from the job's number"),
-    ("OMP_NUM_THREADS", "a thread for every processor, in every rank"),
+    ("OMP_NUM_THREADS", "one thread per processor, in every rank"),
     ("CUDA_VISIBLE_DEVICES", "all devices"),
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
-_OURS = "SYNCPRIMS_"
-_BY_THE_LAUNCHER = ["ERROR_FILE"]
+_PREFIX = "SYNCPRIMS_"
+_SET_BY_RUN = ["ERROR_FILE"]
 
 
-class World(NamedTuple):
-    """What would start, or the error that it would be."""
+class WorldPreview(NamedTuple):
+    """The world that would start, or the error that would be raised."""
 
     backend: str | None
     chosen_by: str
@@ -59,23 +65,15 @@ class World(NamedTuple):
     error: SyncError | None
 
 
-def add_parser(commands: argparse._SubParsersAction[CommandParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Describe the command."""
-    parser = commands.add_parser(
-        "env",
-        help="show which world would start here, and why",
-        description="Show which world a program would start if it ran here, and which variables, "
-        "set or not, decide that. What contradicts itself is shown as the error that it would be.",
-        epilog="exit code: 0 if a world would start, 2 if it would be an error.",
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the world that would start."""
     environ: Mapping[str, str] = options.environ
-    world = would_start(environ)
+    world = preview(environ)
     if options.json:
         print(json.dumps(as_json(world, environ), indent=2))  # noqa: T201
     else:
@@ -83,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
     return 0 if world.error is None else 2
 
 
-def would_start(environ: Mapping[str, str]) -> World:
-    """Return the world that `environ` describes; nothing is joined, and nobody waited for."""
+def preview(environ: Mapping[str, str]) -> WorldPreview:
+    """Return the world that `environ` describes, without joining it or waiting for anything."""
     place = settings = None
     backend, chosen_by = environ.get("SYNCPRIMS_BACKEND") or None, ""
     error: SyncError | None = None
@@ -96,13 +94,13 @@ def would_start(environ: Mapping[str, str]) -> World:
         choice.load().check(choice.topology, settings)
     except SyncError as found:
         error = found
-    return World(backend, chosen_by, place, settings, error)
+    return WorldPreview(backend, chosen_by, place, settings, error)
 
 
-# -- as a person reads it ----------------------------------------------------------------------
+# -- text for people ----------------------------------------------------------------------
 
 
-def report(world: World, environ: Mapping[str, str], style: Style) -> list[str]:
+def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> list[str]:
     """Return the lines of the report."""
     place = world.place
     if world.error is not None:
@@ -118,26 +116,29 @@ def report(world: World, environ: Mapping[str, str], style: Style) -> list[str]:
                 f"started by {place.launcher}.",
             )
         ]
-    rows = [("backend", world.backend or "auto", f"chosen by {world.chosen_by}")]
-    if not world.chosen_by:
-        rows = []
+    rows: list[tuple[str, str, str]] = []
+    if world.chosen_by:
+        rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
     if place is not None:
         known_by = _known_by(place, environ)
         here = f"local rank {place.local_rank} of {place.local_world_size}"
+        use = "the same on all ranks of one run"
+        if place.run_id is None:
+            use = "no other rank to meet" if place.world_size == 1 else "set SYNCPRIMS_RUN_ID"
         rows += [
             ("rank", f"{place.rank} of {place.world_size}", known_by),
             ("node", f"{place.node_rank} of {place.num_nodes}", here),
-            ("run id", place.run_id or "none", _why_run_id(place)),
+            ("run id", place.run_id or "none", use),
         ]
     lines += ["", *table(rows)] if rows else []
     lines += ["", style("bold", "The deciding variables")]
     lines += table([("SYNCPRIMS_BACKEND", _shown(environ, "SYNCPRIMS_BACKEND", "auto"))])
-    lines += _launchers(place, environ, style)
+    lines += _launchers(place, environ)
     lines += ["", style("bold", "Settings")]
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
     unknown = misspelt(environ)
     if unknown:
-        lines += ["", style("yellow", "Set, but read by nobody here")]
+        lines += ["", style("yellow", "Set, but never read")]
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
     lines += ["", style("bold", "Here"), *table(list(_here().items()))]
     return lines
@@ -148,17 +149,11 @@ def _known_by(place: Topology, environ: Mapping[str, str]) -> str:
         return "no launcher's variables are set"
     launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
     names = (launcher.rank, *launcher.world_size)
-    said = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-    return f"{place.launcher} says {said}"
+    found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    return f"{place.launcher} says {found}"
 
 
-def _why_run_id(place: Topology) -> str:
-    if place.run_id is not None:
-        return "the same on all ranks of one run"
-    return "nobody else is to be met" if place.world_size == 1 else "set SYNCPRIMS_RUN_ID"
-
-
-def _launchers(place: Topology | None, environ: Mapping[str, str], style: Style) -> list[str]:
+def _launchers(place: Topology | None, environ: Mapping[str, str]) -> list[str]:
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
         names = launcher.variables
@@ -166,15 +161,15 @@ def _launchers(place: Topology | None, environ: Mapping[str, str], style: Style)
         if place is not None and place.launcher == launcher.name:
             state = "decides"
         elif not launcher.is_present(environ):
-            state = "is silent"
+            state = "is unused"
         elif place is None:
-            state = "speaks"
+            state = "is set"
         else:  # SLURM's variables are in every shell of a job, too
             state = "is no step" if place.launcher == "none" else "has to agree"
         absent = [name for name in names[:2] if name not in environ]
         not_set = [f"{', '.join(absent)} not set"] if absent else []
         rows.append((launcher.name, state, "; ".join([*found, *not_set])))
-    return ["  launchers, the first that speaks decides:", *table(rows, "    ")]
+    return ["  launchers, the first whose variables are set decides:", *table(rows, "    ")]
 
 
 def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
@@ -182,14 +177,15 @@ def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
 
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that are called like ours and are not, and what may have been meant."""
+    """Return the variables with our prefix that are not ours, and the nearest that is."""
     ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *LAUNCHERS[0].variables]
-    known = [name[len(_OURS) :] for name in ours if name.startswith(_OURS)]
+    known = [name.removeprefix(_PREFIX) for name in ours if name.startswith(_PREFIX)]
     found: dict[str, str | None] = {}
     for name in sorted(environ):
-        if name.startswith(_OURS) and name[len(_OURS) :] not in known + _BY_THE_LAUNCHER:
-            meant = difflib.get_close_matches(name[len(_OURS) :], known, 1)
-            found[name] = _OURS + meant[0] if meant else None
+        rest = name.removeprefix(_PREFIX)
+        if rest not in (name, *known, *_SET_BY_RUN):
+            nearest = difflib.get_close_matches(rest, known, 1)
+            found[name] = _PREFIX + nearest[0] if nearest else None
     return found
 
 
@@ -203,10 +199,10 @@ def _here() -> dict[str, str]:
     }
 
 
-# -- as a program reads it ---------------------------------------------------------------------
+# -- JSON for programs ---------------------------------------------------------------------
 
 
-def as_json(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
+def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the same for programs; a variable that is not set is null."""
     names = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
     for launcher in LAUNCHERS:

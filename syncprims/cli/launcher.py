@@ -1,9 +1,9 @@
-"""Start the ranks of one machine, pass on what they say, and see that none is left behind.
+"""Start the ranks of one machine, pass on their output, and leave no process behind.
 
-When a rank fails the others get :data:`GRACE` seconds to meet their own error and report it, then
-SIGTERM, then SIGKILL. A signal to the launcher is passed on once, and the ranks get
-:data:`STOP_GRACE` seconds to stop as they see fit. The rank that failed first by itself, not as a
-consequence of another, is the root cause: it is shown first, and its exit code returned.
+After a rank has failed, the others have :data:`GRACE` seconds to raise and report their own error.
+Then they get SIGTERM, and after the same time SIGKILL. A signal to the launcher is passed on once,
+and the ranks have :data:`STOP_GRACE` seconds to stop. The root cause is the rank that failed first
+by itself, not as a consequence of another: it is shown first, and its exit code is returned.
 """
 
 from __future__ import annotations
@@ -13,98 +13,72 @@ import contextlib
 import math
 import os
 import select
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from syncprims import errors
+from syncprims._world.host import describe_exit, free_port, scratch_directory
 from syncprims._world.launchers import list_rank_variables, make_rank_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Mapping
+    from pathlib import Path
+
+    from .plan import LaunchPlan
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
 STOP_GRACE = 30.0  # between a signal to the launcher and SIGKILL
-_LOOK_EVERY = 0.02
+_POLL_INTERVAL = 0.02
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is made
+_LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
 
-class Launch(NamedTuple):
-    """What to start."""
-
-    command: Sequence[str]
-    ranks: int
-    variables: Mapping[str, str]  #: that every rank gets, beside those of the launcher's own
-
-
-def launch(what: Launch, environ: Mapping[str, str]) -> int:
+def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
     """Run the command on every rank and return the exit code: 0, or that of the root cause.
 
-    :raises OSError: if none failed, and not all that they wrote could be passed on.
+    :raises OSError: if all ranks succeeded, and part of their output was lost.
     """
-    with _signals() as received, _scratch() as scratch:
-        outer = list_rank_variables()  # what an outer launcher said holds for us, not for our ranks
+    with _received_signals() as received, scratch_directory("syncprims-run-") as scratch:
+        # An outer launcher's variables say the place of this process, not that of the ranks.
+        outer = list_rank_variables()
         common = {k: v for k, v in environ.items() if k not in outer}
-        common |= what.variables
+        common |= plan.variables
         common["SYNCPRIMS_RUN_ID"] = uuid.uuid4().hex
         common.setdefault("SYNCPRIMS_DIR", str(scratch / "board"))
         common["MASTER_ADDR"] = "127.0.0.1"
-        common["MASTER_PORT"] = str(_free_port())
-        return _Run(what, common, scratch, received).wait()
+        common["MASTER_PORT"] = str(free_port())
+        return _LaunchedRun(plan, common, scratch, received).wait()
 
 
 @contextlib.contextmanager
-def _signals() -> Generator[list[int]]:
-    """Collect the signals that ask us to end; those that are ignored, as by nohup, stay ignored."""
+def _received_signals() -> Generator[list[int]]:
+    """Collect the signals that ask us to end; an ignored one, as by nohup, stays ignored."""
     received: list[int] = []
     before = {signum: signal.getsignal(signum) for signum in (*_SIGNALS, signal.SIGCHLD)}
     try:
         for signum in _SIGNALS:
             if before[signum] is not signal.SIG_IGN:
                 signal.signal(signum, lambda number, frame: received.append(number))
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, children could not be waited for
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, children leave no exit status
         yield received
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
-@contextlib.contextmanager
-def _scratch() -> Generator[Path]:
-    """Make a private directory, in memory where there is some; it goes whatever the ranks did."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="syncprims-run-", dir=memory))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _read_together(fd: int) -> bytes:
-    """Return the next bytes, with what follows at once: a traceback comes in many small writes."""
+def _read_burst(fd: int) -> bytes:
+    """Return the next bytes with those that follow at once, as the lines of a traceback do."""
     data = os.read(fd, 65536)
     deadline = time.monotonic() + 0.1
-    eye = select.poll()  # `select` itself knows no descriptor from 1024 up
-    eye.register(fd, select.POLLIN)
-    while data and len(data) < 65536 and time.monotonic() < deadline:
-        if not eye.poll(10):
-            break
+    poll = select.poll()  # `select` itself takes no descriptor from 1024 up
+    poll.register(fd, select.POLLIN)
+    while data and len(data) < 65536 and time.monotonic() < deadline and poll.poll(10):
         more = os.read(fd, 65536)
         if not more:
             break
@@ -112,26 +86,27 @@ def _read_together(fd: int) -> bytes:
     return data
 
 
-class _Rank:
-    """One rank's process and what it said last."""
+class _RankProcess:
+    """One rank's process, in a session of its own, and the last lines of its stderr."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], report: Path) -> None:
         self.rank = rank
         self.process = process
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
-        self.ended_at: float | None = None
-        self.stopped = False  #: it was ended by us
+        self.ended = False
+        self.stopped = False  #: by us
         self._report = report
 
-    def look(self) -> bool:
-        """Tell whether the process has just ended."""
-        if self.ended_at is not None:
-            return False
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        if os.waitid(os.P_PID, self.process.pid, flags) is None:
-            return False
-        self.ended_at = time.monotonic()
-        return True
+    def poll(self) -> int | None:
+        """Return the exit status if the process has ended since the last call.
+
+        It stays a zombie, so that its number, and that of its process group, are not reused.
+        """
+        if self.ended:
+            return None
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        self.ended = found is not None
+        return None if found is None else int(found.si_status)
 
     def send(self, signum: int) -> None:
         """Signal the rank and the children it started, which share its process group."""
@@ -140,137 +115,129 @@ class _Rank:
 
     @property
     def failure(self) -> errors.Failure | None:
-        """What the rank reported of its end, if it could."""
+        """What the rank reported of its end, if anything."""
         try:
             error = errors.load(self._report.read_bytes())
         except (OSError, ValueError):
             return None
         return error.failures.get(self.rank)
 
-    @property
-    def how(self) -> str:
-        """``exit code 1``, or ``killed by SIGKILL``."""
-        code = self.process.returncode
-        if code is None or code >= 0:
-            return f"exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-        return f"killed by signal {-code}"
 
+class _LaunchedRun:
+    """The processes of a run, and the threads that pass on their output."""
 
-class _Run:
     def __init__(
-        self, what: Launch, common: Mapping[str, str], scratch: Path, received: list[int]
+        self, plan: LaunchPlan, common: Mapping[str, str], scratch: Path, received: list[int]
     ) -> None:
-        self._ranks: list[_Rank] = []
-        self._pumps: list[threading.Thread] = []
-        self._voice = threading.Lock()
-        self._unsaid: Exception | None = None  # why not all that the ranks said was passed on
+        self._ranks: list[_RankProcess] = []
+        self._threads: list[threading.Thread] = []
+        self._output_lock = threading.Lock()
+        self._output_error: Exception | None = None
         self._received = received
-        self._first_failed: list[_Rank] = []
+        self._failed: list[_RankProcess] = []  # by themselves, in the order in which they ended
         try:
-            for rank in range(what.ranks):
-                self._start(what, rank, common, scratch)
+            for rank in range(plan.ranks):
+                self._start(plan, rank, common, scratch)
         except BaseException:
-            self._kill_all()
+            self._signal(self._ranks, signal.SIGKILL)
             raise
 
-    def _start(self, what: Launch, rank: int, common: Mapping[str, str], scratch: Path) -> None:
+    def _start(self, plan: LaunchPlan, rank: int, common: Mapping[str, str], scratch: Path) -> None:
         report = scratch / f"failure-{rank}"
-        variables = make_rank_variables(rank, what.ranks)
+        variables = make_rank_variables(rank, plan.ranks)
         process = subprocess.Popen(
-            what.command,
+            plan.command,
             env={**common, **variables, "SYNCPRIMS_ERROR_FILE": str(report)},
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that its children can be signalled with it
+            start_new_session=True,  # its children get its signals, too
         )
-        one = _Rank(rank, process, report)
+        one = _RankProcess(rank, process, report)
         self._ranks.append(one)
-        assert process.stdout is not None
-        assert process.stderr is not None
         for source, sink, tail in (
             (process.stdout, sys.stdout, None),
             (process.stderr, sys.stderr, one.tail),
         ):
-            pump = threading.Thread(target=self._pump, args=(rank, source, sink, tail), daemon=True)
-            pump.start()
-            self._pumps.append(pump)
+            arguments = (rank, source, sink, tail)
+            thread = threading.Thread(target=self._forward, args=arguments, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
-    def _pump(
+    # -- output ---------------------------------------------------------------------------------
+
+    def _forward(
         self, rank: int, source: IO[bytes], sink: TextIO, tail: collections.deque[str] | None
     ) -> None:
         """Pass on what a rank writes, line by line; a progress bar's returns end a line too."""
         begun: list[bytes] = []  # of a line that has not ended
-        half = False  # of an end of line: a return, whose newline may come in the next chunk
-        while chunk := _read_together(source.fileno()):
-            if half:
+        after_return = False  # its newline may come in the next chunk
+        while chunk := _read_burst(source.fileno()):
+            if after_return:
                 chunk = chunk.removeprefix(b"\n")
-            half = chunk.endswith(b"\r")
+            after_return = chunk.endswith(b"\r")
             first, *more = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
             begun.append(first)
             if more:
-                self._say(rank, [b"".join(begun), *more[:-1]], sink, tail)
+                self._write(rank, [b"".join(begun), *more[:-1]], sink, tail)
                 begun = [more[-1]]
             elif sum(map(len, begun)) > _LONGEST_LINE:
-                self._say(rank, [b"".join(begun)], sink, tail)
+                self._write(rank, [b"".join(begun)], sink, tail)
                 begun = []
         if any(begun):
-            self._say(rank, [b"".join(begun)], sink, tail)
+            self._write(rank, [b"".join(begun)], sink, tail)
         source.close()
 
-    def _say(
+    def _write(
         self, rank: int, lines: list[bytes], sink: TextIO, tail: collections.deque[str] | None
     ) -> None:
         if tail is not None:
             tail.extend(line.decode(errors="replace") for line in lines)
         data = b"".join(b"[rank %d] %b\n" % (rank, line) for line in lines)
-        with self._voice:
+        with self._output_lock:
             try:
                 sink.buffer.write(data)
                 sink.flush()
             except Exception as error:
-                # It must not stop the ranks, which wait for us to read on: it is told at the end.
-                self._unsaid = self._unsaid or error
+                # It is raised at the end: if we stopped reading now, the ranks would block.
+                self._output_error = self._output_error or error
 
     # -- waiting --------------------------------------------------------------------------------
 
     def wait(self) -> int:
-        """Wait for all ranks, end them if need be, report, and return the exit code.
+        """Wait for all ranks, end them if one failed, report, and return the exit code.
 
-        :raises OSError: if none failed, and not all that they wrote could be passed on.
+        :raises OSError: if all ranks succeeded, and part of their output was lost.
         """
         try:
             self._watch()
         finally:
-            # Ended ranks were left as zombies until now, so that their numbers are still theirs:
-            # what is killed is what they started, and nobody else.
-            self._kill_all()
+            # Ended ranks are still zombies, so this kills what they started, and nothing else.
+            self._signal(self._ranks, signal.SIGKILL)
             for one in self._ranks:
                 one.process.wait()
             deadline = time.monotonic() + GRACE
-            for pump in self._pumps:
-                pump.join(timeout=max(0.0, deadline - time.monotonic()))
-        if self._received and not self._first_failed:
+            for thread in self._threads:
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        if self._failed:
+            return self._report()
+        if self._received:
             return 128 + self._received[0]
-        code = self._report()
-        if code == 0 and self._unsaid is not None:
-            if not isinstance(self._unsaid, OSError):
-                raise self._unsaid
-            why = f"the ranks ended well, and what they wrote is lost: {self._unsaid.strerror}"
-            raise OSError(self._unsaid.errno, why)
-        return code
+        error = self._output_error
+        if isinstance(error, OSError):
+            why = f"the ranks ended well, and what they wrote is lost: {error.strerror}"
+            raise OSError(error.errno, why)
+        if error is not None:
+            raise error
+        return 0
 
     def _watch(self) -> None:
-        """Return when all have ended, or when none can be waited for any longer."""
+        """Return when all ranks have ended; stop them after a failure or a signal."""
         kill_at = term_at = math.inf
         forwarded = 0
         while True:
-            for one in self._ranks:
-                if one.look() and self._code_of(one) != 0 and not one.stopped:
-                    self._first_failed.append(one)
-            running = [one for one in self._ranks if one.ended_at is None]
+            self._failed += [one for one in self._ranks if one.poll() and not one.stopped]
+            running = [one for one in self._ranks if not one.ended]
             if not running:
                 return
             now = time.monotonic()
@@ -278,7 +245,7 @@ class _Run:
                 self._stop(running, signum)
                 kill_at = min(kill_at, now + STOP_GRACE)
             forwarded = len(self._received)
-            if self._first_failed and kill_at == math.inf:
+            if self._failed and kill_at == math.inf:
                 term_at, kill_at = now + GRACE, now + 2 * GRACE
             if now >= term_at:
                 self._stop(running, signal.SIGTERM)
@@ -286,52 +253,43 @@ class _Run:
             if now >= kill_at:
                 self._stop(running, signal.SIGKILL)
                 kill_at = now + GRACE
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_INTERVAL)
 
-    def _stop(self, running: list[_Rank], signum: int) -> None:
+    def _stop(self, running: list[_RankProcess], signum: int) -> None:
         for one in running:
             one.stopped = True
+        self._signal(running, signum)
+
+    def _signal(self, ranks: list[_RankProcess], signum: int) -> None:
+        for one in ranks:
             one.send(signum)
-
-    def _code_of(self, one: _Rank) -> int:
-        found = os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return 0 if found is None else int(found.si_status)
-
-    def _kill_all(self) -> None:
-        """Leave nobody: neither ranks nor what they started and left running."""
-        for one in self._ranks:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(one.process.pid, signal.SIGKILL)
 
     # -- reporting ------------------------------------------------------------------------------
 
     def _report(self) -> int:
-        """Say which rank failed first and why, then the others; return the first one's code."""
-        failed = self._first_failed
-        if not failed:
-            return 0
-        reports = {one.rank: one.failure for one in failed}
+        """Print which rank failed first and why, then the others; return the first one's code."""
+        failures = {one.rank: one.failure for one in self._failed}
 
-        def is_consequence(one: _Rank) -> bool:
-            report = reports[one.rank]
-            return report is not None and report.consequence
+        def is_consequence(one: _RankProcess) -> bool:
+            failure = failures[one.rank]
+            return failure is not None and failure.consequence
 
-        failed.sort(key=is_consequence)  # stable: within each kind in the order they ended
-        root = failed[0]
-        lines = [f"syncprims run: rank {root.rank} failed first ({root.how})"]
-        report = reports[root.rank]
-        if report is not None:
-            lines[0] += f": {report.headline}"
-        shown = report.traceback.rstrip().splitlines() if report is not None else list(root.tail)
+        def summary(one: _RankProcess) -> str:
+            failure = failures[one.rank]
+            how = f"({describe_exit(one.process.returncode)})"
+            return how if failure is None else f"{how}: {failure.headline}"
+
+        # The sort is stable: within each kind in the order in which they ended.
+        root, *others = sorted(self._failed, key=is_consequence)
+        lines = [f"syncprims run: rank {root.rank} failed first {summary(root)}"]
+        failure = failures[root.rank]
+        shown = failure.traceback.rstrip().splitlines() if failure is not None else root.tail
         lines += [f"  | {line}" for line in shown]
-        for one in failed[1:]:
-            other = reports[one.rank]
-            why = f": {other.headline}" if other is not None else ""
-            lines.append(f"then rank {one.rank} ({one.how}){why}")
+        lines += [f"then rank {one.rank} {summary(one)}" for one in others]
         stopped = [str(one.rank) for one in self._ranks if one.stopped]
         if stopped:
             lines.append(f"still running then, and ended: rank {', '.join(stopped)}")
         with contextlib.suppress(BrokenPipeError):
             print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
-        code = root.process.returncode
+        code: int = root.process.returncode
         return 128 - code if code < 0 else code

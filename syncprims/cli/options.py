@@ -1,84 +1,62 @@
-"""What a run may be told: one table, for the command line and for files alike."""
+"""The options of a run: one table, for the command line and for files."""
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .console import argument_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RANKS, PLACE, DEVICES, TRAINING, NODES, SCRIPT, FAMILIAR = (
-    "how many ranks",
-    "where they meet",
+    from .console import CommandParser
+
+RANKS, BACKEND, DEVICES, SCRIPT_ENVIRONMENT, NODES, SCRIPT, ACCELERATE = (
+    "number of ranks",
+    "backend",
     "processors and devices",
-    "what the script is told",
-    "several nodes (handed over to torchrun)",
+    "settings of the script",
+    "several nodes (started by torchrun)",
     "the script",
     "known from accelerate launch",
 )
 
 
-class Options(NamedTuple):
-    """What a run is told, by flags or a file; None is what nobody has said."""
-
-    ranks: int | None = None  #: on each node
-    backend: str | None = None
-    threads: int | None = None  #: of each rank
-    gpus: tuple[str, ...] | None = None  #: ids, or just ``all``
-    cpu: bool = False
-    mixed_precision: str | None = None
-    timeout: float | None = None
-    trace: str | None = None
-    nodes: int | None = None
-    node_rank: int | None = None
-    rendezvous: tuple[str, int] | None = None
-    max_restarts: int | None = None
-    module: bool = False
-    script: str | None = None
-    args: tuple[str, ...] = ()
-    num_processes: int | None = None  #: on all nodes together
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    rdzv_backend: str | None = None
-    multi_gpu: bool = False
-    debug: bool = False
-    quiet: bool = False
-    same_network: bool = False
-    main_training_function: str | None = None
-
-
 class Option(NamedTuple):
-    """One thing to tell a run: ``--the-key VALUE`` in a line, ``the_key: value`` in a file."""
+    """One option: ``--the-key VALUE`` on a command line, ``the_key: value`` in a file."""
 
     key: str
-    read: Callable[[object], Any]  #: its value from what was written; else ValueError says why not
+    read: Callable[[object], Any]  #: returns the value of what was written, or raises ValueError
     section: str
     help: str
     metavar: str | None = None  #: None: it is a switch
     short: str | None = None
-    also: tuple[str, ...] = ()  #: flags of accelerate launch that say the same
+    also: tuple[str, ...] = ()  #: flags of accelerate launch with the same meaning
     choices: tuple[str, ...] = ()
     note: str = ""  #: why it changes nothing here
+    example: str = "false"  #: how a file shows it while it is not set
 
     @property
     def flag(self) -> str:
-        """The flag, as people write it."""
+        """The flag on the command line."""
         return "--" + self.key.replace("_", "-")
 
 
 # -- reading one value -------------------------------------------------------------------------
 
 
-def whole(least: int, what: str) -> Callable[[object], int]:
+def integer(least: int, what: str) -> Callable[[object], int]:
     """Return a reader of whole numbers from `least` up."""
 
-    def read(said: object) -> int:
+    def read(value: object) -> int:
         try:
-            number = int(str(said))
+            number = int(str(value))
         except ValueError:
             number = least - 1
-        if number < least or isinstance(said, bool):
-            raise ValueError(f"{said!r} is not {what} from {least} up")
+        if number < least or isinstance(value, bool):
+            raise ValueError(f"{value!r} is not {what} from {least} up")
         return number
 
     return read
@@ -87,126 +65,196 @@ def whole(least: int, what: str) -> Callable[[object], int]:
 def one_of(*choices: str) -> Callable[[object], str]:
     """Return a reader of one of these words."""
 
-    def read(said: object) -> str:
-        word = "no" if said is False else str(said)  # YAML takes a bare `no` for false
+    def read(value: object) -> str:
+        word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
         if word not in choices:
-            raise ValueError(f"{said!r} is not one of {', '.join(choices)}")
+            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
         return word
 
     return read
 
 
-def word(said: object) -> str:
+def word(value: object) -> str:
     """Read a word that is not empty."""
-    if not isinstance(said, str) or not said:
-        raise ValueError(f"{said!r} is not a word")
-    return said
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{value!r} is not a word")
+    return value
 
 
-def words(said: object) -> tuple[str, ...]:
+def words(value: object) -> tuple[str, ...]:
     """Read a list of words, as a script gets them."""
-    if not isinstance(said, (list, tuple)):
-        raise ValueError(f"{said!r} is not a list")
-    items: list[object] = list(said)  # pyright: ignore[reportUnknownArgumentType]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{value!r} is not a list")
+    items: list[object] = list(value)  # pyright: ignore[reportUnknownArgumentType]
     for item in items:
         if isinstance(item, (list, dict)) or item is None:
             raise ValueError(f"{item!r} in it is not a word")
     return tuple(str(item) for item in items)
 
 
-def switch(said: object) -> bool:
+def switch(value: object) -> bool:
     """Read true or false."""
-    if not isinstance(said, bool):
-        raise ValueError(f"{said!r} is neither true nor false")
-    return said
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
 
 
-def seconds(said: object) -> float:
+def seconds(value: object) -> float:
     """Read a number of seconds above 0."""
     try:
-        number = float(str(said))
+        number = float(str(value))
     except ValueError:
         number = 0.0
-    if not number > 0 or isinstance(said, bool):
-        raise ValueError(f"{said!r} is not a number of seconds above 0")
+    if not number > 0 or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a number of seconds above 0")
     return number
 
 
-def gpus(said: object) -> tuple[str, ...]:
-    """Read ``all``, or ids with commas between; a file may have a list of them, or one number."""
-    if isinstance(said, int):
-        said = str(said)
-    parts = tuple(said.split(",")) if isinstance(said, str) else words(said)
+def device_ids(value: object) -> tuple[str, ...]:
+    """Read ``all``, or ids separated by commas; a file may have a list of them, or one number."""
+    if isinstance(value, int):
+        value = str(value)
+    parts = tuple(value.split(",")) if isinstance(value, str) else words(value)
     ids = tuple(part.strip() for part in parts)
-    if isinstance(said, bool) or not all(ids) or ("all" in ids and len(ids) > 1):
-        raise ValueError(f"{said!r} is neither 'all' nor ids with commas between, as in 0,1")
+    if isinstance(value, bool) or not all(ids) or ("all" in ids and len(ids) > 1):
+        raise ValueError(f"{value!r} is neither 'all' nor ids with commas between, as in 0,1")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{said!r} names a device twice")
+        raise ValueError(f"{value!r} names a device twice")
     return ids
 
 
-def address(said: object) -> tuple[str, int]:
-    """Read ``host:port``; an IPv6 address stands in brackets."""
-    host, colon, port = str(said).rpartition(":")
+def address(value: object) -> tuple[str, int]:
+    """Read ``host:port``; an IPv6 address is in brackets."""
+    host, colon, port = str(value).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{said!r} is not host:port, as in node0:29500")
+        raise ValueError(f"{value!r} is not host:port, as in node0:29500")
     return host, int(port)
 
 
 # -- the table ---------------------------------------------------------------------------------
 
-OPTIONS: tuple[Option, ...] = (
-    Option("ranks", whole(1, "a number of ranks"), RANKS,
-           "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
-           "N", "-n"),
-    Option("backend", word, PLACE,
-           "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
-           "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
-           "with several nodes, else file)", "NAME"),
-    Option("timeout", seconds, PLACE,
-           "seconds after which a wait for other ranks is an error ($SYNCPRIMS_TIMEOUT)",
-           "SECONDS"),
-    Option("gpus", gpus, DEVICES,
-           "CUDA devices that the ranks see, as 0,1 or all; at least one for each rank "
-           "($CUDA_VISIBLE_DEVICES)", "IDS", also=("--gpu-ids",)),
-    Option("cpu", switch, DEVICES, "let the ranks see no CUDA device"),
-    Option("threads", whole(1, "a number of threads"), DEVICES,
-           "threads of the math libraries in each rank (default: $OMP_NUM_THREADS, else the "
-           "processors shared out, so that ranks times threads does not exceed them)",
-           "N", also=("--num-cpu-threads-per-process",)),
-    Option("mixed_precision", one_of("no", "bf16", "fp16"), TRAINING,
-           "what syncprims.training computes in: no, bf16 or fp16 ($SYNCPRIMS_MIXED_PRECISION)",
-           "MODE", choices=("no", "bf16", "fp16")),
-    Option("trace", word, TRAINING,
-           "record every round of every rank in this directory ($SYNCPRIMS_TRACE)", "DIRECTORY"),
-    Option("nodes", whole(1, "a number of nodes"), NODES,
-           "machines that take part; run the command on each", "N", also=("--num-machines",)),
-    Option("node_rank", whole(0, "a number of a node"), NODES,
-           "which of them this is, from 0 (default: torchrun counts them as they come)", "K",
-           also=("--machine-rank",)),
-    Option("rendezvous", address, NODES,
-           "where they meet: an address of node 0, and a free port there", "HOST:PORT"),
-    Option("max_restarts", whole(0, "a number of restarts"), NODES,
-           "start all ranks again, up to so often, when one has failed (default: 0)", "N"),
-    Option("module", switch, SCRIPT, "the script is a module, as in python -m", short="-m"),
-    Option("script", word, SCRIPT, "the script to run", "SCRIPT"),
-    Option("args", words, SCRIPT, "what the script is given", "ARGS"),
-    Option("num_processes", whole(1, "a number of ranks"), FAMILIAR, "ranks on all nodes together",
-           "N"),
-    Option("multi_gpu", switch, FAMILIAR, "the same as --gpus all"),
-    Option("main_process_ip", word, FAMILIAR, "the host in --rendezvous", "HOST"),
-    Option("main_process_port", whole(0, "a port"), FAMILIAR, "the port in --rendezvous", "PORT"),
-    Option("rdzv_backend", one_of("static", "c10d"), FAMILIAR,
-           "static takes --node-rank, c10d does without", "NAME", choices=("static", "c10d")),
-    Option("debug", switch, FAMILIAR, "changes nothing",
-           note="shapes and calls are compared on every run"),
-    Option("quiet", switch, FAMILIAR, "changes nothing", short="-q",
-           note="only the rank that failed first is shown in any case"),
-    Option("same_network", switch, FAMILIAR, "changes nothing",
-           note="--rendezvous says all there is to say"),
-    Option("main_training_function", word, FAMILIAR, "changes nothing", "NAME",
-           note="the script is run, as python runs it"),
-)  # fmt: skip
 
+def _option(read: Callable[[object], Any], section: str, help: str, *rest: Any, **more: Any) -> Any:
+    default = False if read is switch else () if read is words else None
+    return field(default=default, metadata={"option": (read, section, help, *rest), "more": more})
+
+
+@dataclass(frozen=True)
+class Options:
+    """The values of a run's options, from flags or a file; None: not set."""
+
+    # fmt: off
+    ranks: int | None = _option(integer(1, "a number of ranks"), RANKS,
+        "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
+        "N", "-n", example="4")
+    backend: str | None = _option(word, BACKEND,
+        "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
+        "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
+        "with several nodes, else file)", "NAME", example='"file"')
+    timeout: float | None = _option(seconds, BACKEND,
+        "seconds after which waiting for other ranks is an error ($SYNCPRIMS_TIMEOUT)",
+        "SECONDS", example="600")
+    gpus: tuple[str, ...] | None = _option(device_ids, DEVICES,
+        "CUDA devices that the ranks see, as 0,1 or all; at least one for each rank "
+        "($CUDA_VISIBLE_DEVICES)", "IDS", also=("--gpu-ids",), example='"0,1"')
+    cpu: bool = _option(switch, DEVICES, "hide all CUDA devices from the ranks")
+    threads: int | None = _option(integer(1, "a number of threads"), DEVICES,
+        "threads of the math libraries in each rank (default: $OMP_NUM_THREADS, else the "
+        "processors divided by the ranks)",
+        "N", also=("--num-cpu-threads-per-process",), example="4")
+    mixed_precision: str | None = _option(one_of("no", "bf16", "fp16"), SCRIPT_ENVIRONMENT,
+        "what syncprims.training computes in: no, bf16 or fp16 ($SYNCPRIMS_MIXED_PRECISION)",
+        "MODE", choices=("no", "bf16", "fp16"), example='"bf16"')
+    trace: str | None = _option(word, SCRIPT_ENVIRONMENT,
+        "record every round of every rank in this directory ($SYNCPRIMS_TRACE)", "DIR",
+        example='"trace"')
+    nodes: int | None = _option(integer(1, "a number of nodes"), NODES,
+        "number of machines; run the command on each", "N", also=("--num-machines",), example="2")
+    node_rank: int | None = _option(integer(0, "a number of a node"), NODES,
+        "which of them this is, from 0 (default: torchrun numbers them as they join)", "K",
+        also=("--machine-rank",), example="0")
+    rendezvous: tuple[str, int] | None = _option(address, NODES,
+        "where they meet: an address of node 0, and a free port there", "HOST:PORT",
+        example='"node0:29500"')
+    max_restarts: int | None = _option(integer(0, "a number of restarts"), NODES,
+        "how often to restart all ranks after one has failed (default: 0)", "N", example="0")
+    module: bool = _option(switch, SCRIPT, "the script is a module, as in python -m", short="-m")
+    script: str | None = _option(word, SCRIPT, "the script to run", "SCRIPT",
+        example='"train.py"')
+    args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS",
+        example='["--lr", "0.1"]')
+    num_processes: int | None = _option(integer(1, "a number of ranks"), ACCELERATE,
+        "ranks on all nodes together", "N")
+    multi_gpu: bool = _option(switch, ACCELERATE, "the same as --gpus all")
+    main_process_ip: str | None = _option(word, ACCELERATE, "the host in --rendezvous", "HOST")
+    main_process_port: int | None = _option(integer(0, "a port"), ACCELERATE,
+        "the port in --rendezvous", "PORT")
+    rdzv_backend: str | None = _option(one_of("static", "c10d"), ACCELERATE,
+        "static needs --node-rank, c10d does not", "NAME", choices=("static", "c10d"))
+    debug: bool = _option(switch, ACCELERATE, "changes nothing",
+        note="shapes and calls are compared on every run")
+    quiet: bool = _option(switch, ACCELERATE, "changes nothing", short="-q",
+        note="only the rank that failed first is shown in any case")
+    same_network: bool = _option(switch, ACCELERATE, "changes nothing",
+        note="--rendezvous is the address in any network")
+    main_training_function: str | None = _option(word, ACCELERATE, "changes nothing", "NAME",
+        note="the script is run, as python runs it")
+    # fmt: on
+
+
+OPTIONS = tuple(
+    Option(one.name, *one.metadata["option"], **one.metadata["more"]) for one in fields(Options)
+)
 BY_KEY = {option.key: option for option in OPTIONS}
+
+
+def plain_value(key: str, value: Any) -> Any:
+    """Return a value as a file or a command line has it."""
+    if key == "rendezvous":
+        host, port = value
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return ",".join(value) if key == "gpus" else value
+
+
+# -- on the command line -------------------------------------------------------------------------
+
+
+def add_options(parser: CommandParser) -> None:
+    """Add all options of a run, and the script at the end."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
+    )
+    groups: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.key in ("script", "args"):
+            continue
+        if option.section not in groups:
+            groups[option.section] = parser.add_argument_group(option.section)
+        about: dict[str, Any] = {"action": "store_true"}
+        if option.metavar is not None:
+            about = {"metavar": option.metavar, "type": argument_type(option.read)}
+            about["choices"] = option.choices or None
+        groups[option.section].add_argument(
+            *([option.short] if option.short else []),
+            option.flag,
+            dest=option.key,
+            default=argparse.SUPPRESS,
+            help=option.help.replace("%", "%%"),
+            **about,
+        )
+    parser.add_argument(
+        "line",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT [ARGS...]",
+        help="the script to run; all that follows belongs to it",
+    )
+
+
+def values_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of a parsed command line by key; only those that were given."""
+    values = {key: value for key, value in vars(options).items() if key in BY_KEY}
+    line = options.line[1:] if options.line[:1] == ["--"] else options.line
+    if line:
+        values["script"], values["args"] = line[0], tuple(line[1:])
+    return values

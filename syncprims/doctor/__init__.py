@@ -1,7 +1,5 @@
-"""What is measured in a running job, and what it means.
+"""Examine a running job: what each rank knows, what all measure together, and what is wrong.
 
-`facts` is what a rank knows of itself, `measures` what all find out together, `verdicts` what both
-mean and what to do about it, `report` how a person reads it.
+`facts` is what one rank knows of itself and its machine, `measurements` what all ranks measure
+together, and `findings` what both mean, with cures.
 """
-
-from __future__ import annotations

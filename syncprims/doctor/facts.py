@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from syncprims import World
 
-#: Distributions of which all ranks should have the same release.
+#: Packages of which all ranks should have the same release.
 COMPARED = ("syncprims", "torch", "numpy")
 
 
 def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what this rank knows of itself, in plain values that travel and print."""
+    """Return what this rank knows of itself, in values that JSON can hold."""
     meeting_place = get_meeting_place(world)
     place = Path(meeting_place) if meeting_place.startswith("/") else None
     memory = find_shared_memory()
@@ -39,7 +39,7 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "machine": _machine(),
-        "memory": _identity(memory),
+        "memory": f"{memory.stat().st_dev}:{memory.stat().st_ino}",
         "launcher": world.topology.launcher,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in COMPARED},
@@ -56,17 +56,11 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return what tells this kernel from others: containers of one machine share it."""
+    """Return an identifier of this kernel, which containers of one machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-def _identity(path: Path) -> str:
-    """Return what tells the file system of `path` from others on this machine."""
-    found = path.stat()
-    return f"{found.st_dev}:{found.st_ino}"
 
 
 def _existing(path: Path) -> Path:
@@ -83,6 +77,6 @@ def _version(name: str) -> str | None:
 
 
 def _threads(environ: Mapping[str, str]) -> int | None:
-    """Return how many threads the math libraries are told to start; None if nothing is said."""
-    said = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(said) if said.isdecimal() and int(said) > 0 else None
+    """Return how many threads the math libraries start by ``OMP_NUM_THREADS``; None if not set."""
+    count = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(count) if count.isdecimal() and int(count) > 0 else None

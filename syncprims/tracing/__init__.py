@@ -1,5 +1,5 @@
-"""Reading traces: who made whom wait, where and for how long. ``syncprims trace`` on the way in.
+"""Analyse the traces of a run: which rank made others wait, where and for how long.
 
-The traces were written by :mod:`syncprims._protocol.trace_file`. Reading them needs numpy; pictures
-need matplotlib.
+:mod:`syncprims._protocol.trace_file` writes the traces, `reading` reads them, `analysis` attributes
+the waiting to ranks, and `pictures` and `chrome` draw it. Needs numpy, and matplotlib for images.
 """

@@ -18,9 +18,8 @@ from support.rank_worlds import CLOSING, free_port
 
 from syncprims import ConfigurationError
 from syncprims._world.launchers import list_rank_variables
-from syncprims.cli import COMMANDS, completion, config_file, main, parser
+from syncprims.cli import COMMANDS, completion, config, main, parser
 from syncprims.cli.accelerate_config import REFUSED
-from syncprims.cli.config import ask
 from syncprims.cli.options import OPTIONS
 
 TELL = """
@@ -95,7 +94,7 @@ def test_config_asks_on_a_terminal_only(tmp_path: Path, clean: dict[str, str]) -
     assert asked.returncode == 0, asked.stderr
     assert "How many ranks on each machine" in asked.stdout
     pytest.importorskip("yaml")
-    assert config_file.read(str(tmp_path / "run.yaml")) == {
+    assert config.read(str(tmp_path / "run.yaml")) == {
         "nodes": 1, "ranks": 2, "mixed_precision": "bf16", "script": "train.py",
     }  # fmt: skip
 
@@ -116,7 +115,7 @@ def test_questions_are_asked_until_they_are_answered(capsys: pytest.CaptureFixtu
         return reply
 
     defaults = {"nodes": 1, "ranks": 8, "gpus": ("0", "1"), "mixed_precision": "no"}
-    said = ask(defaults, replies("2", "", "node0:29500", "zero", "4", "", "", "3", ""))
+    said = config.ask(defaults, replies("2", "", "node0:29500", "zero", "4", "", "", "3", ""))
     assert said == {
         "nodes": 2, "rendezvous": ("node0", 29500), "ranks": 4, "gpus": ("0", "1"),
         "mixed_precision": "no", "threads": 3,
@@ -124,7 +123,7 @@ def test_questions_are_asked_until_they_are_answered(capsys: pytest.CaptureFixtu
     assert "'zero' is not a number of ranks" in capsys.readouterr().err
     assert any(question.endswith("[0,1]: ") for question in asked)
     with pytest.raises(ConfigurationError, match="nothing was written"):
-        ask(defaults, replies("1"))
+        config.ask(defaults, replies("1"))
 
 
 # -- several nodes -----------------------------------------------------------------------------
@@ -216,13 +215,13 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path, clean: dict[st
     )  # fmt: skip
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "complete -o default -F _syncprims syncprims",
+        "complete -o bashdefault -o default -F _syncprims syncprims",
         "run",
         "--mixed-precision",
         "no bf16 fp16",
         "--threads",
         "",
-        "bash zsh fish",
+        "bash zsh fish tcsh",
         "--help --json --seconds",
     ]
 
@@ -240,6 +239,17 @@ def test_every_shell_is_told_of_every_command(
     if found is not None:  # at least it reads
         (tmp_path / "script").write_text(script)
         subprocess.run([found, "-n", str(tmp_path / "script")], check=True, timeout=60)
+
+
+def test_without_the_package_completion_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == (
+        "syncprims: the completion script is written by a package: "
+        "pip install 'syncprims[completion]'\n"
+    )
 
 
 NAMES = ("run", "config", "env", "doctor", "trace", "completion")

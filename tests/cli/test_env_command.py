@@ -14,11 +14,11 @@ from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
 
 from syncprims._world.launchers import list_rank_variables, make_rank_variables
 from syncprims.cli import env
-from syncprims.cli.terminal import Style
+from syncprims.cli.console import Style
 
 
 def shown(environ: dict[str, str]) -> str:
-    return "\n".join(env.report(env.would_start(environ), environ, Style(io.StringIO(), environ)))
+    return "\n".join(env.report(env.preview(environ), environ, Style(io.StringIO(), environ)))
 
 
 STARTS: list[tuple[str, dict[str, str], tuple[Any, ...], list[str]]] = [
@@ -48,7 +48,7 @@ STARTS: list[tuple[str, dict[str, str], tuple[Any, ...], list[str]]] = [
 def test_the_world_and_the_variables_that_decide(
     environ: dict[str, str], expected: tuple[Any, ...], words: list[str]
 ) -> None:
-    world = env.would_start(environ)
+    world = env.preview(environ)
     assert world.error is None
     assert world.place is not None
     assert (world.backend, world.place.rank, world.place.world_size) == expected
@@ -86,7 +86,7 @@ def test_contradictions_are_shown_as_the_errors_they_would_be(
     for word in words:
         assert word in text
     assert "SYNCPRIMS_BACKEND" in text
-    told = env.as_json(env.would_start(environ), environ)
+    told = env.as_json(env.preview(environ), environ)
     assert told["error"]["type"] == kind
     assert json.loads(json.dumps(told))["error"] == told["error"]
 
@@ -126,8 +126,8 @@ def test_what_is_called_like_ours_and_read_by_nobody_is_shown() -> None:
     environ = {"SYNCPRIMS_TIMOUT": "60", "SYNCPRIMS_FOO": "1", "SYNCPRIMS_RUN_ID": "a"}
     text = shown(environ)
     assert "SYNCPRIMS_TIMOUT  did you mean SYNCPRIMS_TIMEOUT?" in text
-    assert "Set, but read by nobody here\n  SYNCPRIMS_FOO\n" in text
-    found = env.as_json(env.would_start(environ), environ)["misspelt"]
+    assert "Set, but never read\n  SYNCPRIMS_FOO\n" in text
+    found = env.as_json(env.preview(environ), environ)["misspelt"]
     assert found == {"SYNCPRIMS_TIMOUT": "SYNCPRIMS_TIMEOUT", "SYNCPRIMS_FOO": None}
 
 

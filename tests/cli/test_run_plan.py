@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from syncprims import BackendUnavailable, ConfigurationError
-from syncprims.cli import accelerate_config, config_file, parser
-from syncprims.cli.options import BY_KEY, OPTIONS, Options
-from syncprims.cli.plan import Plan, environment, merged, planned
-from syncprims.cli.run import said
+from syncprims.cli import accelerate_config, config, parser
+from syncprims.cli.options import BY_KEY, OPTIONS, Options, values_of
+from syncprims.cli.plan import LaunchPlan, merge, plan_launch, torchrun_environment
 
 
 def flags(*line: str) -> dict[str, Any]:
-    return said(parser().parse_args(["run", *line]))
+    return values_of(parser().parse_args(["run", *line]))
 
 
 def plan(
@@ -26,8 +26,8 @@ def plan(
     file: dict[str, Any] | None = None,
     gpus: int | None = None,
     environ: dict[str, str] | None = None,
-) -> Plan:
-    return planned(merged(flags(*line), file or {}), environ or {}, 8, gpus)
+) -> LaunchPlan:
+    return plan_launch(merge(flags(*line), file or {}), environ or {}, 8, gpus)
 
 
 # -- the line ----------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_without_torch_it_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_nodes_are_handed_over_to_torchrun() -> None:
     made = plan("-n", "4", "--nodes", "2", "--node-rank", "1", "--rendezvous", "node0:29500",
                 "--mixed_precision", "bf16", "-m", "train", "--lr", "1")  # fmt: skip
-    assert made.handed_over == [
+    assert made.torchrun == [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "4",
         "--node-rank", "1", "--master-addr", "node0", "--master-port", "29500",
         "-m", "train", "--lr", "1",
@@ -213,13 +213,13 @@ def test_several_nodes_are_handed_over_to_torchrun() -> None:
                   "--mixed_precision", "bf16", "-m", "train", "--lr", "1")  # fmt: skip
     assert theirs == made
     uncounted = plan("-n", "4", "--nodes", "2", "--rendezvous", "[::1]:9", "--max_restarts", "3",
-                     "x", environ={"SYNCPRIMS_RUN_ID": "mine"}).handed_over  # fmt: skip
+                     "x", environ={"SYNCPRIMS_RUN_ID": "mine"}).torchrun  # fmt: skip
     assert uncounted[7:] == [
         "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "[::1]:9",
         "--rdzv-id", "mine", "x",
     ]  # fmt: skip
     outer = {"RANK": "3", "WORLD_SIZE": "4", "SYNCPRIMS_RUN_ID": "mine", "HOME": "/home/me"}
-    given = environment(made, outer)
+    given = torchrun_environment(made, outer)
     assert given == {"SYNCPRIMS_RUN_ID": "mine", "HOME": "/home/me", **made.variables}
 
 
@@ -236,28 +236,29 @@ EVERYTHING: dict[str, Any] = {
 @pytest.mark.parametrize("suffix", [".yaml", ".toml"])
 def test_what_is_written_is_read_again(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"run{suffix}"
-    path.write_text(config_file.written(EVERYTHING, suffix), encoding="utf-8")
-    assert config_file.read(str(path)) == EVERYTHING
-    path.write_text(config_file.written({}, suffix), encoding="utf-8")
-    assert config_file.read(str(path)) == {}
+    path.write_text(config.render(EVERYTHING, suffix), encoding="utf-8")
+    assert config.read(str(path)) == EVERYTHING
+    path.write_text(config.render({}, suffix), encoding="utf-8")
+    assert config.read(str(path)) == {}
     # And every line that stands there as a comment is a valid one.
-    lines = config_file.written({}, suffix).splitlines()
+    lines = config.render({}, suffix).splitlines()
     settings = [line[1:] for line in lines if line.startswith("#") and line[1] != " "]
     path.write_text("\n".join(settings), encoding="utf-8")
     shown = {option.key for option in OPTIONS if not option.section.startswith("known")}
-    assert set(config_file.read(str(path))) == shown
+    assert set(config.read(str(path))) == shown
 
 
 def test_flags_override_the_file() -> None:
     file: dict[str, Any] = {
         "ranks": 4, "threads": 2, "script": "a.py", "args": ("-x",), "module": True, "gpus": ("0",),
     }  # fmt: skip
-    assert merged({}, file) == Options(**file)
-    assert merged({"ranks": 2}, file).ranks == 2
-    assert merged({"num_processes": 2}, file).ranks is None
-    assert merged({"script": "b.py", "args": ()}, file)[-12:-9] == (False, "b.py", ())
-    assert merged({"cpu": True}, file).gpus is None
-    assert merged({"main_process_ip": "b"}, {"rendezvous": ("a", 1)}).rendezvous is None
+    assert merge({}, file) == Options(**file)
+    assert merge({"ranks": 2}, file).ranks == 2
+    assert merge({"num_processes": 2}, file).ranks is None
+    other = merge({"script": "b.py", "args": ()}, file)
+    assert (other.module, other.script, other.args) == (False, "b.py", ())
+    assert merge({"cpu": True}, file).gpus is None
+    assert merge({"main_process_ip": "b"}, {"rendezvous": ("a", 1)}).rendezvous is None
 
 
 BAD_FILES = [
@@ -289,17 +290,17 @@ def test_bad_files_name_file_key_and_cure(
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigurationError) as caught:
-        config_file.read(str(path))
+        config.read(str(path))
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be read: .*No such file.*syncprims conf"):
-        config_file.read(str(tmp_path / "run.yaml"))
+        config.read(str(tmp_path / "run.yaml"))
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        config_file.read(str(tmp_path / "run.toml"))
+        config.read(str(tmp_path / "run.toml"))
 
 
 def test_without_the_package_yaml_says_what_to_install(
@@ -308,9 +309,9 @@ def test_without_the_package_yaml_says_what_to_install(
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "run.yaml").write_text("ranks: 4")
     with pytest.raises(ConfigurationError, match=r"pip install 'syncprims\[config\]'"):
-        config_file.read(str(tmp_path / "run.yaml"))
+        config.read(str(tmp_path / "run.yaml"))
     (tmp_path / "run.toml").write_text("ranks = 4")
-    assert config_file.read(str(tmp_path / "run.toml")) == {"ranks": 4}
+    assert config.read(str(tmp_path / "run.toml")) == {"ranks": 4}
 
 
 #: As `accelerate config` writes it for two machines with four GPUs each.
@@ -342,7 +343,7 @@ use_cpu: false
 def test_wanting_no_compiler_is_no_contradiction(tmp_path: Path) -> None:
     said = "distributed_type: 'NO'\nnum_processes: 3\ndynamo_config: {dynamo_backend: 'NO'}\n"
     (tmp_path / "old.yaml").write_text(said)
-    assert config_file.read(str(tmp_path / "old.yaml")) == {"num_processes": 3}
+    assert config.read(str(tmp_path / "old.yaml")) == {"num_processes": 3}
     for line in (["--dynamo_backend", "no"], ["--dynamo_backend=NO"]):
         assert accelerate_config.translate([*line, "-n", "2", "x.py", "no"]) == [
             "--ranks=2",
@@ -354,7 +355,7 @@ def test_wanting_no_compiler_is_no_contradiction(tmp_path: Path) -> None:
 def test_accelerates_own_file_is_read_as_far_as_it_maps(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(ACCELERATES)
-    values = config_file.read(str(path))
+    values = config.read(str(path))
     made = plan("train.py", file=values)
     assert made == plan("-n", "4", "--gpus", "0,1,2,3", "--mixed-precision", "bf16", "--nodes", "2",
                         "--node-rank", "1", "--rendezvous", "node0:29501", "train.py")  # fmt: skip
@@ -366,13 +367,13 @@ def test_accelerates_own_file_is_read_as_far_as_it_maps(tmp_path: Path) -> None:
         "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 4\nmixed_precision: no\n"
         "gpu_ids: all\nnum_machines: 1\n"
     )
-    alone = plan("train.py", file=config_file.read(str(path)))
+    alone = plan("train.py", file=config.read(str(path)))
     assert (alone.ranks, alone.variables["CUDA_VISIBLE_DEVICES"]) == (4, "")
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
-    made = plan("train.py", file=config_file.read(str(path)))
+    made = plan("train.py", file=config.read(str(path)))
     assert made.variables["SYNCPRIMS_BACKEND"] == "nccl"
 
 
 def test_every_option_is_a_field() -> None:
-    assert set(BY_KEY) == set(Options._fields)
+    assert set(BY_KEY) == {field.name for field in fields(Options)}
     assert len(BY_KEY) == len(OPTIONS)

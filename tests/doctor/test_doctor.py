@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,11 +13,10 @@ import pytest
 
 import syncprims as sp
 from syncprims._world.launchers import list_rank_variables
-from syncprims.cli.doctor import examine
-from syncprims.cli.terminal import table
-from syncprims.doctor.measures import offset
-from syncprims.doctor.report import report
-from syncprims.doctor.verdicts import Verdict, listed, verdicts
+from syncprims.cli.console import Style
+from syncprims.cli.doctor import report
+from syncprims.doctor.findings import Finding, findings, listed
+from syncprims.doctor.measurements import clock_offset, examine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from support.rank_worlds import Ranks
 
 GB = 1 << 30
+PLAIN = Style(io.StringIO(), {})
 
 
 def rank(number: int, **more: Any) -> dict[str, Any]:
@@ -57,8 +58,8 @@ def job(ranks: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 def test_a_healthy_job_has_nothing_wrong() -> None:
     found = job([rank(r) for r in range(8)])
-    assert verdicts(found) == []
-    lines = report(found, [], lambda kind, text: text, table)
+    assert findings(found) == []
+    lines = report(found, [], PLAIN)
     assert lines[-1] == "  nothing is wrong"
     assert lines[0] == "8 ranks on 2 nodes, backend torch, started by torchrun"
     assert any("host1" in line and "4-7" in line for line in lines)
@@ -75,7 +76,7 @@ SICK: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("nodes of one machine", job([rank(0), rank(1, node=1)]), "note",
      "nodes 0-1 are one machine", "as one node"),
     ("a node of two machines", job([rank(0), rank(1, machine=1, node=0)]), "problem",
-     "ranks 0-1 are told that they are one node", "LOCAL_WORLD_SIZE"),
+     "ranks 0-1 are one node by their variables", "LOCAL_WORLD_SIZE"),
     ("too many threads", job([rank(r, threads=None) for r in range(4)]), "problem",
      "ranks 0-3 start 64 threads of their math libraries on 16 processors", "OMP_NUM_THREADS=4"),
     ("idle processors", job([rank(r, threads=1) for r in range(4)]), "note",
@@ -116,12 +117,12 @@ SICK: list[tuple[str, dict[str, Any], str, str, str]] = [
 def test_what_is_wrong_is_said_with_its_cure(
     found: dict[str, Any], level: str, text: str, cure: str
 ) -> None:
-    said = verdicts(found)
+    said = findings(found)
     assert [one.level for one in said] == sorted((one.level for one in said), reverse=True)
     (one,) = [one for one in said if text in one.text]
     assert one.level == level
     assert cure in one.cure
-    lines = "\n".join(report(found, said, lambda kind, text: text, table))
+    lines = "\n".join(report(found, said, PLAIN))
     assert f"{level}: " in lines
     assert ("nothing is wrong" in lines) == all(one.level == "note" for one in said)
 
@@ -136,7 +137,7 @@ def test_clocks_no_matter_who_comes_late() -> None:
         left_a.append(released + 0.001)
         came_b.append(b + 5)
         left_b.append(released + 5.003)
-    found = offset((came_a, left_a), (came_b, left_b))
+    found = clock_offset((came_a, left_a), (came_b, left_b))
     assert abs(found["ahead_s"] - 5) <= found["uncertainty_s"] <= 0.002 + 1e-9
 
 
@@ -174,7 +175,7 @@ def test_it_measures_every_backend(world: Ranks) -> None:
     for row in one["clocks"]:  # all on this machine: one clock
         assert abs(row["ahead_s"]) <= row["uncertainty_s"] + 1e-6
     json.dumps(one)
-    assert all(isinstance(said, Verdict) for said in verdicts(one))
+    assert all(isinstance(said, Finding) for said in findings(one))
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -190,20 +191,20 @@ def test_inside_a_run_it_prints_once() -> None:
     done = run("run", "-n", "2", "-m", "syncprims", "doctor", "--seconds", "0.005")
     assert done.returncode == 0, done.stderr
     assert {line.split("]")[0] for line in done.stdout.splitlines()} == {"[rank 0"}
-    for words in ("2 ranks on 1 node, backend file", "barrier", "all_reduce", "Verdict", "0-1"):
+    for words in ("2 ranks on 1 node, backend file", "barrier", "all_reduce", "Findings", "0-1"):
         assert done.stdout.count(words) >= 1
     assert "\033" not in done.stdout
     found = json.loads(run("doctor", "--json", "--seconds", "0.005").stdout)
     assert found["world_size"] == 1
-    assert found["verdicts"][-1]["text"].startswith("this is a world of one")
+    assert found["findings"][-1]["text"].startswith("this is a world of one")
 
 
 DYING = """
 import os, signal, sys
-import syncprims.doctor.measures as measures
+import syncprims.doctor.measurements as measurements
 
 if os.environ["RANK"] == "1":
-    measures.bandwidth = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    measurements.bandwidth = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 from syncprims.cli import main
 sys.exit(main(["doctor", "--seconds", "0.005"]))
 """
@@ -215,4 +216,4 @@ def test_a_rank_that_dies_in_it_is_named(tmp_path: Path) -> None:
     assert done.returncode == 137
     assert "syncprims: rank 1 was lost: killed by SIGKILL" in done.stderr
     assert "syncprims run: rank 1 failed first (killed by SIGKILL)" in done.stderr
-    assert "Verdict" not in done.stdout
+    assert "Findings" not in done.stdout

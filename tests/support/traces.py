@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncprims._protocol import trace_file
 from syncprims._protocol.trace_file import Recorder
 from syncprims.interface import Label, Topology
-from syncprims.tracing.reading import Run, find_runs, read_run
+from syncprims.tracing.reading import TraceRun, find_runs, read_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,16 +27,16 @@ class Entry(NamedTuple):
     outcome: str
 
 
-def only_run(directory: Path) -> Run:
-    """Return the only run in `directory`, and assert that it is complete."""
+def only_run(directory: Path) -> TraceRun:
+    """Return the one run that is in `directory`, which nothing is wrong with."""
     (folder,) = find_runs(directory)
     run = read_run(folder)
     assert run.complaints == []
     return run
 
 
-def entries(run: Run, rank: int) -> list[Entry]:
-    """Return the rounds of a rank in the order of their ends."""
+def entries(run: TraceRun, rank: int) -> list[Entry]:
+    """Return the rounds of a rank in the order in which they were over."""
     (trace,) = [trace for trace in run.ranks if trace.rank == rank]
     rounds = sorted(trace.rounds.tolist(), key=lambda one: (one[2] or 1 << 62, one[3]))
     found = [dict(zip(trace.rounds.dtype.names or (), one, strict=True)) for one in rounds]

@@ -15,16 +15,17 @@ import pytest
 from support.traces import SECOND, Planted
 
 from syncprims._protocol.trace_file import SEGMENT, START, Recorder
+from syncprims.cli.trace import write_tables
 from syncprims.errors import BackendUnavailable, ConfigurationError
-from syncprims.tracing import chrome, page, picture, table
+from syncprims.tracing import chrome
+from syncprims.tracing.analysis import analyse, seconds_text
+from syncprims.tracing.pictures import LATE, WAITS, draw_image, draw_page
 from syncprims.tracing.reading import find_runs, read_run
-from syncprims.tracing.timeline import LATE, WAITS
-from syncprims.tracing.waits import analyse, seconds_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncprims.tracing.waits import Analysis
+    from syncprims.tracing.analysis import Analysis
 
 AT = 1000 * SECOND
 
@@ -66,7 +67,7 @@ def command(*args: object, **variables: str) -> subprocess.CompletedProcess[str]
 
 def test_waiting_is_laid_on_who_came_last(planted: Planted) -> None:
     found = analysis_of(planted)
-    worst, other = found.rows
+    worst, other = found.late_arrivals
     assert (worst.late, str(worst.call)) == (2, "barrier 'epoch end'")
     assert worst.call.site == "train.py:7"
     assert worst.times == 10
@@ -76,7 +77,7 @@ def test_waiting_is_laid_on_who_came_last(planted: Planted) -> None:
     assert (other.late, str(other.call)) == (0, "all_reduce")
     assert other.waited == pytest.approx(1.5)
     assert found.stragglers == [2]
-    assert found.verdict == (
+    assert found.conclusion == (
         "Rank 2 is the straggler: the others waited 30 s for it in all, 95% of all waiting for a "
         "rank, mostly at barrier 'epoch end' (train.py:7)."
     )
@@ -98,7 +99,7 @@ def test_without_a_straggler_none_is_named(tmp_path: Path, monkeypatch: pytest.M
     run.leave(AT + 20 * SECOND)
     found = analysis_of(run)
     assert found.stragglers == []
-    assert found.verdict.startswith("No rank is the straggler: ranks waited 24 s for each other")
+    assert found.conclusion.startswith("No rank is the straggler: ranks waited 24 s for each other")
 
 
 def test_a_rank_that_never_comes_is_to_blame(
@@ -111,7 +112,7 @@ def test_a_rank_that_never_comes_is_to_blame(
     run.round(2, [AT + SECOND, None, AT + SECOND], name="save", costs=5 * SECOND)
     run.leave(AT + 20 * SECOND, ranks=[0, 2])
     found = analysis_of(run)
-    (row,) = [row for row in found.rows if row.late == 1]
+    (row,) = [row for row in found.late_arrivals if row.late == 1]
     assert str(row.call) == "barrier 'save'"
     assert row.waited == pytest.approx(5.0 + 15.0)
     assert found.summaries[1].end == "killed, or still running"
@@ -152,12 +153,12 @@ def test_clocks_of_hosts_are_aligned_by_the_rounds(
     assert not found.alignment.guessed
     # Between the middles of two windows the clock has drifted by 200 us; it is found to half of it.
     assert found.alignment.error < 2e-4
-    (meetings,) = found.groups
-    off = meetings.posted - np.array(arrivals)
+    (rounds,) = found.groups
+    off = rounds.posted - np.array(arrivals)
     off -= off[:, :1]
     assert np.abs(off).max() < 3e5
     late = [int(np.argmax(came)) for came in arrivals]
-    assert (meetings.late == late).mean() > 0.99
+    assert (rounds.late == late).mean() > 0.99
 
 
 def test_hosts_that_share_no_round_are_set_by_the_calendar(
@@ -187,7 +188,7 @@ def test_a_file_cut_off_anywhere_gives_what_is_left(planted: Planted) -> None:
         found = [len(trace.rounds) for trace in run.ranks if trace.rank == 1]
         rounds.append(found[0] if found else 0)
         if not found:
-            assert "rank-1.trace is no trace, or was cut off before the first round" in "\n".join(
+            assert "rank-1.trace is no trace, or is cut off before the first round" in "\n".join(
                 run.complaints
             )
         analyse(run)
@@ -211,7 +212,7 @@ def test_damage_is_told_and_the_rest_is_shown(planted: Planted) -> None:
     run = read_run(folder)
     assert len(run.ranks) == 4
     assert run.complaints == [
-        "rank-1.trace: bytes 0 to 262144 are damaged or of something else, and left out"
+        "rank-1.trace: bytes 0 to 262144 are damaged or not of a trace, and left out"
     ]
     data = bytearray(whole)
     data[START + 5 * 40 + 32] = 77  # the kind of an entry
@@ -225,7 +226,7 @@ def test_foreign_files_are_named(planted: Planted) -> None:
     folder.joinpath("notes.txt").write_text("not ours")
     done = command(planted.directory)
     assert done.returncode == 0
-    assert "syncprims: rank-3.trace: bytes 0 to 1400 are damaged or of something" in done.stderr
+    assert "syncprims: rank-3.trace: bytes 0 to 1400 are damaged or not of a" in done.stderr
     assert "syncprims: no trace of ranks [3] of 4" in done.stderr
     assert "Rank 2 is the straggler" in done.stdout
 
@@ -234,8 +235,7 @@ def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
     done = command(tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        f"syncprims: {tmp_path} holds no trace: it is made by a run with "
-        f"SYNCPRIMS_TRACE={tmp_path}\n"
+        f"syncprims: {tmp_path} holds no trace: a run with SYNCPRIMS_TRACE={tmp_path} records one\n"
     )
     assert "is no directory" in command(tmp_path / "absent").stderr
     folder = tmp_path / "run"
@@ -308,7 +308,7 @@ def test_a_long_trace_keeps_its_longest_waits(
 ) -> None:
     monkeypatch.setattr(chrome, "MOST_SLICES", 30)
     path = tmp_path / "short.json"
-    assert chrome.write(analysis_of(planted), path) == 18
+    assert chrome.write_chrome_trace(analysis_of(planted), path) == 18
     slices = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert sum(e["dur"] > 9e5 for e in slices) == 30
 
@@ -350,16 +350,16 @@ def test_the_picture_shows_the_straggler(
 
 def test_the_page_needs_nothing_else(planted: Planted, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    page.draw(analysis_of(planted), path)
+    draw_page(analysis_of(planted), path)
     text = path.read_text()
     assert not re.search(r"https?:|src=|@import|url\(|<link", text)
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert found is not None
     data = json.loads(found[1])
     assert data["stragglers"] == [2]
-    assert [line["name"] for line in data["lines"]] == [f"rank {rank}" for rank in range(4)]
-    assert len(data["lines"][2]["late"]) == 10
-    assert len(data["lines"][0]["waits"]) == 12
+    assert [line["name"] for line in data["rows"]] == [f"rank {rank}" for rank in range(4)]
+    assert len(data["rows"][2]["late"]) == 10
+    assert len(data["rows"][0]["waits"]) == 12
 
 
 def test_names_cannot_end_the_pages_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_without_matplotlib_it_says_what_to_do(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(BackendUnavailable, match=r"pip install 'syncprims\[trace\]'.*--html"):
-        picture.draw(analysis_of(planted), tmp_path / "no.png")
+        draw_image(analysis_of(planted), tmp_path / "no.png")
 
 
 def test_a_file_that_cannot_be_written_does_not_hide_the_rest(planted: Planted) -> None:
@@ -440,9 +440,9 @@ def test_a_terminal_is_written_to_without_codes_where_nobody_wants_colour(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     analysis = analysis_of(planted)
-    table.write(analysis, coloured := Terminal(), every_row=False)
+    write_tables(analysis, coloured := Terminal(), os.environ, every_row=False)
     monkeypatch.setenv("NO_COLOR", "1")
-    table.write(analysis, plain := Terminal(), every_row=False)
+    write_tables(analysis, plain := Terminal(), os.environ, every_row=False)
     assert "\033[" in coloured.getvalue()
     assert "\033" not in plain.getvalue()
     assert "Rank 2 is the straggler" in plain.getvalue()

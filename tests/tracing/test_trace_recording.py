@@ -24,14 +24,14 @@ from syncprims.tracing.reading import find_runs, read_run
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncprims.tracing.reading import Run
+    from syncprims.tracing.reading import TraceRun
 
 FEW = pytest.mark.parametrize(
     "kind", [Kind("single", 1), Kind("file", 2), Kind("threads", 4)], ids=str, indirect=True
 )
 
 
-def check_causality(run: Run) -> None:
+def check_causality(run: TraceRun) -> None:
     """Assert that nobody left a round before all had come: the files share one clock."""
     arrived: dict[tuple[int, int], int] = {}
     for trace in run.ranks:

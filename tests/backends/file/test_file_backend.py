@@ -268,8 +268,8 @@ def test_planted_files_are_refused_and_left_alone(meeting_place: Path, tmp_path:
                 except (sp.SyncError, OSError) as error:
                     return str(error)
 
-            world = Ranks(Kind("file", 1), meeting_place)
-            (said,) = world.outcomes(program, start=False, SYNCPRIMS_RUN_ID="planted")
+            alone = Ranks(Kind("file", 1), meeting_place)
+            (said,) = alone.outcomes(program, start=False, SYNCPRIMS_RUN_ID="planted")
             assert time.monotonic() - begin < PATIENCE / 4
             assert said == "joined" or name in said
             assert victim.read_text() == "precious"

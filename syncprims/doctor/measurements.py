@@ -1,4 +1,4 @@
-"""What the ranks find out together: round trips, bandwidth, and how far their clocks are apart."""
+"""What the ranks measure together: round trips, bandwidth, and the offsets of their clocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims._world.world import get_node_group
 
+from .facts import own_facts
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from syncprims import World
 
@@ -21,10 +23,26 @@ _CLOCK_ROUNDS = 100
 _TOO_SLOW = 1.0  # seconds for one size: then the next one is left out
 
 
-def latency(world: World, seconds: float) -> list[dict[str, Any]]:
-    """Return the round trips of small calls, in microseconds, by group; each takes `seconds`.
+def examine(world: World, environ: Mapping[str, str], seconds: float) -> dict[str, Any]:
+    """Return all facts and measurements, the same on each rank; each measurement takes `seconds`.
 
-    The slowest member's median and 99th percentile; of nodes, the slowest node's.
+    Every rank of the world has to call it.
+    """
+    return {
+        "backend": world.backend_name,
+        "world_size": world.world_size,
+        "num_nodes": world.num_nodes,
+        "ranks": world.group.all_gather(own_facts(world, environ)),
+        "latency": latency(world, seconds),
+        "bandwidth": bandwidth(world, seconds) if world.world_size > 1 else [],
+        "clocks": clock_offsets(world),
+    }
+
+
+def latency(world: World, seconds: float) -> list[dict[str, Any]]:
+    """Return the round trips of small calls in microseconds, for the world and for the node.
+
+    Each row has the median and the 99th percentile of the slowest rank.
     """
     groups = [("world", world.group)]
     if world.num_nodes > 1:
@@ -47,71 +65,59 @@ def latency(world: World, seconds: float) -> list[dict[str, Any]]:
 
 
 def bandwidth(world: World, seconds: float) -> list[dict[str, Any]]:
-    """Return the bandwidth of arrays in bulk, in GB/s: bytes of the array by the median time."""
+    """Return the bandwidth of large arrays in GB/s: their bytes divided by the median time."""
     import numpy as np
 
     rows: list[dict[str, Any]] = []
     for size in SIZES:
         array = np.ones(size // 4, np.float32)
-        out = np.empty_like(array)
-        rows += _carried(world, "memory", size, array, out, seconds)
+        rows += _bulk_rows(world, "memory", array, np.empty_like(array), seconds)
         if rows[-1]["ms"] > _TOO_SLOW * 1e3:
             break
-    on_device = _on_device()
-    if world.group.all_ranks(on_device is not None) and on_device is not None:
+    torch = sys.modules.get("torch")
+    if world.group.all_ranks(torch is not None and torch.cuda.is_available()) and torch is not None:
+        from syncprims._data.arrays import own_device
+
+        device = own_device("cuda", world.local_rank)
         for size in SIZES:
-            rows += _carried(world, "cuda", size, *on_device(size), seconds)
+            tensor = torch.ones(size // 4, device=device)
+            rows += _bulk_rows(world, "cuda", tensor, torch.empty_like(tensor), seconds)
     return rows
 
 
-def _carried(
-    world: World, where: str, size: int, array: Any, out: Any, seconds: float
+def _bulk_rows(
+    world: World, where: str, array: Any, out: Any, seconds: float
 ) -> list[dict[str, Any]]:
-    synchronize: Callable[[], object] = lambda: None  # noqa: E731
-    if where == "cuda":
-        synchronize = sys.modules["torch"].cuda.synchronize
+    """Return the rows of one array, which is in the hosts' `memory` or on a `cuda` device."""
+    on_device = where == "cuda"
+    synchronize = sys.modules["torch"].cuda.synchronize if on_device else lambda: None
 
-    def send() -> None:
+    def broadcast() -> None:
         world.group.broadcast(array, out=out)
         synchronize()
 
-    def reduce() -> None:
+    def all_reduce() -> None:
         world.group.all_reduce(array, out=out)
         synchronize()
 
     rows: list[dict[str, Any]] = []
-    for call, function in (("broadcast", send), ("all_reduce", reduce)):
+    for function in (broadcast, all_reduce):
         mine = statistics.median(_timed(world, function, seconds, least=3, most=200))
         took = max(world.group.all_gather(mine))
+        size = array.nbytes
         rows.append(
-            {"call": call, "where": where, "bytes": size, "ms": took * 1e3,
+            {"call": function.__name__, "where": where, "bytes": size, "ms": took * 1e3,
              "gb_per_s": size / took / 1e9}
         )  # fmt: skip
     return rows
 
 
-def _on_device() -> Callable[[int], tuple[Any, Any]] | None:
-    """Return what makes two tensors on this rank's CUDA device; None if it has none."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return None
-    from syncprims._data.arrays import own_device
-
-    def make(size: int) -> tuple[Any, Any]:
-        from syncprims import get_local_rank
-
-        device = own_device("cuda", get_local_rank())
-        return torch.ones(size // 4, device=device), torch.empty(size // 4, device=device)
-
-    return make
-
-
 def _timed(
     world: World, call: Callable[[], object], seconds: float, *, least: int, most: int
 ) -> list[float]:
-    """Return how long each call took, of as many as fit into `seconds`, the same on all ranks."""
+    """Call as often as fits into `seconds`, equally on all ranks; return the seconds of each."""
     begin = time.perf_counter()
-    for _ in range(3):  # the first ones open what the others use
+    for _ in range(3):  # the first calls set up what later ones use
         call()
     took = (time.perf_counter() - begin) / 3
     count: int = world.group.broadcast(min(most, max(least, int(seconds / took))))
@@ -126,34 +132,34 @@ def _timed(
 # -- clocks ------------------------------------------------------------------------------------
 
 
-def clocks(world: World) -> list[dict[str, Any]]:
+def clock_offsets(world: World) -> list[dict[str, Any]]:
     """Return how far the clock of each node's first rank is ahead of rank 0's, in seconds.
 
-    Nobody leaves a round before everybody has come, so each round bounds the difference from both
-    sides, and what all of them allow is an interval: its middle, and half of its width. (As in
-    Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989, with rounds for
-    his messages.)
+    No rank leaves a round before all have arrived, so each round bounds the offset from both sides.
+    All bounds together leave an interval: its middle is the offset, half its width the uncertainty.
+    (The idea is Cristian's, "Probabilistic clock synchronization", Distributed Computing 3, 1989,
+    with rounds instead of messages.)
     """
-    came: list[float] = []
+    arrived: list[float] = []
     left: list[float] = []
     for _ in range(_CLOCK_ROUNDS):
-        came.append(time.time())
+        arrived.append(time.time())
         world.group.barrier("doctor's clocks")
         left.append(time.time())
-    mine = (came, left) if world.local_rank == 0 else None
-    said = world.group.all_gather(mine)
-    assert said[0] is not None
+    mine = (arrived, left) if world.local_rank == 0 else None
+    times = world.group.all_gather(mine)
+    assert times[0] is not None
     return [
-        {"rank": rank, **offset(said[0], theirs)}
-        for rank, theirs in enumerate(said)
+        {"rank": rank, **clock_offset(times[0], theirs)}
+        for rank, theirs in enumerate(times)
         if theirs is not None
     ]
 
 
-def offset(
+def clock_offset(
     ours: tuple[list[float], list[float]], theirs: tuple[list[float], list[float]]
 ) -> dict[str, float]:
-    """Return how far `their` clock is ahead of `ours`, from when both came to and left rounds."""
-    least = max(came - left for came, left in zip(theirs[0], ours[1], strict=True))
-    most = min(left - came for left, came in zip(theirs[1], ours[0], strict=True))
+    """Return how far `their` clock is ahead of `ours`, from the times of arriving and leaving."""
+    least = max(arrived - left for arrived, left in zip(theirs[0], ours[1], strict=True))
+    most = min(left - arrived for left, arrived in zip(theirs[1], ours[0], strict=True))
     return {"ahead_s": (least + most) / 2, "uncertainty_s": max(0.0, (most - least) / 2)}

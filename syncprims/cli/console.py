@@ -1,0 +1,74 @@
+"""What all commands use: the parser of a command line, colours and tables."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that takes whole flags only, so that a new flag never changes an old line's meaning.
+
+    `rewrite` changes a line before it is parsed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        formatter: Any = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
+        self.rewrite: Callable[[Sequence[str]], list[str]] = list
+
+    def parse_known_args(  # type: ignore[override] # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the rewritten line as argparse does."""
+        line = self.rewrite(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(line, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where the help is, and exit with code 2."""
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` says more\n")
+
+
+def argument_type(read: Callable[[object], Any]) -> Callable[[str], Any]:
+    """Return `read` as a type for argparse, which shows the text of its `ValueError`."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+class Style:
+    """Colours text if the stream is a terminal and ``NO_COLOR`` is not set."""
+
+    def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
+        self.on = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+    def __call__(self, kind: str, text: str) -> str:
+        """Return `text` in this style: bold, red, green or yellow."""
+        return f"\033[{_CODES[kind]}m{text}\033[0m" if self.on else text
+
+
+def table(
+    rows: Sequence[Sequence[str]], indent: str = "  ", numbers: Sequence[int] = ()
+) -> list[str]:
+    """Return the lines of a table; nothing is cut off. The columns in `numbers` align right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines

@@ -1,0 +1,270 @@
+"""The timeline of a run: as an image by matplotlib, and as a page for a browser.
+
+It has a row per rank, and is readable with 2 ranks and with 64.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncprims._protocol.trace_file import ROUND
+from syncprims.errors import BackendUnavailable, ConfigurationError
+
+from .analysis import seconds_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from .analysis import Analysis
+
+WAITS = "#f08c2e"  #: waiting
+LATE = "#1f3a5f"  #: others wait for this rank
+WORKS = "#e9edf1"  #: anything else
+
+_COLUMNS = 1600  # of an image
+_LANES = 3  # of labels above it
+_FORMATS = ("png", "svg", "pdf", "jpg", "webp")  # that matplotlib has everywhere
+_INCHES = 12.0
+_MOST_INTERVALS = 60_000  # on a page, the longest; shorter ones as a share of each bin
+_BINS = 1000
+
+
+@dataclass
+class TimelineRow:
+    """One rank. `waits` and `late` are arrays: begin and end in seconds, and the call's number."""
+
+    rank: int
+    name: str
+    note: str  #: how much it waited, and others for it
+    waits: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+    late: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+    begin: float
+    end: float
+    failed: bool
+
+
+@dataclass
+class Timeline:
+    """The rows of all ranks, and the calls to name above them."""
+
+    rows: list[TimelineRow]
+    length: float  #: seconds
+    marks: list[tuple[float, float, str]]  #: worst first: when, all waiting in seconds, call
+
+
+def timeline(analysis: Analysis) -> Timeline:
+    """Return the timeline of `analysis`, in seconds from its first arrival."""
+    start = analysis.start
+    late: dict[int, list[Any]] = {}
+    marks: list[tuple[float, float, str]] = []
+    for group in analysis.groups:
+        waited = group.waited.sum(axis=1)
+        arrived = np.where(group.waited > 0, group.since, np.inf).min(axis=1, initial=np.inf)
+        for index, member in enumerate(group.members):
+            mine = (group.late == index) & np.isfinite(arrived)
+            late.setdefault(member, []).append(
+                np.stack([arrived[mine], group.last[mine], group.call[mine]])
+            )
+        for at in np.argsort(-waited, kind="stable")[:400]:
+            if waited[at] > 0:
+                call = analysis.run.names.calls[int(group.call[at])]
+                when = (float(arrived[at]) + float(group.last[at])) / 2 - start
+                marks.append((when / 1e9, float(waited[at]) / 1e9, str(call)))
+    marks.sort(key=lambda mark: -mark[1])
+    marks = [mark for mark in marks if mark[1] > marks[0][1] / 20]
+    several_hosts = len({one.host for one in analysis.summaries}) > 1
+    rows: list[TimelineRow] = []
+    for rank, one in zip(analysis.run.ranks, analysis.summaries, strict=True):
+        rounds = rank.rounds[rank.rounds["kind"] == ROUND]
+        own = np.stack([rounds["since"], rounds["done"], rounds["call"]]).astype(float)
+        others = np.concatenate([np.empty((3, 0)), *late.get(rank.rank, [])], axis=1)
+        share = one.waiting / one.span if one.span else 0.0
+        begin = float(rank.rounds["posted"].min(initial=int(analysis.stop)))
+        end = max(float(rank.rounds["done"].max(initial=0)), rank.left[0] if rank.left else 0)
+        rows.append(
+            TimelineRow(
+                rank.rank,
+                f"rank {rank.rank}" + (f"  {rank.host}" if several_hosts else ""),
+                f"{share:.0%} waiting, waited for {seconds_text(one.waited_for)}",
+                _in_seconds(own, start),
+                _in_seconds(others, start),
+                (begin - start) / 1e9,
+                (end - start) / 1e9,
+                one.end != "well",
+            )
+        )
+    return Timeline(rows, max((analysis.stop - start) / 1e9, 1e-9), marks)
+
+
+def _in_seconds(
+    found: NDArray[Any], start: float
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    begin, end, call = found[:, np.argsort(found[0], kind="stable")]
+    return (begin - start) / 1e9, (end - start) / 1e9, call.astype(int)
+
+
+def _coverage(begin: NDArray[Any], end: NDArray[Any], edges: NDArray[Any]) -> NDArray[Any]:
+    """Return the share of each bin that the intervals cover, from 0 to 1."""
+
+    def elapsed(times: NDArray[Any]) -> NDArray[Any]:
+        """Return the time since each of `times`, summed, at each edge."""
+        ordered = np.sort(times)
+        sums = np.concatenate([[0.0], np.cumsum(ordered)])
+        before = np.searchsorted(ordered, edges)
+        summed: NDArray[Any] = before * edges - sums[before]
+        return summed
+
+    covered = np.diff(elapsed(begin) - elapsed(end))
+    share: NDArray[Any] = np.clip(covered / np.diff(edges), 0.0, 1.0)
+    return share
+
+
+# -- an image ----------------------------------------------------------------------------------
+
+
+def draw_image(analysis: Analysis, path: Path) -> None:
+    """Write the timeline to `path`, in the format of its suffix; without one, as a PNG.
+
+    :raises BackendUnavailable: if matplotlib is not installed.
+    :raises ConfigurationError: if there is no format with that suffix.
+    :raises OSError: if it cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendUnavailable(
+            "--png draws with matplotlib, which is not here: pip install 'syncprims[trace]', "
+            "or take --html, which needs nothing"
+        ) from error
+    kind = path.suffix[1:].lower() or "png"
+    if kind not in _FORMATS:
+        raise ConfigurationError(
+            f"--png {path}: there is no format {kind!r}; the ending is one of {', '.join(_FORMATS)}"
+        )
+    shown = timeline(analysis)
+    count = len(shown.rows)
+    row_height = min(0.34, max(0.13, 8.0 / count))
+    height = row_height * count + 2.1
+    figure: Any = Figure(figsize=(_INCHES, height), dpi=110)
+    FigureCanvasAgg(figure)
+    longest = max(len(row.name) for row in shown.rows)
+    left = 0.03 + 0.0065 * longest
+    axes: Any = figure.add_axes((left, 0.75 / height, 0.785 - left, row_height * count / height))
+    axes.imshow(_pixels(shown), aspect="auto", interpolation="nearest",
+                extent=(0, shown.length, count - 0.5, -0.5))  # fmt: skip
+    for at in range(1, count):
+        axes.axhline(at - 0.5, color="white", linewidth=1.5 if count <= 16 else 0.6)
+    size = 10 if row_height > 0.2 else 7
+    axes.set_yticks(range(count), [row.name for row in shown.rows], fontsize=size)
+    for at, row in enumerate(shown.rows):
+        straggles = row.rank in analysis.stragglers
+        style = {"color": LATE, "fontweight": "bold"} if straggles else {"color": "#555"}
+        axes.text(1.008, at, row.note, transform=axes.get_yaxis_transform(), va="center",
+                  fontsize=size, **style)  # fmt: skip
+        if straggles:
+            axes.get_yticklabels()[at].set(**style)
+        if row.failed:
+            axes.plot(row.end, at, marker="x", color="#c92a2a", markersize=6, clip_on=False)
+    axes.tick_params(length=0, axis="y")
+    axes.set_xlabel("seconds")
+    axes.spines[:].set_visible(False)
+    _add_labels(axes, shown, row_height)
+    _add_legend(figure, analysis.conclusion, height, left)
+    figure.savefig(path, format=kind)  # without `format`, matplotlib adds a suffix to the name
+
+
+def _pixels(shown: Timeline) -> Any:
+    """Return the rows as colours, mixed where many waits share a column."""
+    from matplotlib.colors import to_rgb
+
+    edges = np.linspace(0, shown.length, _COLUMNS + 1)
+    middle = (edges[:-1] + edges[1:]) / 2
+    image = np.ones((len(shown.rows), _COLUMNS, 3))
+    for at, row in enumerate(shown.rows):
+        image[at, (middle >= row.begin) & (middle <= row.end)] = to_rgb(WORKS)
+        for colour, (begin, end, _) in ((WAITS, row.waits), (LATE, row.late)):
+            share = _coverage(begin, end, edges)[:, None]
+            image[at] = image[at] * (1 - share) + share * np.array(to_rgb(colour))
+    return image
+
+
+def _add_labels(axes: Any, shown: Timeline, row_height: float) -> None:
+    """Name the calls with the longest waits above the rows, where there is room."""
+    per_character = shown.length * 0.0078
+    taken: list[list[tuple[float, float]]] = [[] for _ in range(_LANES)]
+    for when, _, call in shown.marks:
+        text = call if len(call) <= 40 else f"{call[:37]}..."
+        half = (len(text) + 2) * per_character / 2
+        middle = min(max(when, half), shown.length - half)
+        for lane, spans in enumerate(taken):
+            if all(middle + half < a or middle - half > b for a, b in spans):
+                spans.append((middle - half, middle + half))
+                up = -0.5 - (0.10 + 0.17 * lane) / row_height
+                axes.text(middle, up, text, ha="center", va="bottom", fontsize=8, color="#333",
+                          backgroundcolor="white", bbox={"pad": 0.5, "color": "white"})  # fmt: skip
+                axes.plot([when, when], [up, -0.5], color="#bbb", linewidth=0.7, clip_on=False,
+                          zorder=0)  # fmt: skip
+                break
+    axes.set_ylim(len(shown.rows) - 0.5, -0.5)
+    axes.set_xlim(0, shown.length)
+
+
+def _add_legend(figure: Any, conclusion: str, height: float, left: float) -> None:
+    from matplotlib.patches import Patch
+
+    figure.text(0.012, 1 - 0.25 / height, conclusion, fontsize=11, fontweight="bold",
+                va="center", wrap=True)  # fmt: skip
+    meanings = {WORKS: "works", WAITS: "waits", LATE: "the others wait for it"}
+    handles = [Patch(color=colour, label=label) for colour, label in meanings.items()]
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(left, 0.0), ncols=3,
+                  frameon=False, fontsize=9)  # fmt: skip
+
+
+# -- a page ------------------------------------------------------------------------------------
+
+
+def draw_page(analysis: Analysis, path: Path) -> None:
+    """Write the timeline to `path` as one HTML page, which loads nothing else and can be zoomed.
+
+    :raises OSError: if it cannot be written.
+    """
+    shown = timeline(analysis)
+    edges = np.linspace(0, shown.length, _BINS + 1)
+    intervals = [interval for row in shown.rows for interval in (row.waits, row.late)]
+    lengths = np.concatenate([np.empty(0), *(end - begin for begin, end, _ in intervals)])
+    shortest = 0.0
+    if len(lengths) > _MOST_INTERVALS:
+        shortest = float(np.sort(lengths)[-_MOST_INTERVALS])
+    rows: list[dict[str, Any]] = []
+    for row in shown.rows:
+        entry: dict[str, Any] = {
+            "rank": row.rank, "name": row.name, "note": row.note, "failed": row.failed,
+            "begin": row.begin, "end": row.end,
+        }  # fmt: skip
+        for key, (begin, end, call) in (("waits", row.waits), ("late", row.late)):
+            long = end - begin >= shortest
+            times = np.round([begin[long], end[long]], 9).tolist()
+            entry[key] = list(zip(*times, call[long].tolist(), strict=True))
+            share = _coverage(begin[~long], end[~long], edges)
+            entry[f"{key}_under"] = "".join(str(round(float(part) * 9)) for part in share)
+        rows.append(entry)
+    data = {
+        "conclusion": analysis.conclusion,
+        "about": f"{analysis.run.title}.",
+        "length": shown.length,
+        "stragglers": analysis.stragglers,
+        "calls": [[str(call), call.site] for call in analysis.run.names.calls],
+        "rows": rows,
+    }
+    # Within a script no text may look like a tag.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = files("syncprims.tracing").joinpath("page.html").read_text(encoding="utf-8")
+    path.write_text(page.replace("@DATA@", text), encoding="utf-8")
