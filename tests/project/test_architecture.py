@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from functools import cache
@@ -202,3 +203,20 @@ def test_the_package_list_is_the_tree() -> None:
     assert set(tool["packages"]) == packages
     assert {name.rpartition(".")[0] for name in SOURCES} - {""} <= packages
     assert tool["package-dir"] == {"syncprims.backends": "backends"}
+
+
+def test_the_page_names_every_folder_and_no_file_that_does_not_exist() -> None:
+    page = (ROOT / "docs/concepts/architecture.md").read_text()
+    named = set(re.findall(r"`((?:syncprims|backends|tests)/[\w/.]*)`", page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    folders = {path.parent.relative_to(ROOT) for path in SOURCES.values()}
+    assert {f"{folder}/" for folder in folders} <= named
+
+
+def test_a_class_name_means_one_class() -> None:
+    homes: dict[str, list[str]] = {}
+    for module in SOURCES:
+        for node in ast.walk(parsed(module)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
