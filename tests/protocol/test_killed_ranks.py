@@ -216,8 +216,8 @@ def test_a_rank_killed_on_its_seat_is_told_to_those_who_sit(
                 signal.pause()
 
             companion(leash[0])
-            vars(runtime)["join_world"]  # what is replaced exists
-            runtime.join_world = die
+            assert "join_world" in vars(runtime)  # what is replaced exists
+            vars(runtime)["join_world"] = die
         if rank == LATE:
             return None
         with contextlib.suppress(TimeoutError), pytest.raises(sp.PeerLost) as caught:

@@ -166,8 +166,8 @@ class Remains:
 
             import syncprims._world.runtime
 
-            vars(syncprims._world.runtime)["join_world"]  # what is replaced exists
-            syncprims._world.runtime.join_world = look
+            assert "join_world" in vars(syncprims._world.runtime)  # what is replaced exists
+            vars(syncprims._world.runtime)["join_world"] = look
             with contextlib.suppress(KeyboardInterrupt):
                 sp.init()
             remains = found[0]
