@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from syncprims._protocol.traced_rounds import TracedRounds
     from syncprims.interface import Backend, Settings, Topology
 
-#: Where the backend cannot tell a dead rank from a slow one, a wait ends after this many seconds.
+#: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
 
 

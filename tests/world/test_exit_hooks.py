@@ -24,7 +24,7 @@ except SyncError as error:
 
 
 def others(scripts: Scripts, ending: str, *, clears: bool = True) -> list[str]:
-    """Let rank 1 end in some way while the others wait; return what these say."""
+    """Make rank 1 end in some way while the others wait; return what these say."""
     source = "init()\nif rank == 1:\n" + ending + WAIT
     ended = scripts.run(source)
     if clears:  # the last one out
@@ -256,7 +256,7 @@ def test_an_exception_that_leaves_the_block_is_told(scripts: Scripts) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_ranks_started_by_multiprocessing(tmp_path: Path, method: str) -> None:
-    """Its children skip atexit and the excepthook, and are heard all the same."""
+    """Its children skip atexit and the excepthook, and the others are notified all the same."""
     source = f"""
 import multiprocessing as mp, os, sys
 

@@ -33,11 +33,11 @@ class Pipe:
         self.reader, self.writer = os.pipe()
         self._ends = [self.reader, self.writer]
 
-    def tell(self, what: object) -> None:
+    def send(self, what: object) -> None:
         """Write one line."""
         os.write(self.writer, json.dumps(what).encode() + b"\n")
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Read one line."""
         said = b""
         while not said.endswith(b"\n"):
@@ -46,7 +46,7 @@ class Pipe:
         return json.loads(said)
 
     def await_let_go(self) -> None:
-        """Return once nobody else holds the writing end."""
+        """Return once no other process holds the writing end."""
         os.close(self.writer)
         self._ends.remove(self.writer)
         os.read(self.reader, 1)
@@ -127,7 +127,7 @@ def plainly(child: Callable[[], None]) -> int:
     """Fork, and leave without a word."""
     pid = os.fork()
     if pid == 0:
-        signal.alarm(int(PATIENCE))  # nobody would end it
+        signal.alarm(int(PATIENCE))  # no other process would end it
         try:
             child()
         finally:
@@ -144,7 +144,7 @@ def by_multiprocessing(child: Callable[[], None]) -> int:
 
 
 def is_asleep() -> bool:
-    """Tell whether rank 0 has come to the next round, and sleeps for want of the others."""
+    """Return whether rank 0 has come to the next round, and sleeps until the others come."""
     board = sp.current().group._rounds.board
     memory, asleep = vars(board)["_memory"], vars(board)["_asleep"]
     # The round first: from the one before it may still be waking up.
@@ -188,7 +188,7 @@ def test_a_child_forked_in_the_middle_of_a_wait_is_no_rank_and_does_no_harm(
         both = sp.group([FORKER, CALLER])
 
         def child() -> None:
-            report.tell([os.getpid(), answers(both)])
+            report.send([os.getpid(), answers(both)])
             if lives:
                 leash.await_let_go()
 
@@ -203,7 +203,7 @@ def test_a_child_forked_in_the_middle_of_a_wait_is_no_rank_and_does_no_harm(
             before = files(meeting_place)
             if by == "handler":
                 once_it_sleeps(lambda: os.kill(pids[FORKER], signal.SIGUSR1))
-            pid, said = report.hear()
+            pid, said = report.receive()
             assert said == REFUSED
             if not lives:
                 await_end(pid)
@@ -233,7 +233,7 @@ def test_a_child_forked_after_data_has_passed_between_hosts_is_free_at_once(
     def child() -> None:
         with pytest.raises(sp.ForkedProcess):
             sp.barrier()
-        report.tell("free")
+        report.send("free")
 
     def program() -> Any:
         data = np.arange(400_000)
@@ -241,7 +241,7 @@ def test_a_child_forked_after_data_has_passed_between_hosts_is_free_at_once(
         if sp.get_rank() == 1:
             pid = plainly(child)
             try:
-                assert report.hear() == "free"
+                assert report.receive() == "free"
                 await_end(pid)
             finally:
                 os.kill(pid, signal.SIGKILL)  # as it cannot do by itself if it hangs in the fork
@@ -309,7 +309,7 @@ except PeerLost as error:
 
 
 def ways_out(ending: str, thread: bool, scripts: Scripts) -> tuple[str, str]:
-    """Let a child end in some way; return what rank 0 and its child wrote."""
+    """Make a child end in some way; return what rank 0 and its child wrote."""
     source = HEAD.replace("ENDING", ending).replace("THREAD", str(thread))
     first, *others = scripts.run(source)
     assert first.code == -signal.SIGKILL, first.err
@@ -322,7 +322,7 @@ def ways_out(ending: str, thread: bool, scripts: Scripts) -> tuple[str, str]:
     ("thread", "ending", "code"),
     [
         (False, "os._exit(0)", 0),
-        (False, "return", 1),  # into the wait, where it is told that it is no rank
+        (False, "return", 1),  # into the wait, where it is refused: it is no rank
         (False, "raise ValueError('its own')", 1),
         (True, "return", 0),
         (True, "sys.exit(3)", 0),  # which ends a thread, here the child's only one
@@ -350,19 +350,19 @@ def test_a_child_forked_while_another_thread_starts_the_world_is_refused(
             signal.alarm(2)  # far longer than a refusal takes
             with pytest.raises(sp.ForkedProcess):
                 sp.init()
-            report.tell("refused")
+            report.send("refused")
 
         def fork_in_the_middle() -> None:
             while vars(world)["_state"].world is None:  # the others are waited for
                 os.sched_yield()
             if os.waitpid(plainly(child), 0)[1]:
-                report.tell("hung")
+                report.send("hung")
 
         world = sys.modules["syncprims._world.runtime"]
         if os.environ["SYNCPRIMS_RANK"] == "0":
             threading.Thread(target=fork_in_the_middle).start()
         else:
-            said = report.hear()  # before this rank comes
+            said = report.receive()  # before this rank comes
         with sp.init():
             sp.barrier()
         return said if sp.get_rank() else "refused"
