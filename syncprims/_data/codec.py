@@ -117,6 +117,8 @@ def _sized(tag: bytes, body: bytes) -> bytes:
 
 
 class _Encoder:
+    """Writes one object."""
+
     def __init__(self, allow_pickle: bool, canonical: bool, out_of_band: list[Any] | None) -> None:
         self._allow_pickle = allow_pickle
         self._canonical = canonical
@@ -235,22 +237,17 @@ _LEAVES: dict[bytes, Callable[[bytes], Any]] = {b"i": _integer, b"s": _text, b"b
 _CONSTANTS: dict[bytes, bool | None] = {b"N": None, b"T": True, b"F": False}
 
 
-class _Decoder:
-    def __init__(
-        self,
-        data: bytes,
-        allow_pickle: bool,
-        out_of_band: Callable[[Spec], Any] | None,
-        local_rank: int,
-    ) -> None:
-        self._local_rank = local_rank
-        self._data = data
-        self._allow_pickle = allow_pickle
-        self._out_of_band = out_of_band
+class _Decoder(NamedTuple):
+    """Reads one encoded object."""
+
+    data: bytes
+    allow_pickle: bool
+    out_of_band: Callable[[Spec], Any] | None
+    local_rank: int
 
     def read(self, at: int) -> tuple[Any, int]:
         """Return the object that starts at `at`, and where it ends."""
-        data = self._data
+        data = self.data
         tag = data[at : at + 1]
         at += 1
         leaf = _LEAVES.get(tag)
@@ -273,7 +270,7 @@ class _Decoder:
         body, at = _slice(data, at, size)
         if tag in (b"a", b"g"):
             return self._read_array(tag, body, at)
-        return self._make(tag, body), at
+        return self._make_object(tag, body), at
 
     def _read_container(self, tag: bytes, size: int, at: int) -> tuple[Any, int]:
         items: list[Any] = []
@@ -283,29 +280,41 @@ class _Decoder:
         return _MAKERS[tag](items if tag != b"d" else zip(items[::2], items[1::2], strict=True)), at
 
     def _read_array(self, tag: bytes, header: bytes, at: int) -> tuple[Any, int]:
-        (size,) = _LENGTH.unpack_from(self._data, at)
-        body, at = _slice(self._data, at + 8, size)
+        (size,) = _LENGTH.unpack_from(self.data, at)
+        body, at = _slice(self.data, at + 8, size)
         spec = Spec.decode(header)
         if spec.nbytes != len(body):
             raise ValueError(f"{len(body)} bytes for an array that has {spec.nbytes}")
         array = spec._replace(device="cpu", requires_grad=False).make()
         raw(flat(array))[:] = body
         if spec.library == "torch":
-            device = own_device(spec.device, self._local_rank)
+            device = own_device(spec.device, self.local_rank)
             array = array.to(device).requires_grad_(spec.requires_grad)
         return (array[()] if tag == b"g" else array), at
 
-    def _make(self, tag: bytes, body: bytes) -> Any:
+    def _make_object(self, tag: bytes, body: bytes) -> Any:
         if tag in (b"p", b"q"):
             from pathlib import Path, PurePosixPath
 
             make_path = Path if tag == b"p" else PurePosixPath
             return make_path(_text(body))
         if tag == b"P":
-            return _unpickle(body, self._allow_pickle, self._local_rank)
-        if tag == _OUT_OF_BAND and self._out_of_band is not None:
-            return self._out_of_band(Spec.decode(body))
+            return self._unpickle(body)
+        if tag == _OUT_OF_BAND and self.out_of_band is not None:
+            return self.out_of_band(Spec.decode(body))
         raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
+
+    def _unpickle(self, body: bytes) -> Any:
+        if not self.allow_pickle:
+            raise EncodingError("a pickle arrived, and SYNCPRIMS_PICKLE=0 forbids pickle")
+        from . import pickling
+
+        try:
+            return pickling.loads(body, self.local_rank)
+        except Exception as error:  # the object's own code runs here: it may raise anything
+            raise EncodingError(
+                f"an object arrived that cannot be made here: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _slice(data: bytes, at: int, size: int) -> tuple[bytes, int]:
@@ -316,16 +325,3 @@ def _slice(data: bytes, at: int, size: int) -> tuple[bytes, int]:
 
 def _cut_short(gone: int) -> EncodingError:
     return EncodingError(f"the encoded object was cut short: {gone} bytes gone")
-
-
-def _unpickle(body: bytes, allow_pickle: bool, local_rank: int) -> Any:
-    if not allow_pickle:
-        raise EncodingError("a pickle arrived, and SYNCPRIMS_PICKLE=0 forbids pickle")
-    from . import pickling
-
-    try:
-        return pickling.loads(body, local_rank)
-    except Exception as error:  # the object's own code runs here: it may raise anything
-        raise EncodingError(
-            f"an object arrived that cannot be made here: {type(error).__name__}: {error}"
-        ) from error

@@ -177,7 +177,7 @@ class Recorder:
             begun.memory, self.segment = first.memory, begun
 
     def _next(self) -> Segment:
-        """Return the next segment of the file; once it cannot be had, one that nobody reads."""
+        """Return the next segment of the file, or, if that fails, one that is never read."""
         if self._stopped:
             return _in_memory()
         at = self._count % self._most * SEGMENT
