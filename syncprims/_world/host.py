@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import socket
 import tempfile
 from pathlib import Path
@@ -95,12 +94,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def describe_exit(status: int | None) -> str:
-    """Return ``exit code 3`` or ``killed by SIGKILL`` for a return code of `subprocess`."""
-    if status is None or status >= 0:
-        return f"exit code {'unknown' if status is None else status}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-status).name}"
-    return f"killed by signal {-status}"

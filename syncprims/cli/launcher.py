@@ -22,8 +22,9 @@ import uuid
 from typing import IO, TYPE_CHECKING, TextIO
 
 from syncprims import errors
-from syncprims._world.host import describe_exit, free_port, scratch_directory
+from syncprims._world.host import free_port, scratch_directory
 from syncprims._world.launchers import list_rank_variables, make_rank_variables
+from syncprims.errors import describe_exit
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
