@@ -305,7 +305,8 @@ def test_a_long_wait_says_whom_it_waits_for(world: Ranks, signs: Signs) -> None:
     for lines in waiting:
         assert lines[0].startswith(f"still waiting for ranks [{world.ranks - 1}] at barrier 'epoch")
         assert (
-            f"rank {world.ranks - 1} was last seen at barrier 'before' (tests/test_fail" in lines[0]
+            f"rank {world.ranks - 1} was last seen at barrier 'before' (tests/protocol/test_fail"
+            in lines[0]
         )
 
 
