@@ -111,7 +111,8 @@ def offer_models(
         return [name for name, model in models.items() if any(model is each for each in some)]
 
     result = coordinate(doing, call_hooks, list)
-    ranks = Team.meet(doing).ranks
-    check_equal(doing, ranks, "models that hooks left to be loaded", list(map(str, result.by_rank)))
+    left = [str(names) for names in result.by_rank]
+    what = "have different models that hooks left to be loaded"
+    check_equal(doing, Team.meet(doing).ranks, left, what)
     for name in models.keys() - set(result.own):
         del objects[name]

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from syncprims import CheckpointError
+from syncprims.training.wrappers import unwrap
 
 from .dtensor import distribute, is_dtensor
 from .filesystem import LOG
 from .integrity import refusal
 from .progress import progress_bar
 from .safetensors_file import SafetensorsFile, StoredTensor, byte_size
-from .weights import open_weights, portable_name, unwrapped
+from .weights import open_weights, portable_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -46,8 +47,12 @@ def load_model(
     if not isinstance(path, str):
         raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
     with open_weights(path, follow=allow_links) as weights:
-        _load_weights(unwrapped(model), weights, path, device_map, dtype, strict)
-    empty = _unset_buffers(model)
+        _load_weights(unwrap(model), weights, path, device_map, dtype, strict)
+    empty = [
+        slot.full
+        for slot in _slots(model)
+        if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    ]
     if empty:
         LOG.warning(
             "%s: %sthese are in no checkpoint, and still on the meta device: compute them again",
@@ -88,10 +93,9 @@ def _load_weights(
         model.load_state_dict(read, strict=strict)
     except (CheckpointError, RuntimeError) as error:
         text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-        number = error.errno if isinstance(error, CheckpointError) else None
         raise CheckpointError(
             f"{text} The model has been loaded in part: do not go on with it.",
-            path=path, errno=number,
+            path=path, errno=getattr(error, "errno", None),
         ) from error  # fmt: skip
 
 
@@ -181,14 +185,10 @@ def _is_alike(target: torch.Tensor, stored: Stored) -> bool:
         and target.dtype == stored.dtype
         and target.is_contiguous()
         and not (target.is_conj() or target.is_neg() or target.is_inference())
-        and _has_memory(target)
+        # Some wrappers remove its memory temporarily.
+        and target.untyped_storage().nbytes()
+        >= (target.storage_offset() + target.numel()) * target.element_size()
     )
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    # Some wrappers remove it temporarily.
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return tensor.untyped_storage().nbytes() >= end
 
 
 def _are_separate(state: Mapping[str, Stored], targets: Mapping[str, torch.Tensor]) -> bool:
@@ -250,15 +250,6 @@ def _place(
         if id(tensor) not in made:
             made[id(tensor)] = _moved(tensor, devices.get(id(tensor)), kind)
         table[name] = made[id(tensor)]
-
-
-def _unset_buffers(model: nn.Module) -> list[str]:
-    """Return the buffers on the meta device that no checkpoint holds."""
-    return [
-        slot.full
-        for slot in _slots(model)
-        if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-    ]
 
 
 class _Slot(NamedTuple):

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from syncprims import CheckpointError
+from syncprims.training.rng import restore as restore_rng
 
 from . import filesystem, manifest
 from .async_save import finish_earlier
-from .coordination import Directory, Team, coordinate
+from .coordination import Directory, Team, check_equal, coordinate
 from .dtensor import from_shard, shard_region
 from .integrity import digest, refusal
 from .progress import progress_bar
 from .safetensors_file import SafetensorsFile
 from .state_tree import KIND, join_state
-from .stateful import check_fits, check_objects, dtensors_of, load_into, restore_rng
+from .stateful import check_fits, check_objects, dtensors_of, load_into
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch.distributed.tensor import DTensor
 
@@ -79,20 +80,13 @@ def load_state(
             return reader.read(rng=rng, any_world_size=any_world_size)
 
     found, digests = coordinate(doing, read, _Found.digest)
-    _check_same_checkpoint(doing, team, digests)
+    check_equal(
+        doing, team.ranks, digests, "have found a different checkpoint",
+        "Every rank loads the same one: pass the same directory, and the same step; where hosts "
+        "have disks of their own, copy the checkpoint to each.",
+    )  # fmt: skip
     coordinate(doing, lambda: found.load_into({**objects, **own}))
     return Loaded(path, found.manifest.step, len(found.manifest.ranks))
-
-
-def _check_same_checkpoint(doing: str, team: Team, digests: Sequence[str]) -> None:
-    other = [rank for rank, one in zip(team.ranks, digests, strict=True) if one != digests[0]]
-    if other:
-        raise CheckpointError(
-            f"{doing}: ranks {other} have found a different checkpoint than rank {team.ranks[0]}. "
-            f"Every rank loads the same one: pass the same directory, and the same step; where "
-            f"hosts have disks of their own, copy the checkpoint to each.",
-            rank=other[0],
-        )
 
 
 class _Found(NamedTuple):
@@ -248,12 +242,10 @@ class _StateReader(NamedTuple):
 
 def _target(targets: Mapping[str, DTensor], key: str) -> DTensor | None:
     """Return the DTensor that gives the placements of a saved one: by its name or its parameter."""
-    found = targets.get(key)
-    if found is not None:
-        return found
-    return next(
-        (t for start, t in targets.items() if start[-1] == "." and key.startswith(start)), None
-    )
+    for name, target in targets.items():
+        if key == name or (name.endswith(".") and key.startswith(name)):
+            return target
+    return None
 
 
 def _overlay(made: torch.Tensor, begin: Any, saved: torch.Tensor, offset: Any, size: Any) -> int:

@@ -75,7 +75,7 @@ def save_model(
     plan, summaries = coordinate(
         doing, lambda: _ModelPlan.of(model, most, team), _ModelPlan.summary, advice=UNCHANGED
     )
-    check_equal(doing, team.ranks, "models", [one["model"] for one in summaries])
+    check_equal(doing, team.ranks, [one["model"] for one in summaries], "have different models")
     prepared = coordinate(
         doing, lambda: _prepare_directory(where.path) if team.leads else [], advice=UNCHANGED
     ).by_rank

@@ -16,7 +16,8 @@ import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+
+from syncprims.training.wrappers import unwrap
 
 from . import filesystem
 from .integrity import check_digest, check_file_name, has_digest, parse, reading, refusal
@@ -32,22 +33,11 @@ from .safetensors_file import (
 from .torch_file import read_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator
+
+    from torch import nn
 
 # -- a model's tensors ----------------------------------------------------------------------------
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of data-parallel and compiling wrappers."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(
-            model, (nn.parallel.DistributedDataParallel, nn.DataParallel)
-        ):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def portable_name(name: str) -> str:
@@ -60,14 +50,18 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
 
     :raises TypeError: if something in its state is not a tensor that a file can hold.
     """
-    inner = unwrapped(model)
+    inner = unwrap(model)
     declared = getattr(inner, "_tied_weights_keys", None) or ()
     kept: dict[str, torch.Tensor] = {}
     others: dict[str, str] = {}
     seen: dict[Any, str] = {}
     state: dict[str, Any] = inner.state_dict()
+
+    def is_declared(name: str) -> bool:
+        return any(name == pattern or re.search(pattern, name) for pattern in declared)
+
     # Names that the model declares as copies come last, so that the other name is kept.
-    for name in sorted(state, key=lambda name: _is_declared(name, declared)):
+    for name in sorted(state, key=is_declared):
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
@@ -91,16 +85,10 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
     return {name: kept[name] for name in order if name in kept}, others
 
 
-def _is_declared(name: str, patterns: Iterable[str]) -> bool:
-    return any(name == pattern or re.search(pattern, name) for pattern in patterns)
-
-
 def storage_key(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for two tensors that are the same memory; None if unknown."""
-    if tensor.numel() == 0 or tensor.is_meta:
-        return None
     local = getattr(tensor, "_local_tensor", tensor)
-    if not local.numel():
+    if tensor.is_meta or not local.numel():
         return None
     place = local.data_ptr(), tuple(local.stride()), tuple(tensor.shape)
     return (*place, tensor.dtype, tensor.device, local.is_conj(), local.is_neg())
