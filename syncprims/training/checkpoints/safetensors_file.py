@@ -133,8 +133,7 @@ def write_safetensors(
     if pairs:
         metadata = {**metadata, _COMPLEX: json.dumps(pairs)}
     header = _make_header(order, tensors, metadata)
-    file = filesystem.NewFile(path)
-    try:
+    with contextlib.closing(filesystem.NewFile(path)) as file:
         file.write(_LENGTH.pack(len(header)) + header)
         hashed = ChunkedDigest()
         size = _LENGTH.size + len(header)
@@ -148,23 +147,22 @@ def write_safetensors(
         header, header_digest = replace_digest(header.replace(blank, found, 1), METADATA)
         file.write_at(header, _LENGTH.size)
         file.finish()
-    finally:
-        file.abandon()
     return FileRecord(size, header_digest)
 
 
 def begins_as_of_state(path: str) -> bool:
     """Return whether a save of a state has written this file, or begun to.
 
-    :raises OSError: if it cannot be read.
+    A file that cannot be read is logged, and taken for another.
     """
     try:
         with contextlib.closing(filesystem.ExistingFile(path)) as file:
             return _STATE.encode() in file.read(0, min(file.size, _BEGINNING))
     except OSError as error:
-        if error.errno == errno.ENODATA:  # it is still empty
-            return True
-        raise
+        is_empty = error.errno == errno.ENODATA
+        if not is_empty:
+            filesystem.LOG.warning("%s stays, since it cannot be read: %s", path, error)
+        return is_empty
 
 
 def _make_header(
@@ -252,20 +250,15 @@ def run_parallel(
     failed = threading.Event()
 
     def work_unless_failed(number: int) -> int:
-        if failed.is_set():
-            return 0
         try:
-            return work(number)
+            return 0 if failed.is_set() else work(number)
         except BaseException:
             failed.set()
             raise
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="syncprims-load")
-    try:
+    with ThreadPoolExecutor(threads, thread_name_prefix="syncprims-load") as pool:
         for done in pool.map(work_unless_failed, range(count)):
             on_progress(done)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 class _Entry(NamedTuple):
@@ -298,7 +291,10 @@ class SafetensorsFile:
         with reading(path):
             header = self._read_header()
         fields = parse(path, header)
-        self.metadata = self._check_metadata(fields.pop(METADATA, {}))
+        found = fields.pop(METADATA, {})
+        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+            raise refusal(path, "wrong header", "metadata of texts", repr(found))
+        self.metadata: dict[str, str] = found
         #: of the header; empty if another program wrote the file
         self.digest = check_digest(path, header, METADATA) if has_digest(header, _DATA) else ""
         self._begin = _LENGTH.size + len(header)
@@ -311,7 +307,7 @@ class SafetensorsFile:
         """Close the file."""
         self._file.close()
 
-    def check_data(self, on_progress: Callable[[int], object] = _ignore) -> None:
+    def check_data(self, on_progress: Callable[[int], object]) -> None:
         """Compare the data with their digest, if the file has one.
 
         It needs a megabyte of memory for each thread.
@@ -325,13 +321,12 @@ class SafetensorsFile:
         local = threading.local()
 
         def hash_chunk(number: int) -> int:
-            buffer = getattr(local, "buffer", None)
-            if buffer is None:
-                buffer = local.buffer = memoryview(bytearray(_READ_SIZE))
+            if not hasattr(local, "buffer"):
+                local.buffer = memoryview(bytearray(_READ_SIZE))
             begin, hashed = number * CHUNK, xxhash.xxh3_128()
             end = min(begin + CHUNK, length)
             for start in range(begin, end, _READ_SIZE):
-                some = buffer[: end - start]
+                some = local.buffer[: end - start]
                 self._file.read_into(some, self._begin + start)
                 hashed.update(some)
             digests[number] = hashed.digest()
@@ -392,11 +387,6 @@ class SafetensorsFile:
             what = "wrong header length, or cut off"
             raise refusal(self.path, what, f"at most {most} bytes of header", f"{length}")
         return self._file.read(_LENGTH.size, length)
-
-    def _check_metadata(self, found: Any) -> dict[str, str]:
-        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-            raise refusal(self.path, "wrong header", "metadata of texts", repr(found))
-        return found
 
     def _parse_entry(self, name: str, entry: Any) -> _Entry:
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:

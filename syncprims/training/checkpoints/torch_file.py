@@ -64,17 +64,15 @@ def write_torch_object(
     path: str, obj: Any, on_progress: Callable[[int], object] = lambda done: None
 ) -> FileRecord:
     """Write what `torch.save` makes of `obj` to the new file `path`, and sync it."""
-    file = filesystem.NewFile(path)
-    stream = _Stream(file, on_progress)
-    try:
-        torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with contextlib.closing(filesystem.NewFile(path)) as file:
+        stream = _Stream(file, on_progress)
+        try:
+            torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        except BaseException:
+            if stream.error is not None:
+                raise stream.error from None
+            raise
         file.finish()
-    except BaseException:
-        if stream.error is not None:
-            raise stream.error from None
-        raise
-    finally:
-        file.abandon()
     return FileRecord(stream.size, stream.hashed.hexdigest())
 
 
