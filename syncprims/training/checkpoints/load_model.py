@@ -244,7 +244,7 @@ def _place(
     if dtype is not None and not isinstance(kind, torch.dtype):
         raise ValueError(f"dtype={dtype!r}: torch has no such type")
     slots = [slot for slot in _slots(model) if slot.full in names]
-    devices = {} if device_map is None else _devices(_device_table(device_map), slots)
+    devices = {} if device_map is None else _devices(device_map, slots)
     made: dict[int, torch.Tensor] = {}
     for _, table, name, tensor, _ in slots:
         if id(tensor) not in made:
@@ -270,13 +270,25 @@ def _slots(model: nn.Module) -> Generator[_Slot]:
                     yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
 
 
-def _devices(table: Mapping[str, torch.device], slots: Sequence[_Slot]) -> dict[int, torch.device]:
-    """Return the device of each tensor by its identity: that of the first name the map covers."""
+def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]:
+    """Return the device of each tensor by its identity: that of the first name the map covers.
+
+    The longest prefix of a name in the map counts.
+    """
+    given: Mapping[str, Any] = device_map if hasattr(device_map, "items") else {"": device_map}
+    for name, device in given.items():
+        if device in ("disk", "meta", "auto", "balanced", "sequential"):
+            raise ValueError(
+                f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
+                f"'cpu', 0 or 'cuda:1'; nothing is offloaded here"
+            )
+    table = {portable_name(name): torch.device(device) for name, device in given.items()}
     found: dict[int, torch.device] = {}
     for slot in slots:
-        device = _device(table, portable_name(slot.full))
-        if device is not None:
-            found.setdefault(id(slot.tensor), device)
+        name = portable_name(slot.full)
+        prefixes = [p for p in table if p == "" or f"{name}.".startswith(f"{p}.")]
+        if prefixes:
+            found.setdefault(id(slot.tensor), table[max(prefixes, key=len)])
     lacking = [slot.full for slot in slots if id(slot.tensor) not in found]
     if lacking:
         raise ValueError(
@@ -299,20 +311,3 @@ def _moved(
     if tensor.device != device or tensor.dtype != kind:
         tensor.data = tensor.data.to(device, kind)
     return tensor
-
-
-def _device_table(device_map: Any) -> Mapping[str, torch.device]:
-    table: Mapping[str, Any] = device_map if hasattr(device_map, "items") else {"": device_map}
-    for name, device in table.items():
-        if device in ("disk", "meta", "auto", "balanced", "sequential"):
-            raise ValueError(
-                f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
-                f"'cpu', 0 or 'cuda:1'; nothing is offloaded here"
-            )
-    return {portable_name(name): torch.device(device) for name, device in table.items()}
-
-
-def _device(table: Mapping[str, torch.device], name: str) -> torch.device | None:
-    """Return the device of the longest prefix of `name` in the map."""
-    prefixes = [p for p in table if p == "" or name == p or name.startswith(f"{p}.")]
-    return table[max(prefixes, key=len)] if prefixes else None

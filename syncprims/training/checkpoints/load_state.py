@@ -75,8 +75,8 @@ def load_state(
     def read() -> _Found:
         if not filesystem.is_directory(path):
             raise refusal(path, "missing", "a directory with a checkpoint", "none")
-        reader = _StateReader(path, team, objects, own, strict, manifest.read(path), {})
-        with contextlib.closing(reader):
+        with contextlib.ExitStack() as stack:
+            reader = _StateReader(path, team, objects, own, strict, manifest.read(path), stack, {})
             return reader.read(rng=rng, any_world_size=any_world_size)
 
     found, digests = coordinate(doing, read, _Found.digest)
@@ -132,12 +132,20 @@ class _StateReader(NamedTuple):
     rank_objects: Mapping[str, Stateful]
     strict: bool
     manifest: Manifest
+    stack: contextlib.ExitStack  #: closes the files
     files: dict[str, SafetensorsFile]  #: those that are open
 
     def read(self, *, rng: bool, any_world_size: bool) -> _Found:
         """Check all files that this rank reads, and return the states."""
-        same = self._check_world_size(any_world_size)
-        mine = self.manifest.ranks[self.team.place] if same else None
+        saved, here = len(self.manifest.ranks), len(self.team.ranks)
+        if saved != here and not any_world_size:
+            raise CheckpointError(
+                f"{self.manifest_path}: saved by {saved} ranks, and here are {here}: each "
+                f"rank's random numbers and own objects would have no owner. Start {saved} ranks, "
+                f"or load with any_world_size=True, which leaves those as they are.",
+                path=self.manifest_path,
+            )
+        mine = self.manifest.ranks[self.team.place] if saved == here else None
         self._open(mine)
         states: dict[str, Any] = {}
         for name in self._common_names(self.objects, self.manifest.objects):
@@ -163,22 +171,6 @@ class _StateReader(NamedTuple):
         """The manifest's file, for errors."""
         return f"{self.path}/{manifest.NAME}"
 
-    def close(self) -> None:
-        """Close all files."""
-        for file in self.files.values():
-            file.close()
-
-    def _check_world_size(self, any_world_size: bool) -> bool:
-        saved, here = len(self.manifest.ranks), len(self.team.ranks)
-        if saved != here and not any_world_size:
-            raise CheckpointError(
-                f"{self.manifest_path}: saved by {saved} ranks, and here are {here}: each "
-                f"rank's random numbers and own objects would have no owner. Start {saved} ranks, "
-                f"or load with any_world_size=True, which leaves those as they are.",
-                path=self.manifest_path,
-            )
-        return saved == here
-
     def _common_names(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         if self.strict and here.keys() != saved.keys():
             raise refusal(
@@ -189,13 +181,13 @@ class _StateReader(NamedTuple):
 
     def _open(self, mine: SavedState | None) -> None:
         """Open and check all files that this rank reads."""
-        names = {name for item in self.manifest.objects.values() for name in item.files}
-        for item in self.manifest.objects.values():
-            names |= {part[2] for parts in item.parts.values() for part in parts}
-        names |= set(mine.files) if mine is not None else set()
+        names: set[str] = set()
+        for item in (*self.manifest.objects.values(), *([mine] if mine else [])):
+            names.update(item.files, (part[2] for parts in item.parts.values() for part in parts))
         for name in sorted(names):
             path = f"{self.path}/{name}"
-            file = self.files[name] = SafetensorsFile(path)
+            file = self.stack.enter_context(contextlib.closing(SafetensorsFile(path)))
+            self.files[name] = file
             self.manifest.files[name].check(path, file)
         total = sum(file.size for file in self.files.values())
         with progress_bar("checking the state", total) as add:

@@ -280,28 +280,24 @@ class SafetensorsFile:
         self.path = path
         with reading(path):
             self._file = filesystem.ExistingFile(path, follow=follow)
+        self.size = self._file.size
         try:
-            self._open()
+            with reading(path):
+                header = self._read_header()
+            fields = parse(path, header)
+            found = fields.pop(METADATA, {})
+            if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+                raise refusal(path, "wrong header", "metadata of texts", repr(found))
+            self.metadata: dict[str, str] = found
+            #: of the header; empty if another program wrote the file
+            self.digest = check_digest(path, header, METADATA) if has_digest(header, _DATA) else ""
+            self._begin = _LENGTH.size + len(header)
+            self.entries = {name: self._parse_entry(name, entry) for name, entry in fields.items()}
+            self._check_coverage()
+            self._read_pairs_as_complex()
         except BaseException:
             self.close()
             raise
-
-    def _open(self) -> None:
-        path, self.size = self.path, self._file.size
-        with reading(path):
-            header = self._read_header()
-        fields = parse(path, header)
-        found = fields.pop(METADATA, {})
-        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-            raise refusal(path, "wrong header", "metadata of texts", repr(found))
-        self.metadata: dict[str, str] = found
-        #: of the header; empty if another program wrote the file
-        self.digest = check_digest(path, header, METADATA) if has_digest(header, _DATA) else ""
-        self._begin = _LENGTH.size + len(header)
-        self.entries = {name: self._parse_entry(name, entry) for name, entry in fields.items()}
-        self._check_coverage()
-        #: names of complex tensors that are stored as pairs of float64
-        self.pairs = self._complex_names()
 
     def close(self) -> None:
         """Close the file."""
@@ -376,7 +372,7 @@ class SafetensorsFile:
         dtype, shape, _, _ = self.entries[name]
         found = torch.empty(shape, dtype=dtype, device="cpu")
         self.read_into([(name, found)])
-        return torch.view_as_complex(found) if name in self.pairs else found
+        return found
 
     def _read_header(self) -> bytes:
         if self.size < _LENGTH.size:
@@ -418,15 +414,16 @@ class SafetensorsFile:
         if at != self.size:
             raise refusal(self.path, "wrong size, or cut off", f"{at} bytes", f"{self.size}")
 
-    def _complex_names(self) -> set[str]:
+    def _read_pairs_as_complex(self) -> None:
+        """Make complex tensors of those that are stored as pairs of float64."""
         if _COMPLEX not in self.metadata or not self.digest:
-            return set()
+            return
         listed = parse(self.path, b'{"names":%s}' % self.metadata[_COMPLEX].encode())["names"]
-        for name in listed:
+        for name in set(listed):
             entry = self.entries.get(name)
             if entry is None or entry.dtype != torch.float64 or entry.shape[-1:] != (2,):
                 raise refusal(self.path, f"complex tensor {name!r}", "pairs of float64", entry)
-        return set(listed)
+            self.entries[name] = entry._replace(dtype=torch.complex128, shape=entry.shape[:-1])
 
 
 def _are_sizes(found: Any) -> bool:
@@ -440,8 +437,6 @@ class StoredTensor:
         self.file = file
         self.name = name  #: in the file
         self.dtype, self.shape, _, _ = file.entries[name]
-        if name in file.pairs:
-            self.dtype, self.shape = torch.complex128, self.shape[:-1]
 
     def tensor(self) -> torch.Tensor:
         """Return it in memory of its own.
