@@ -80,10 +80,9 @@ def offer_weights(
             raise ValueError("a hook that puts other weights into the list takes none out of it")
         return kept
 
-    result = coordinate(doing, call_hooks, list)
-    own = result.own
+    own, kept = coordinate(doing, call_hooks, list)
     for number, name in enumerate(models):
-        if number in result.by_rank[0]:
+        if number in kept[0]:
             objects[name] = _SavedWeights(own[number] if number in own else originals[number])
         else:
             del objects[name]

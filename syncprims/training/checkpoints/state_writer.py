@@ -95,7 +95,7 @@ class StateWriter(NamedTuple):
             return write_safetensors(path, tensors, {}, on_progress, of_state=True)
 
         folder, place = self.destination.folder, self.team.place
-        return write_files(folder, self.own_files(), place, "saving the state", write, quiet=quiet)
+        return write_files(folder, self.files, place, "saving the state", write, quiet=quiet)
 
     def remove_own_files(self) -> None:
         """Remove this rank's files."""
