@@ -279,12 +279,11 @@ def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     copies: dict[str, torch.Tensor] = {}
     devices: set[torch.device] = set()
     for name, tensor in tensors.items():
-        if tensor.device.type == "cuda":
-            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copies[name].copy_(tensor, non_blocking=True)
+        pin = tensor.is_cuda
+        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
+        copies[name].copy_(tensor, non_blocking=pin)
+        if pin:
             devices.add(tensor.device)
-        else:
-            copies[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     for device in devices:
         torch.cuda.synchronize(device)
     return copies

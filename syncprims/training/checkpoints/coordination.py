@@ -25,6 +25,9 @@ T = TypeVar("T")
 UNCHANGED = (
     "What was there before still stands, and nothing else is left. Fix the cause, and save again."
 )
+_SAME_OBJECTS = (
+    "Every rank passes the same objects under the same names, with the same tensors in them."
+)
 
 
 class Directory(NamedTuple):
@@ -69,7 +72,16 @@ class Team(NamedTuple):
         given, path = directory or ("", "")
         gathered = gather_as(group, call, [get_rank(), get_node_rank(), given, path])
         members = cast("list[tuple[int, int, str, str]]", gathered)
-        _check_same_directory(call, members)
+        # Hosts may have different working directories and mounts: between them, one name is enough.
+        first, first_host, first_given, first_path = members[0]
+        for rank, host, given, path in members:
+            if path != first_path and (host == first_host or given != first_given):
+                raise CheckpointError(
+                    f"{call}: rank {rank} saves to {path}, and rank {first} to {first_path}. Every "
+                    f"rank passes the same directory: broadcast a name that comes from a clock or "
+                    f"a random number.",
+                    path=path, rank=rank,
+                )  # fmt: skip
         ranks = [member[0] for member in members]
         return cls(ranks, ranks.index(get_rank()))
 
@@ -77,23 +89,6 @@ class Team(NamedTuple):
     def leads(self) -> bool:
         """Whether this is the rank that does what only one rank may do."""
         return self.place == 0
-
-
-def _check_same_directory(call: str, members: Sequence[tuple[int, int, str, str]]) -> None:
-    """Raise if members, each (rank, host, name, path), mean different directories.
-
-    Hosts may have different working directories and mounts: between them, one name is enough.
-    """
-    first, first_host, first_given, first_path = members[0]
-    for rank, host, given, path in members:
-        if path != first_path and (host == first_host or given != first_given):
-            raise CheckpointError(
-                f"{call}: rank {rank} saves to {path}, and rank {first} to {first_path}. Every "
-                f"rank passes the same directory: broadcast a name that comes from a clock or a "
-                f"random number.",
-                path=path,
-                rank=rank,
-            )
 
 
 class Results(NamedTuple, Generic[T]):
@@ -116,29 +111,24 @@ class Outcome(NamedTuple, Generic[T]):
         rank = get_rank()
         try:
             result = part()
-            return cls(result, None, _message(rank, summary=summarize(result)))
+            message = {"rank": rank, "failure": None, "summary": summarize(result)}
+            return cls(result, None, message)
         except Exception as error:
-            return cls(None, error, _message(rank, error=error))
+            path, number = getattr(error, "filename", None), getattr(error, "errno", None)
+            message = {
+                "rank": rank,
+                "failure": list(Failure.of(rank, error)),
+                "complete": isinstance(error, CheckpointError),  # its text needs no addition
+                "path": None if path is None else str(path),
+                "errno": number if isinstance(number, int) else None,
+            }
+            return cls(None, error, message)
 
     def unwrap(self) -> T:
         """Return the result, or raise the error."""
         if self.error is not None:
             raise self.error
         return cast("T", self.result)
-
-
-def _message(rank: int, summary: Any = None, error: Exception | None = None) -> dict[str, Any]:
-    message = {"rank": rank, "summary": summary, "failure": None}
-    if error is None:
-        return message
-    path, number = getattr(error, "filename", None), getattr(error, "errno", None)
-    return {
-        **message,
-        "failure": list(Failure.of(rank, error)),
-        "complete": isinstance(error, CheckpointError),  # its text needs no addition
-        "path": None if path is None else str(path),
-        "errno": number if isinstance(number, int) else None,
-    }
 
 
 def coordinate(
@@ -169,25 +159,21 @@ def combine(
     :raises CheckpointError: if one of them is a failure.
     """
     failed = [message for message in messages if message["failure"] is not None]
-    if failed:
-        raise _common_error(doing, failed, advice) from own.error
-    return Results(cast("T", own.result), [message["summary"] for message in messages])
-
-
-def _common_error(doing: str, failed: Sequence[dict[str, Any]], advice: str) -> CheckpointError:
+    if not failed:
+        return Results(cast("T", own.result), [message["summary"] for message in messages])
     first = failed[0]
     failures = {message["rank"]: Failure(*message["failure"]) for message in failed}
-    ranks = list(failures)
-    cause = failures[ranks[0]]
+    rank, *others = failures
+    cause = failures[rank]
     text = cause.message if first["complete"] else f"{cause.type}: {cause.message}"
-    text = f"{doing}: rank {ranks[0]}: {text}"
-    if len(ranks) > 1:
-        text += f" (ranks {ranks[1:]} failed, too)"
+    text = f"{doing}: rank {rank}: {text}"
+    if others:
+        text += f" (ranks {others} failed, too)"
     if advice and not first["complete"]:
         text = f"{text.removesuffix('.')}. {advice}"
-    return CheckpointError(
-        text, path=first["path"], errno=first["errno"], rank=ranks[0], failures=failures
-    )
+    raise CheckpointError(
+        text, path=first["path"], errno=first["errno"], rank=rank, failures=failures
+    ) from own.error
 
 
 def _call_name(doing: str) -> str:
@@ -207,15 +193,14 @@ def cleanup_on_error(doing: str, clean_up: Callable[[], object]) -> Generator[No
         raise
 
 
-def check_equal(doing: str, ranks: Sequence[int], what: str, digests: Sequence[str]) -> None:
-    """Raise if the ranks pass different objects.
+def check_equal(
+    doing: str, ranks: Sequence[int], digests: Sequence[str], what: str, cure: str = _SAME_OBJECTS
+) -> None:
+    """Raise if the digests, one of each rank, differ.
 
     :raises CheckpointError: on all ranks.
     """
     other = [rank for rank, one in zip(ranks, digests, strict=True) if one != digests[0]]
     if other:
-        raise CheckpointError(
-            f"{doing}: ranks {other} have different {what} than rank {ranks[0]}. Every rank passes "
-            f"the same objects under the same names, with the same tensors in them.",
-            rank=other[0],
-        )
+        text = f"{doing}: ranks {other} {what} than rank {ranks[0]}. {cure}"
+        raise CheckpointError(text, rank=other[0])

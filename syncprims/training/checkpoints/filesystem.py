@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
 CHUNK = 4 << 20  #: bytes per write: what was just hashed is then still in the processor's cache
 LOG = logging.getLogger("syncprims")
@@ -61,18 +61,13 @@ class NewFile:
             while left:
                 done = os.write(self._fd, left)
                 left, self._size = left[done:], self._size + done
-        if self._size - self._started >= _WRITEBACK:
-            self._start_writeback()
-
-    def _start_writeback(self) -> None:
-        """Ask the kernel to start writing to the disk, so that the final sync waits less.
-
-        On Linux, `POSIX_FADV_DONTNEED` does that. It is only a hint: the sync reports errors.
-        """
-        started, self._started = self._started, self._size
-        if sys.platform == "linux":
+        size = self._size - self._started
+        if size >= _WRITEBACK and sys.platform == "linux":
+            # The kernel then starts writing to the disk, and the final sync waits less. It is only
+            # a hint: the sync reports errors.
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self._fd, started, self._size - started, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._fd, self._started, size, os.POSIX_FADV_DONTNEED)
+            self._started = self._size
 
     def write_at(self, data: bytes, offset: int) -> None:
         """Overwrite the bytes at `offset` with all of `data`."""
@@ -83,16 +78,12 @@ class NewFile:
 
     def finish(self) -> None:
         """Sync and close the file. A failed sync is not retried: that could wrongly succeed."""
-        fd, self._fd = self._fd, -1
         with _naming(self.path):
-            try:
-                os.fsync(fd)
-            except OSError:
-                _close(fd)
-                raise
+            os.fsync(self._fd)
+            fd, self._fd = self._fd, -1
             os.close(fd)
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Close the file if it is still open. The content is not synced."""
         fd, self._fd = self._fd, -1
         _close(fd)
@@ -100,12 +91,9 @@ class NewFile:
 
 def write_small(path: str, data: bytes) -> None:
     """Write a new file `path` with this content, and sync it."""
-    file = NewFile(path)
-    try:
+    with contextlib.closing(NewFile(path)) as file:
         file.write(data)
         file.finish()
-    finally:
-        file.abandon()
 
 
 class ExistingFile:
@@ -318,10 +306,13 @@ def _log_leftover(path: str, error: OSError) -> None:
     LOG.warning("could not remove %s (%s): it is no longer needed, remove it", path, error)
 
 
-def names_or_log(directory: str) -> list[str]:
-    """Return the names in a directory that is to be cleaned up; after a failure, log it: none."""
+def remove_each_or_log(directory: str, is_unneeded: Callable[[str], bool]) -> None:
+    """Remove the files in a directory whose names are those of unneeded ones; log a failure."""
     try:
-        return names(directory)
+        found = names(directory)
     except OSError as error:
         LOG.warning("files that are no longer needed stay in %s: %s", directory, error)
-        return []
+        return
+    for name in found:
+        if is_unneeded(name):
+            remove_or_log(f"{directory}/{name}")

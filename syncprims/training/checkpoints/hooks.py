@@ -80,10 +80,9 @@ def offer_weights(
             raise ValueError("a hook that puts other weights into the list takes none out of it")
         return kept
 
-    result = coordinate(doing, call_hooks, list)
-    own = result.own
+    own, kept = coordinate(doing, call_hooks, list)
     for number, name in enumerate(models):
-        if number in result.by_rank[0]:
+        if number in kept[0]:
             objects[name] = _SavedWeights(own[number] if number in own else originals[number])
         else:
             del objects[name]
@@ -111,7 +110,8 @@ def offer_models(
         return [name for name, model in models.items() if any(model is each for each in some)]
 
     result = coordinate(doing, call_hooks, list)
-    ranks = Team.meet(doing).ranks
-    check_equal(doing, ranks, "models that hooks left to be loaded", list(map(str, result.by_rank)))
+    left = [str(names) for names in result.by_rank]
+    what = "have different models that hooks left to be loaded"
+    check_equal(doing, Team.meet(doing).ranks, left, what)
     for name in models.keys() - set(result.own):
         del objects[name]

@@ -63,9 +63,8 @@ def reading(path: str) -> Generator[None]:
                 f"while it is loaded: allow more of them (ulimit -n), and load again.",
                 path=path, errno=error.errno,
             ) from error  # fmt: skip
-        found = error.strerror
-        if error.errno == errno.ELOOP:
-            found = "a symbolic link, which may lead anywhere"
+        is_link = error.errno == errno.ELOOP
+        found = "a symbolic link, which may lead anywhere" if is_link else error.strerror
         refused = refusal(path, "cannot be read", "a regular file", found or str(error))
         refused.errno = error.errno
         raise refused from error

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from syncprims import CheckpointError
+from syncprims.training.wrappers import unwrap
 
 from .dtensor import distribute, is_dtensor
 from .filesystem import LOG
 from .integrity import refusal
 from .progress import progress_bar
 from .safetensors_file import SafetensorsFile, StoredTensor, byte_size
-from .weights import open_weights, portable_name, unwrapped
+from .weights import open_weights, portable_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -46,8 +47,12 @@ def load_model(
     if not isinstance(path, str):
         raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
     with open_weights(path, follow=allow_links) as weights:
-        _load_weights(unwrapped(model), weights, path, device_map, dtype, strict)
-    empty = _unset_buffers(model)
+        _load_weights(unwrap(model), weights, path, device_map, dtype, strict)
+    empty = [
+        slot.full
+        for slot in _slots(model)
+        if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    ]
     if empty:
         LOG.warning(
             "%s: %sthese are in no checkpoint, and still on the meta device: compute them again",
@@ -88,10 +93,9 @@ def _load_weights(
         model.load_state_dict(read, strict=strict)
     except (CheckpointError, RuntimeError) as error:
         text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-        number = error.errno if isinstance(error, CheckpointError) else None
         raise CheckpointError(
             f"{text} The model has been loaded in part: do not go on with it.",
-            path=path, errno=number,
+            path=path, errno=getattr(error, "errno", None),
         ) from error  # fmt: skip
 
 
@@ -181,14 +185,10 @@ def _is_alike(target: torch.Tensor, stored: Stored) -> bool:
         and target.dtype == stored.dtype
         and target.is_contiguous()
         and not (target.is_conj() or target.is_neg() or target.is_inference())
-        and _has_memory(target)
+        # Some wrappers remove its memory temporarily.
+        and target.untyped_storage().nbytes()
+        >= (target.storage_offset() + target.numel()) * target.element_size()
     )
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    # Some wrappers remove it temporarily.
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return tensor.untyped_storage().nbytes() >= end
 
 
 def _are_separate(state: Mapping[str, Stored], targets: Mapping[str, torch.Tensor]) -> bool:
@@ -244,21 +244,12 @@ def _place(
     if dtype is not None and not isinstance(kind, torch.dtype):
         raise ValueError(f"dtype={dtype!r}: torch has no such type")
     slots = [slot for slot in _slots(model) if slot.full in names]
-    devices = {} if device_map is None else _devices(_device_table(device_map), slots)
+    devices = {} if device_map is None else _devices(device_map, slots)
     made: dict[int, torch.Tensor] = {}
     for _, table, name, tensor, _ in slots:
         if id(tensor) not in made:
             made[id(tensor)] = _moved(tensor, devices.get(id(tensor)), kind)
         table[name] = made[id(tensor)]
-
-
-def _unset_buffers(model: nn.Module) -> list[str]:
-    """Return the buffers on the meta device that no checkpoint holds."""
-    return [
-        slot.full
-        for slot in _slots(model)
-        if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-    ]
 
 
 class _Slot(NamedTuple):
@@ -279,13 +270,25 @@ def _slots(model: nn.Module) -> Generator[_Slot]:
                     yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
 
 
-def _devices(table: Mapping[str, torch.device], slots: Sequence[_Slot]) -> dict[int, torch.device]:
-    """Return the device of each tensor by its identity: that of the first name the map covers."""
+def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]:
+    """Return the device of each tensor by its identity: that of the first name the map covers.
+
+    The longest prefix of a name in the map counts.
+    """
+    given: Mapping[str, Any] = device_map if hasattr(device_map, "items") else {"": device_map}
+    for name, device in given.items():
+        if device in ("disk", "meta", "auto", "balanced", "sequential"):
+            raise ValueError(
+                f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
+                f"'cpu', 0 or 'cuda:1'; nothing is offloaded here"
+            )
+    table = {portable_name(name): torch.device(device) for name, device in given.items()}
     found: dict[int, torch.device] = {}
     for slot in slots:
-        device = _device(table, portable_name(slot.full))
-        if device is not None:
-            found.setdefault(id(slot.tensor), device)
+        name = portable_name(slot.full)
+        prefixes = [p for p in table if p == "" or f"{name}.".startswith(f"{p}.")]
+        if prefixes:
+            found.setdefault(id(slot.tensor), table[max(prefixes, key=len)])
     lacking = [slot.full for slot in slots if id(slot.tensor) not in found]
     if lacking:
         raise ValueError(
@@ -308,20 +311,3 @@ def _moved(
     if tensor.device != device or tensor.dtype != kind:
         tensor.data = tensor.data.to(device, kind)
     return tensor
-
-
-def _device_table(device_map: Any) -> Mapping[str, torch.device]:
-    table: Mapping[str, Any] = device_map if hasattr(device_map, "items") else {"": device_map}
-    for name, device in table.items():
-        if device in ("disk", "meta", "auto", "balanced", "sequential"):
-            raise ValueError(
-                f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
-                f"'cpu', 0 or 'cuda:1'; nothing is offloaded here"
-            )
-    return {portable_name(name): torch.device(device) for name, device in table.items()}
-
-
-def _device(table: Mapping[str, torch.device], name: str) -> torch.device | None:
-    """Return the device of the longest prefix of `name` in the map."""
-    prefixes = [p for p in table if p == "" or name == p or name.startswith(f"{p}.")]
-    return table[max(prefixes, key=len)] if prefixes else None

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from syncprims import CheckpointError
+from syncprims.training.rng import restore as restore_rng
 
 from . import filesystem, manifest
 from .async_save import finish_earlier
-from .coordination import Directory, Team, coordinate
+from .coordination import Directory, Team, check_equal, coordinate
 from .dtensor import from_shard, shard_region
 from .integrity import digest, refusal
 from .progress import progress_bar
 from .safetensors_file import SafetensorsFile
 from .state_tree import KIND, join_state
-from .stateful import check_fits, check_objects, dtensors_of, load_into, restore_rng
+from .stateful import check_fits, check_objects, dtensors_of, load_into
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch.distributed.tensor import DTensor
 
@@ -74,25 +75,18 @@ def load_state(
     def read() -> _Found:
         if not filesystem.is_directory(path):
             raise refusal(path, "missing", "a directory with a checkpoint", "none")
-        reader = _StateReader(path, team, objects, own, strict, manifest.read(path), {})
-        with contextlib.closing(reader):
+        with contextlib.ExitStack() as stack:
+            reader = _StateReader(path, team, objects, own, strict, manifest.read(path), stack, {})
             return reader.read(rng=rng, any_world_size=any_world_size)
 
     found, digests = coordinate(doing, read, _Found.digest)
-    _check_same_checkpoint(doing, team, digests)
+    check_equal(
+        doing, team.ranks, digests, "have found a different checkpoint",
+        "Every rank loads the same one: pass the same directory, and the same step; where hosts "
+        "have disks of their own, copy the checkpoint to each.",
+    )  # fmt: skip
     coordinate(doing, lambda: found.load_into({**objects, **own}))
     return Loaded(path, found.manifest.step, len(found.manifest.ranks))
-
-
-def _check_same_checkpoint(doing: str, team: Team, digests: Sequence[str]) -> None:
-    other = [rank for rank, one in zip(team.ranks, digests, strict=True) if one != digests[0]]
-    if other:
-        raise CheckpointError(
-            f"{doing}: ranks {other} have found a different checkpoint than rank {team.ranks[0]}. "
-            f"Every rank loads the same one: pass the same directory, and the same step; where "
-            f"hosts have disks of their own, copy the checkpoint to each.",
-            rank=other[0],
-        )
 
 
 class _Found(NamedTuple):
@@ -138,12 +132,20 @@ class _StateReader(NamedTuple):
     rank_objects: Mapping[str, Stateful]
     strict: bool
     manifest: Manifest
+    stack: contextlib.ExitStack  #: closes the files
     files: dict[str, SafetensorsFile]  #: those that are open
 
     def read(self, *, rng: bool, any_world_size: bool) -> _Found:
         """Check all files that this rank reads, and return the states."""
-        same = self._check_world_size(any_world_size)
-        mine = self.manifest.ranks[self.team.place] if same else None
+        saved, here = len(self.manifest.ranks), len(self.team.ranks)
+        if saved != here and not any_world_size:
+            raise CheckpointError(
+                f"{self.manifest_path}: saved by {saved} ranks, and here are {here}: each "
+                f"rank's random numbers and own objects would have no owner. Start {saved} ranks, "
+                f"or load with any_world_size=True, which leaves those as they are.",
+                path=self.manifest_path,
+            )
+        mine = self.manifest.ranks[self.team.place] if saved == here else None
         self._open(mine)
         states: dict[str, Any] = {}
         for name in self._common_names(self.objects, self.manifest.objects):
@@ -169,22 +171,6 @@ class _StateReader(NamedTuple):
         """The manifest's file, for errors."""
         return f"{self.path}/{manifest.NAME}"
 
-    def close(self) -> None:
-        """Close all files."""
-        for file in self.files.values():
-            file.close()
-
-    def _check_world_size(self, any_world_size: bool) -> bool:
-        saved, here = len(self.manifest.ranks), len(self.team.ranks)
-        if saved != here and not any_world_size:
-            raise CheckpointError(
-                f"{self.manifest_path}: saved by {saved} ranks, and here are {here}: each "
-                f"rank's random numbers and own objects would have no owner. Start {saved} ranks, "
-                f"or load with any_world_size=True, which leaves those as they are.",
-                path=self.manifest_path,
-            )
-        return saved == here
-
     def _common_names(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         if self.strict and here.keys() != saved.keys():
             raise refusal(
@@ -195,13 +181,13 @@ class _StateReader(NamedTuple):
 
     def _open(self, mine: SavedState | None) -> None:
         """Open and check all files that this rank reads."""
-        names = {name for item in self.manifest.objects.values() for name in item.files}
-        for item in self.manifest.objects.values():
-            names |= {part[2] for parts in item.parts.values() for part in parts}
-        names |= set(mine.files) if mine is not None else set()
+        names: set[str] = set()
+        for item in (*self.manifest.objects.values(), *([mine] if mine else [])):
+            names.update(item.files, (part[2] for parts in item.parts.values() for part in parts))
         for name in sorted(names):
             path = f"{self.path}/{name}"
-            file = self.files[name] = SafetensorsFile(path)
+            file = self.stack.enter_context(contextlib.closing(SafetensorsFile(path)))
+            self.files[name] = file
             self.manifest.files[name].check(path, file)
         total = sum(file.size for file in self.files.values())
         with progress_bar("checking the state", total) as add:
@@ -248,12 +234,10 @@ class _StateReader(NamedTuple):
 
 def _target(targets: Mapping[str, DTensor], key: str) -> DTensor | None:
     """Return the DTensor that gives the placements of a saved one: by its name or its parameter."""
-    found = targets.get(key)
-    if found is not None:
-        return found
-    return next(
-        (t for start, t in targets.items() if start[-1] == "." and key.startswith(start)), None
-    )
+    for name, target in targets.items():
+        if key == name or (name.endswith(".") and key.startswith(name)):
+            return target
+    return None
 
 
 def _overlay(made: torch.Tensor, begin: Any, saved: torch.Tensor, offset: Any, size: Any) -> int:

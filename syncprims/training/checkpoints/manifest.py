@@ -60,20 +60,16 @@ def read(directory: str) -> Manifest:
         expected = f"format {_FORMAT}, this version's"
         raise refusal(path, "made by another version", expected, repr(document.get("format")))
     try:
-        return _parse_manifest(path, document)
+        files: dict[str, FileRecord] = {}
+        for name, (size, digest) in document["files"].items():
+            files[check_file_name(path, name)] = FileRecord(int(size), str(digest))
+        objects = {
+            name: _parse_state(path, found, files) for name, found in document["objects"].items()
+        }
+        ranks = [_parse_state(path, found, files) for found in document["ranks"]]
+        step, count = document["step"], document["world_size"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise refusal(path, "not a manifest", "its fields", repr(error)) from error
-
-
-def _parse_manifest(path: str, document: dict[str, Any]) -> Manifest:
-    files: dict[str, FileRecord] = {}
-    for name, (size, digest) in document["files"].items():
-        files[check_file_name(path, name)] = FileRecord(int(size), str(digest))
-    objects = {
-        name: _parse_state(path, found, files) for name, found in document["objects"].items()
-    }
-    ranks = [_parse_state(path, found, files) for found in document["ranks"]]
-    step, count = document["step"], document["world_size"]
     if len(ranks) != count or not (step is None or type(step) is int):
         raise refusal(path, "not a manifest", f"{count} ranks", f"{len(ranks)}, step {step!r}")
     return Manifest(step, objects, ranks, files)

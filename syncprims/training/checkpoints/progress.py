@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from syncprims import is_main
@@ -24,22 +24,27 @@ def progress_bar(
     Where no bar can be shown, or not any more, the work goes on without one.
     """
     bar: Any = None
+    done, begin = 0, time.monotonic()
+    hidden = quiet or sys.stderr is None or not is_main()  # pyright: ignore[reportUnnecessaryComparison] - of a daemon
 
     def add(size: int) -> None:
-        nonlocal bar
-        if bar is not None:
-            try:
-                bar.update(size)
-            except Exception:  # as when the reader of stderr is gone
-                bar.disable = True  # else it closes itself once more
-                bar = None
+        nonlocal bar, done, hidden
+        done += size
+        if hidden or (bar is None and time.monotonic() - begin < _DELAY):
+            return
+        try:
+            if bar is None:
+                from tqdm.auto import tqdm
 
-    if is_main() and not quiet and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - of a daemon
-        with contextlib.suppress(Exception):
-            bar = _bar_class()(
-                total=total, desc=doing, delay=_DELAY, leave=False,
-                unit="B", unit_scale=True, unit_divisor=1024,
-            )  # fmt: skip
+                bar = tqdm(
+                    total=total, initial=done, desc=doing, leave=False,
+                    unit="B", unit_scale=True, unit_divisor=1024,
+                )  # fmt: skip
+            else:
+                bar.update(size)
+        except Exception:  # as when the reader of stderr is gone
+            hidden = True
+
     try:
         yield add
     finally:
@@ -47,11 +52,4 @@ def progress_bar(
             try:
                 bar.close()
             except Exception:
-                bar.disable = True
-
-
-@functools.cache
-def _bar_class() -> Any:
-    from tqdm.auto import tqdm
-
-    return type("Bar", (tqdm,), {"monitor_interval": 0})  # which starts no thread
+                bar.disable = True  # else it closes itself once more

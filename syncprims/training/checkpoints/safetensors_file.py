@@ -133,8 +133,7 @@ def write_safetensors(
     if pairs:
         metadata = {**metadata, _COMPLEX: json.dumps(pairs)}
     header = _make_header(order, tensors, metadata)
-    file = filesystem.NewFile(path)
-    try:
+    with contextlib.closing(filesystem.NewFile(path)) as file:
         file.write(_LENGTH.pack(len(header)) + header)
         hashed = ChunkedDigest()
         size = _LENGTH.size + len(header)
@@ -148,23 +147,22 @@ def write_safetensors(
         header, header_digest = replace_digest(header.replace(blank, found, 1), METADATA)
         file.write_at(header, _LENGTH.size)
         file.finish()
-    finally:
-        file.abandon()
     return FileRecord(size, header_digest)
 
 
 def begins_as_of_state(path: str) -> bool:
     """Return whether a save of a state has written this file, or begun to.
 
-    :raises OSError: if it cannot be read.
+    A file that cannot be read is logged, and taken for another.
     """
     try:
         with contextlib.closing(filesystem.ExistingFile(path)) as file:
             return _STATE.encode() in file.read(0, min(file.size, _BEGINNING))
     except OSError as error:
-        if error.errno == errno.ENODATA:  # it is still empty
-            return True
-        raise
+        is_empty = error.errno == errno.ENODATA
+        if not is_empty:
+            filesystem.LOG.warning("%s stays, since it cannot be read: %s", path, error)
+        return is_empty
 
 
 def _make_header(
@@ -252,20 +250,15 @@ def run_parallel(
     failed = threading.Event()
 
     def work_unless_failed(number: int) -> int:
-        if failed.is_set():
-            return 0
         try:
-            return work(number)
+            return 0 if failed.is_set() else work(number)
         except BaseException:
             failed.set()
             raise
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="syncprims-load")
-    try:
+    with ThreadPoolExecutor(threads, thread_name_prefix="syncprims-load") as pool:
         for done in pool.map(work_unless_failed, range(count)):
             on_progress(done)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 class _Entry(NamedTuple):
@@ -287,31 +280,30 @@ class SafetensorsFile:
         self.path = path
         with reading(path):
             self._file = filesystem.ExistingFile(path, follow=follow)
+        self.size = self._file.size
         try:
-            self._open()
+            with reading(path):
+                header = self._read_header()
+            fields = parse(path, header)
+            found = fields.pop(METADATA, {})
+            if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+                raise refusal(path, "wrong header", "metadata of texts", repr(found))
+            self.metadata: dict[str, str] = found
+            #: of the header; empty if another program wrote the file
+            self.digest = check_digest(path, header, METADATA) if has_digest(header, _DATA) else ""
+            self._begin = _LENGTH.size + len(header)
+            self.entries = {name: self._parse_entry(name, entry) for name, entry in fields.items()}
+            self._check_coverage()
+            self._read_pairs_as_complex()
         except BaseException:
             self.close()
             raise
-
-    def _open(self) -> None:
-        path, self.size = self.path, self._file.size
-        with reading(path):
-            header = self._read_header()
-        fields = parse(path, header)
-        self.metadata = self._check_metadata(fields.pop(METADATA, {}))
-        #: of the header; empty if another program wrote the file
-        self.digest = check_digest(path, header, METADATA) if has_digest(header, _DATA) else ""
-        self._begin = _LENGTH.size + len(header)
-        self.entries = {name: self._parse_entry(name, entry) for name, entry in fields.items()}
-        self._check_coverage()
-        #: names of complex tensors that are stored as pairs of float64
-        self.pairs = self._complex_names()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def check_data(self, on_progress: Callable[[int], object] = _ignore) -> None:
+    def check_data(self, on_progress: Callable[[int], object]) -> None:
         """Compare the data with their digest, if the file has one.
 
         It needs a megabyte of memory for each thread.
@@ -325,13 +317,12 @@ class SafetensorsFile:
         local = threading.local()
 
         def hash_chunk(number: int) -> int:
-            buffer = getattr(local, "buffer", None)
-            if buffer is None:
-                buffer = local.buffer = memoryview(bytearray(_READ_SIZE))
+            if not hasattr(local, "buffer"):
+                local.buffer = memoryview(bytearray(_READ_SIZE))
             begin, hashed = number * CHUNK, xxhash.xxh3_128()
             end = min(begin + CHUNK, length)
             for start in range(begin, end, _READ_SIZE):
-                some = buffer[: end - start]
+                some = local.buffer[: end - start]
                 self._file.read_into(some, self._begin + start)
                 hashed.update(some)
             digests[number] = hashed.digest()
@@ -381,7 +372,7 @@ class SafetensorsFile:
         dtype, shape, _, _ = self.entries[name]
         found = torch.empty(shape, dtype=dtype, device="cpu")
         self.read_into([(name, found)])
-        return torch.view_as_complex(found) if name in self.pairs else found
+        return found
 
     def _read_header(self) -> bytes:
         if self.size < _LENGTH.size:
@@ -392,11 +383,6 @@ class SafetensorsFile:
             what = "wrong header length, or cut off"
             raise refusal(self.path, what, f"at most {most} bytes of header", f"{length}")
         return self._file.read(_LENGTH.size, length)
-
-    def _check_metadata(self, found: Any) -> dict[str, str]:
-        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-            raise refusal(self.path, "wrong header", "metadata of texts", repr(found))
-        return found
 
     def _parse_entry(self, name: str, entry: Any) -> _Entry:
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
@@ -428,15 +414,16 @@ class SafetensorsFile:
         if at != self.size:
             raise refusal(self.path, "wrong size, or cut off", f"{at} bytes", f"{self.size}")
 
-    def _complex_names(self) -> set[str]:
+    def _read_pairs_as_complex(self) -> None:
+        """Make complex tensors of those that are stored as pairs of float64."""
         if _COMPLEX not in self.metadata or not self.digest:
-            return set()
+            return
         listed = parse(self.path, b'{"names":%s}' % self.metadata[_COMPLEX].encode())["names"]
-        for name in listed:
+        for name in set(listed):
             entry = self.entries.get(name)
             if entry is None or entry.dtype != torch.float64 or entry.shape[-1:] != (2,):
                 raise refusal(self.path, f"complex tensor {name!r}", "pairs of float64", entry)
-        return set(listed)
+            self.entries[name] = entry._replace(dtype=torch.complex128, shape=entry.shape[:-1])
 
 
 def _are_sizes(found: Any) -> bool:
@@ -450,8 +437,6 @@ class StoredTensor:
         self.file = file
         self.name = name  #: in the file
         self.dtype, self.shape, _, _ = file.entries[name]
-        if name in file.pairs:
-            self.dtype, self.shape = torch.complex128, self.shape[:-1]
 
     def tensor(self) -> torch.Tensor:
         """Return it in memory of its own.

@@ -75,7 +75,7 @@ def save_model(
     plan, summaries = coordinate(
         doing, lambda: _ModelPlan.of(model, most, team), _ModelPlan.summary, advice=UNCHANGED
     )
-    check_equal(doing, team.ranks, "models", [one["model"] for one in summaries])
+    check_equal(doing, team.ranks, [one["model"] for one in summaries], "have different models")
     prepared = coordinate(
         doing, lambda: _prepare_directory(where.path) if team.leads else [], advice=UNCHANGED
     ).by_rank
@@ -208,10 +208,13 @@ class _ModelWriter(NamedTuple):
                 filesystem.remove_or_log(f"{path}/{name}")
 
         commit("model", prepare, f"{path}/{self.waiting}", f"{path}/{first}", undo)
-        for name in filesystem.names_or_log(path):
-            old = is_model_file(name) and name != first and name not in self.names
-            if old or any(is_temporary(name, one) for one in FIRST_FILES):
-                filesystem.remove_or_log(f"{path}/{name}")
+
+        def is_old(name: str) -> bool:
+            if is_model_file(name):
+                return name not in (first, *self.names)
+            return any(is_temporary(name, one) for one in FIRST_FILES)
+
+        filesystem.remove_each_or_log(path, is_old)
 
     def _index(self, records: dict[str, FileRecord]) -> bytes:
         file_of = {name: file.name for file in self.files for name in file.tensors}
@@ -255,9 +258,8 @@ def _write_object(obj: Any, target: str, safe: bool) -> None:
             write_torch_object(waiting, obj)
 
     commit("file", prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
-    for found in filesystem.names_or_log(folder):
-        if is_temporary(found, name):  # a killed save left it
-            filesystem.remove_or_log(f"{folder}/{found}")
+    # A killed save may have left some:
+    filesystem.remove_each_or_log(folder, lambda found: is_temporary(found, name))
 
 
 def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims import current
+from syncprims.training.rng import capture as capture_rng
 
 from . import partition
 from .async_save import Saving, finish_earlier, is_saving, start_save
@@ -22,7 +23,7 @@ from .manifest import Manifest, SavedState
 from .safetensors_file import byte_size
 from .state_tree import State, split_state
 from .state_writer import Destination, StateWriter
-from .stateful import capture_rng, check_objects, state_of
+from .stateful import check_objects, state_of
 from .weights import FIRST_FILES, is_model_file
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def save_to(
         doing, lambda: _StatePlan.of(objects, rank_objects, rng, team), _StatePlan.summary,
         advice=UNCHANGED,
     )  # fmt: skip
-    check_equal(doing, team.ranks, "states", [one["structure"] for one in summaries])
+    check_equal(doing, team.ranks, [one["structure"] for one in summaries], "have different states")
     extras = current().extras
     made: list[Destination] = []  # on the leading rank
 

@@ -36,8 +36,11 @@ _SEQUENCES: dict[str, Any] = {
 }  # fmt: skip
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _PATHS: dict[str, Any] = {"path": Path, "purepath": PurePosixPath}
-#: numpy's texts, and how to get Python's: str() and arrays would drop NULs at the end.
-_NUMPYS: dict[str, Any] = {"str_": (np.str_, str.__str__), "bytes_": (np.bytes_, bytes)}
+_NUMPYS: dict[str, Any] = {"str_": np.str_, "bytes_": np.bytes_}
+_NAMES: dict[type[Any], str] = {
+    kind: name for table in (_SEQUENCES, _MAPPINGS, _PATHS, _NUMPYS) for name, kind in table.items()
+}
+_NAMES[type(Path())] = "path"
 
 
 class State(NamedTuple):
@@ -61,7 +64,77 @@ def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor])
 
     :raises Exception: of any kind, if :func:`split_state` has not made the tree.
     """
-    return _Joiner(load_tensor).value(tree)
+
+    def join(node: Any) -> Any:
+        return join_state(node, load_tensor)
+
+    if isinstance(tree, list):
+        return [join(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    node = cast("dict[str, Any]", tree)
+    kind = node.get(KIND)
+    if kind is None:
+        return {key: join(item) for key, item in node.items()}
+    if kind in ("tensor", "sharded"):
+        tensor = load_tensor(node)
+        learns = node.get("learns")  # of a parameter only
+        return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
+    if kind in _MAPPINGS or kind == "default":
+        items = {join(key): join(item) for key, item in node["items"]}
+        if kind == "default":
+            makes = node["makes"]
+            return defaultdict(None if makes is None else _FACTORIES[makes], items)
+        made = _MAPPINGS[kind](items)
+        if "metadata" in node:
+            made._metadata = join(node["metadata"])
+        return made
+    if kind == "array":
+        raw = load_tensor(node).numpy().tobytes()
+        return np.frombuffer(raw, _plain_dtype(node)).reshape(node["shape"]).copy()
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](join(node["items"]))
+    if kind in _NUMPYS:
+        return _NUMPYS[kind](join(node["is"]))
+    if kind == "deque":
+        return deque(join(node["items"]), node["most"])
+    return _join_leaf(kind, node)
+
+
+def _join_leaf(kind: Any, node: dict[str, Any]) -> Any:
+    """Return the value of a node that has no other nodes in it."""
+    if kind in _PATHS:
+        return _PATHS[kind](node["name"])
+    match kind:
+        case "int":
+            return int(node["hex"], 16)
+        case "float":
+            return _DOUBLE.unpack(bytes.fromhex(node["bits"]))[0]
+        case "complex":
+            return complex(*struct.unpack("<dd", bytes.fromhex(node["bits"])))
+        case "scalar":
+            return np.frombuffer(_bytes(node), _plain_dtype(node))[0]
+        case "bytes":
+            return _bytes(node)
+        case "bytearray":
+            return bytearray(_bytes(node))
+        case "dtype" if isinstance(found := getattr(torch, node["name"]), torch.dtype):
+            return found
+        case "device":
+            return torch.device(node["name"])
+        case _:
+            raise ValueError(f"a kind {kind!r} of value that this version does not know")
+
+
+def _plain_dtype(node: dict[str, Any]) -> np.dtype[Any]:
+    found = np.dtype(node["dtype"])
+    if found.hasobject:
+        raise ValueError("an array of objects")
+    return found
+
+
+def _bytes(node: dict[str, Any]) -> bytes:
+    return base64.b64decode(node["bytes"], validate=True)
 
 
 class _Splitter:
@@ -89,9 +162,9 @@ class _Splitter:
             return self._mapping(kind, value, place)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, place)
-        for name, (known, plain) in _NUMPYS.items():
-            if kind is known:
-                return {KIND: name, "is": self.node(plain(value), place)}
+        if kind in (np.str_, np.bytes_):  # str() and arrays would drop NULs at the end
+            plain = str.__str__(value) if kind is np.str_ else bytes(value)
+            return {KIND: _NAMES[kind], "is": self.node(plain, place)}
         if isinstance(value, (np.ndarray, np.generic)):
             return self._array(value, place)
         return self._other(kind, value, place)
@@ -100,10 +173,9 @@ class _Splitter:
         return [self.node(value, (*place, str(i))) for i, value in enumerate(values)]
 
     def _mapping(self, kind: type[Any], value: dict[Any, Any], place: tuple[str, ...]) -> Any:
-        plain = all(type(key) is str for key in value) and KIND not in value
-        if kind is dict and plain:
+        if kind is dict and KIND not in value and all(type(key) is str for key in value):
             return {key: self.node(item, (*place, key)) for key, item in value.items()}
-        name = next((name for name, known in _MAPPINGS.items() if known is kind), None)
+        name = _NAMES.get(kind)
         more: dict[str, Any] = {}
         if kind is defaultdict:
             factory = cast("defaultdict[Any, Any]", value).default_factory
@@ -113,27 +185,29 @@ class _Splitter:
         if name is None:
             raise self._cannot(value, place)
         items = [
-            [self.node(key, (*place, "key")), self.node(item, (*place, _word(key)))]
+            [
+                self.node(key, (*place, "key")),
+                self.node(item, (*place, key if isinstance(key, str) else repr(key))),
+            ]
             for key, item in value.items()
         ]
-        versions = getattr(
-            value, "_metadata", None
-        )  # of a module's state: the versions of its classes
+        # Of a module's state: the versions of its classes.
+        versions = getattr(value, "_metadata", None)
         if versions is not None and name == "ordered":
             more["metadata"] = self.node(versions, (*place, "metadata"))
         return {KIND: name, **more, "items": items}
 
     def _tensor(self, value: torch.Tensor, place: tuple[str, ...]) -> dict[str, Any]:
         spelled = _spell(place)
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
-            raise self._cannot(value, place)
         if is_dtensor(value):
             check_placements(spelled, value)
             check_storable(spelled, value.to_local())
-        else:
+        elif type(value) in (torch.Tensor, torch.nn.Parameter):
             check_storable(spelled, value)
+        else:
+            raise self._cannot(value, place)
         same = storage_key(value)
-        key = self._seen.get(same) if same is not None else None
+        key = self._seen.get(same)
         if key is None:
             key = self._unused(spelled)
             self.tensors[key] = value.detach()
@@ -163,9 +237,11 @@ class _Splitter:
         return {KIND: "array", "key": key, "dtype": kind.str, "shape": list(value.shape)}
 
     def _other(self, kind: type[Any], value: Any, place: tuple[str, ...]) -> Any:
-        for name, known in _SEQUENCES.items():
-            if kind is known:
-                return {KIND: name, "items": self._items(value, place)}
+        name = _NAMES.get(kind)
+        if name in _SEQUENCES:
+            return {KIND: name, "items": self._items(value, place)}
+        if name in _PATHS:
+            return {KIND: name, "name": str(value)}
         if kind is deque:
             return {KIND: "deque", "most": value.maxlen, "items": self._items(value, place)}
         if kind is complex:
@@ -176,9 +252,6 @@ class _Splitter:
             return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
         if kind is torch.device:
             return {KIND: "device", "name": str(value)}
-        for name, known in _PATHS.items():
-            if kind is known or kind is type(known()):
-                return {KIND: name, "name": str(value)}
         raise self._cannot(value, place)
 
     def _cannot(self, value: Any, place: tuple[str, ...]) -> TypeError:
@@ -191,86 +264,9 @@ class _Splitter:
         )
 
 
-def _word(key: Any) -> str:
-    return key if isinstance(key, str) else repr(key)
-
-
 def _spell(place: tuple[str, ...]) -> str:
     return ".".join(place)
 
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-class _Joiner:
-    """Replaces the nodes of a tree by values."""
-
-    def __init__(self, load_tensor: Callable[[dict[str, Any]], torch.Tensor]) -> None:
-        self._load_tensor = load_tensor
-
-    def value(self, node: Any) -> Any:
-        """Return the value of a node."""
-        if isinstance(node, list):
-            return [self.value(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        found = cast("dict[str, Any]", node)
-        kind = found.get(KIND)
-        if kind is None:
-            return {key: self.value(item) for key, item in found.items()}
-        if kind in ("tensor", "sharded"):
-            tensor = self._load_tensor(found)
-            learns = found.get("learns")  # of a parameter only
-            return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
-        if kind in _MAPPINGS or kind == "default":
-            return self._mapping(kind, found)
-        if kind in ("array", "scalar"):
-            return self._array(found)
-        return self._other(kind, found)
-
-    def _mapping(self, kind: str, node: dict[str, Any]) -> Any:
-        items = {self.value(key): self.value(item) for key, item in node["items"]}
-        if kind == "default":
-            makes = node["makes"]
-            return defaultdict(None if makes is None else _FACTORIES[makes], items)
-        made = _MAPPINGS[kind](items)
-        if "metadata" in node:
-            made._metadata = self.value(node["metadata"])
-        return made
-
-    def _array(self, node: dict[str, Any]) -> Any:
-        kind = np.dtype(node["dtype"])
-        if kind.hasobject:
-            raise ValueError("an array of objects")
-        if node[KIND] == "scalar":
-            return np.frombuffer(base64.b64decode(node["bytes"], validate=True), kind)[0]
-        raw = self._load_tensor(node).numpy().tobytes()
-        return np.frombuffer(raw, kind).reshape(node["shape"]).copy()
-
-    def _other(self, kind: Any, node: dict[str, Any]) -> Any:
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind](self.value(node["items"]))
-        if kind in _NUMPYS:
-            return _NUMPYS[kind][0](self.value(node["is"]))
-        if kind in _PATHS:
-            return _PATHS[kind](node["name"])
-        match kind:
-            case "int":
-                return int(node["hex"], 16)
-            case "float":
-                return _DOUBLE.unpack(bytes.fromhex(node["bits"]))[0]
-            case "complex":
-                return complex(*struct.unpack("<dd", bytes.fromhex(node["bits"])))
-            case "deque":
-                return deque(self.value(node["items"]), node["most"])
-            case "bytes":
-                return base64.b64decode(node["bytes"], validate=True)
-            case "bytearray":
-                return bytearray(base64.b64decode(node["bytes"], validate=True))
-            case "dtype" if isinstance(found := getattr(torch, node["name"]), torch.dtype):
-                return found
-            case "device":
-                return torch.device(node["name"])
-            case _:
-                raise ValueError(f"a kind {kind!r} of value that this version does not know")

@@ -95,7 +95,7 @@ class StateWriter(NamedTuple):
             return write_safetensors(path, tensors, {}, on_progress, of_state=True)
 
         folder, place = self.destination.folder, self.team.place
-        return write_files(folder, self.own_files(), place, "saving the state", write, quiet=quiet)
+        return write_files(folder, self.files, place, "saving the state", write, quiet=quiet)
 
     def remove_own_files(self) -> None:
         """Remove this rank's files."""
@@ -123,9 +123,7 @@ class StateWriter(NamedTuple):
         if self.destination.is_new:
             return
         folder = self.destination.folder
-        for name in filesystem.names_or_log(folder):
-            if _LEFTOVER.fullmatch(name):
-                filesystem.remove_or_log(f"{folder}/{name}")
+        filesystem.remove_each_or_log(folder, lambda name: _LEFTOVER.fullmatch(name) is not None)
         for state in (*self.manifest.objects.values(), *self.manifest.ranks):
             for name in state.files:
                 filesystem.remove_or_log(f"{folder}/{name}")
@@ -161,11 +159,13 @@ class StateWriter(NamedTuple):
         objects, listed = (_as_dict(old.get(part)) for part in ("objects", "files"))
         names = (*self.manifest.objects, *objects)
         patterns = [re.compile(re.escape(name) + _VERSION) for name in names] + [_RANK_FILE]
-        for name in filesystem.names_or_log(folder):
-            path = f"{folder}/{name}"
-            of_state = name not in records and any(kind.fullmatch(name) for kind in patterns)
-            if _LEFTOVER.fullmatch(name) or (of_state and (name in listed or _is_of_state(path))):
-                filesystem.remove_or_log(path)
+
+        def is_old(name: str) -> bool:
+            if name in records or not any(kind.fullmatch(name) for kind in patterns):
+                return _LEFTOVER.fullmatch(name) is not None
+            return name in listed or begins_as_of_state(f"{folder}/{name}")
+
+        filesystem.remove_each_or_log(folder, is_old)
 
 
 def _read_old_manifest(path: str) -> dict[str, Any]:
@@ -178,11 +178,3 @@ def _read_old_manifest(path: str) -> dict[str, Any]:
 
 def _as_dict(found: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
-
-
-def _is_of_state(path: str) -> bool:
-    try:
-        return begins_as_of_state(path)
-    except OSError as error:
-        filesystem.LOG.warning("%s stays, since it cannot be read: %s", path, error)
-        return False

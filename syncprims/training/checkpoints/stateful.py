@@ -1,4 +1,4 @@
-"""What can be saved by name: objects with a state, and the random number generators."""
+"""What can be saved by name: objects with a state."""
 
 # Torch is typed in part, and what comes out of JSON may be anything:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -6,20 +6,19 @@
 
 from __future__ import annotations
 
-import random
 import re
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import nn
 
-from syncprims import CheckpointError, get_local_world_size
+from syncprims import CheckpointError
 from syncprims._protocol.validation import require
+from syncprims.training.wrappers import unwrap
 
 from .dtensor import is_dtensor
 from .integrity import refusal
-from .weights import portable_name, unwrapped
+from .weights import portable_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -66,14 +65,14 @@ def state_of(thing: Stateful) -> Any:
     """Return an object's state; of a wrapped model, that of the model inside."""
     if not isinstance(thing, nn.Module):
         return thing.state_dict()
-    state: Any = unwrapped(thing).state_dict()
+    state: Any = unwrap(thing).state_dict()
     return _rename(state, portable_name)
 
 
 def load_into(thing: Stateful, state: Any) -> None:
     """Load a state into an object; into a wrapped model, the model inside."""
     if isinstance(thing, nn.Module):
-        inner = unwrapped(thing)
+        inner = unwrap(thing)
         names = {portable_name(name): name for name in inner.state_dict()}
         inner.load_state_dict(_rename(state, lambda name: names.get(name, name)))
     else:
@@ -126,52 +125,3 @@ def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
         params = [p for group in thing.param_groups for p in group["params"]]
         return {f"state.{number}.": p for number, p in enumerate(params) if is_dtensor(p)}
     return {}
-
-
-# -- random numbers -------------------------------------------------------------------------------
-
-
-def capture_rng() -> dict[str, Any]:
-    """Return the state of the default generators of Python, numpy and torch on this rank."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "numpy": {
-            "kind": kind, "keys": keys, "position": int(position),
-            "has_gauss": int(has_gauss), "cached": float(cached),
-        },
-        "torch": torch.get_rng_state(),
-        "cuda": {str(device): torch.cuda.get_rng_state(device) for device in _gpus()},
-    }  # fmt: skip
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """Restore the state of the default generators.
-
-    :raises ValueError: if the GPUs whose generators are in the state are not those of this rank.
-    """
-    devices = {str(device) for device in _gpus()}
-    if devices != state["cuda"].keys():
-        raise ValueError(
-            f"it was saved with the generators of GPUs {sorted(state['cuda'])}, and here are "
-            f"{sorted(devices)}; with rng=False they are left as they are"
-        )
-    python, numbers = state["python"], state["numpy"]
-    words = tuple(int(word) for word in python["words"])
-    random.setstate((python["version"], words, python["gauss"]))
-    np.random.set_state(
-        (numbers["kind"], numbers["keys"], numbers["position"], numbers["has_gauss"],
-         numbers["cached"])
-    )  # fmt: skip
-    torch.set_rng_state(state["torch"])
-    for device, one in state["cuda"].items():
-        torch.cuda.set_rng_state(one, int(device))
-
-
-def _gpus() -> list[int]:
-    """Return the GPUs whose generators this rank uses: all if it is alone, else its own."""
-    if not torch.cuda.is_available():
-        return []
-    alone = get_local_world_size() == 1
-    return list(range(torch.cuda.device_count())) if alone else [torch.cuda.current_device()]

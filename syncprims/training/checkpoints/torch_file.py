@@ -54,34 +54,29 @@ def write_torch(
     on_progress: Callable[[int], object],
 ) -> FileRecord:
     """Write these tensors, tied ones under all their names, to the new file `path`, and sync it."""
-    own = {name: _own_storage(tensor.detach()) for name, tensor in tensors.items()}
-    return write_torch_object(
-        path, {**own, **{other: own[name] for other, name in ties.items()}}, on_progress
-    )
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        # Torch saves the whole storage: it must not be larger than the tensor.
+        whole = tensor.untyped_storage().nbytes() == byte_size([tensor])
+        own[name] = tensor.detach() if whole else tensor.detach().clone()
+    own |= {other: own[name] for other, name in ties.items()}
+    return write_torch_object(path, own, on_progress)
 
 
 def write_torch_object(
     path: str, obj: Any, on_progress: Callable[[int], object] = lambda done: None
 ) -> FileRecord:
     """Write what `torch.save` makes of `obj` to the new file `path`, and sync it."""
-    file = filesystem.NewFile(path)
-    stream = _Stream(file, on_progress)
-    try:
-        torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with contextlib.closing(filesystem.NewFile(path)) as file:
+        stream = _Stream(file, on_progress)
+        try:
+            torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        except BaseException:
+            if stream.error is not None:
+                raise stream.error from None
+            raise
         file.finish()
-    except BaseException:
-        if stream.error is not None:
-            raise stream.error from None
-        raise
-    finally:
-        file.abandon()
     return FileRecord(stream.size, stream.hashed.hexdigest())
-
-
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose storage is not larger than itself: torch saves the whole storage."""
-    same = tensor.untyped_storage().nbytes() == byte_size([tensor])
-    return tensor if same else tensor.clone()
 
 
 def _digest(file: filesystem.ExistingFile) -> str:

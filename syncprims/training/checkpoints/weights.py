@@ -16,7 +16,8 @@ import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+
+from syncprims.training.wrappers import unwrap
 
 from . import filesystem
 from .integrity import check_digest, check_file_name, has_digest, parse, reading, refusal
@@ -32,22 +33,11 @@ from .safetensors_file import (
 from .torch_file import read_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator
+
+    from torch import nn
 
 # -- a model's tensors ----------------------------------------------------------------------------
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of data-parallel and compiling wrappers."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(
-            model, (nn.parallel.DistributedDataParallel, nn.DataParallel)
-        ):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def portable_name(name: str) -> str:
@@ -60,14 +50,18 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
 
     :raises TypeError: if something in its state is not a tensor that a file can hold.
     """
-    inner = unwrapped(model)
+    inner = unwrap(model)
     declared = getattr(inner, "_tied_weights_keys", None) or ()
     kept: dict[str, torch.Tensor] = {}
     others: dict[str, str] = {}
     seen: dict[Any, str] = {}
     state: dict[str, Any] = inner.state_dict()
+
+    def is_declared(name: str) -> bool:
+        return any(name == pattern or re.search(pattern, name) for pattern in declared)
+
     # Names that the model declares as copies come last, so that the other name is kept.
-    for name in sorted(state, key=lambda name: _is_declared(name, declared)):
+    for name in sorted(state, key=is_declared):
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
@@ -91,16 +85,10 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
     return {name: kept[name] for name in order if name in kept}, others
 
 
-def _is_declared(name: str, patterns: Iterable[str]) -> bool:
-    return any(name == pattern or re.search(pattern, name) for pattern in patterns)
-
-
 def storage_key(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for two tensors that are the same memory; None if unknown."""
-    if tensor.numel() == 0 or tensor.is_meta:
-        return None
     local = getattr(tensor, "_local_tensor", tensor)
-    if not local.numel():
+    if tensor.is_meta or not local.numel():
         return None
     place = local.data_ptr(), tuple(local.stride()), tuple(tensor.shape)
     return (*place, tensor.dtype, tensor.device, local.is_conj(), local.is_neg())
@@ -149,8 +137,10 @@ def open_weights(path: str, *, follow: bool = False) -> Generator[dict[str, Stor
         if filesystem.is_directory(path):
             path = _first_file(path)
     with contextlib.ExitStack() as files:
-        reader = _WeightsReader(files, follow)
-        yield reader.shards(path) if path.endswith(INDEX) else reader.file(path, None)
+        if path.endswith(INDEX):
+            yield _open_shards(path, files, follow)
+        else:
+            yield _open_file(path, None, files, follow)
 
 
 def _first_file(directory: str) -> str:
@@ -165,52 +155,51 @@ def _first_file(directory: str) -> str:
     raise refusal(directory, "no model in it", expected, ", ".join(found) or "nothing")
 
 
-class _WeightsReader:
-    """Opens weights files. They stay open until `files` is closed."""
+def _open_file(
+    path: str, record: FileRecord | None, files: contextlib.ExitStack, follow: bool
+) -> dict[str, Stored]:
+    """Return the tensors of one file; with `record`, of the one that was written.
 
-    def __init__(self, files: contextlib.ExitStack, follow: bool) -> None:
-        self._files = files
-        self._follow = follow
+    The file stays open until `files` is closed.
+    """
+    if not path.endswith(".safetensors"):
+        found = read_torch(path, record, follow=follow)
+        loaded = {id(tensor): LoadedTensor(tensor) for tensor in found.values()}
+        return {name: loaded[id(tensor)] for name, tensor in found.items()}
+    opened = SafetensorsFile(path, follow=follow)
+    file = files.enter_context(contextlib.closing(opened))
+    if record is not None:
+        record.check(path, file)
+    with progress_bar("checking weights", file.size) as add:
+        file.check_data(add)
+    tensors: dict[str, Stored] = {**file.tensors()}
+    for other, name in file.metadata.items():  # tied: the safetensors library notes it so, too
+        if other not in RESERVED and other not in tensors and name in tensors:
+            tensors[other] = tensors[name]
+    return tensors
 
-    def file(self, path: str, record: FileRecord | None) -> dict[str, Stored]:
-        """Return the tensors of one file; with `record`, of the one that was written."""
-        if not path.endswith(".safetensors"):
-            found = read_torch(path, record, follow=self._follow)
-            loaded = {id(tensor): LoadedTensor(tensor) for tensor in found.values()}
-            return {name: loaded[id(tensor)] for name, tensor in found.items()}
-        opened = SafetensorsFile(path, follow=self._follow)
-        file = self._files.enter_context(contextlib.closing(opened))
-        if record is not None:
-            record.check(path, file)
-        with progress_bar("checking weights", file.size) as add:
-            file.check_data(add)
-        tensors: dict[str, Stored] = {**file.tensors()}
-        for other, name in file.metadata.items():  # tied: the safetensors library notes it so, too
-            if other not in RESERVED and other not in tensors and name in tensors:
-                tensors[other] = tensors[name]
-        return tensors
 
-    def shards(self, path: str) -> dict[str, Stored]:
-        """Return the tensors of the files in an index."""
-        file_of, records = _read_index(path, self._follow)
-        by_file: dict[str, list[str]] = {}
-        for name, file in file_of.items():
-            by_file.setdefault(check_file_name(path, file), []).append(name)
-        if records and records.keys() != by_file.keys():
-            raise refusal(path, "files", ", ".join(sorted(records)), ", ".join(sorted(by_file)))
-        tensors: dict[str, Stored] = {}
-        directory = os.path.dirname(path) or os.curdir  # noqa: PTH120
-        for file, names in by_file.items():
-            found = self.file(f"{directory}/{file}", records.get(file))
-            lacking = [name for name in names if name not in found]
-            if lacking:
-                raise refusal(f"{directory}/{file}", "tensors", ", ".join(lacking), "none of these")
-            tensors |= {name: found[name] for name in names}
-            # What the index does not list is used only if it is tied to what it lists.
-            listed = {id(found[name]) for name in names}
-            ties = {n: t for n, t in found.items() if n not in file_of and id(t) in listed}
-            tensors |= ties
-        return tensors
+def _open_shards(path: str, files: contextlib.ExitStack, follow: bool) -> dict[str, Stored]:
+    """Return the tensors of the files in an index."""
+    file_of, records = _read_index(path, follow)
+    by_file: dict[str, list[str]] = {}
+    for name, file in file_of.items():
+        by_file.setdefault(check_file_name(path, file), []).append(name)
+    if records and records.keys() != by_file.keys():
+        raise refusal(path, "files", ", ".join(sorted(records)), ", ".join(sorted(by_file)))
+    tensors: dict[str, Stored] = {}
+    directory = os.path.dirname(path) or os.curdir  # noqa: PTH120
+    for file, names in by_file.items():
+        found = _open_file(f"{directory}/{file}", records.get(file), files, follow)
+        lacking = [name for name in names if name not in found]
+        if lacking:
+            raise refusal(f"{directory}/{file}", "tensors", ", ".join(lacking), "none of these")
+        tensors |= {name: found[name] for name in names}
+        # What the index does not list is used only if it is tied to what it lists.
+        listed = {id(found[name]) for name in names}
+        ties = {n: t for n, t in found.items() if n not in file_of and id(t) in listed}
+        tensors |= ties
+    return tensors
 
 
 def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, FileRecord]]:

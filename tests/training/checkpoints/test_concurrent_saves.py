@@ -154,9 +154,11 @@ def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None
         for step in (1, 2):
             steps.save(step, {"m": Net(step)})
         net, other = Net(7), 1 + sp.get_rank() // 2
-        with pytest.raises(sp.CheckpointError, match=r"ranks \[2\] have found another") as caught:
+        with pytest.raises(
+            sp.CheckpointError, match=r"ranks \[2\] have found a different"
+        ) as caught:
             load_state(steps.path(other), {"m": net})
-        with pytest.raises(sp.CheckpointError, match=r"ranks \[2\] have found another"):
+        with pytest.raises(sp.CheckpointError, match=r"ranks \[2\] have found a different"):
             steps.load({"m": net}, step=other)
         assert caught.value.rank == 2
         untouched = net.version()

@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,12 +144,8 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, meeting_place: 
 
 
 def show_bars_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Eager(tqdm):  # type: ignore[type-arg]
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options, mininterval=0)  # every update is written
-
-    monkeypatch.setattr("syncprims.training.checkpoints.progress._DELAY", 1e-9)
-    monkeypatch.setattr("syncprims.training.checkpoints.progress._bar_class", lambda: Eager)
+    monkeypatch.setattr("syncprims.training.checkpoints.progress._DELAY", -1.0)
+    monkeypatch.setattr("tqdm.auto.tqdm", partial(tqdm, mininterval=0))  # every update is written
 
 
 @several(2)

@@ -384,5 +384,5 @@ def test_who_waits_at_a_save_says_so_and_where(world: Ranks, tmp_path: Path) -> 
         return str(caught.value)
 
     said = world.run(program)[0]
-    assert re.search(r"wait in save_state \(\S*test_checkpoint_states\.py:\d+\)", said)
+    assert re.search(r"wait in save_state \(\S*test_save_state\.py:\d+\)", said)
     assert "all_gather" not in said
