@@ -1,15 +1,19 @@
-"""What this machine has for its ranks: processors, devices, shared memory, file systems."""
+"""This machine: processors, devices, shared memory, file systems, and processes that have ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import signal
+import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
 
 def count_processors() -> int:
@@ -73,3 +77,30 @@ def find_file_system(path: Path) -> str | None:
         if above and len(mounted) >= len(point):
             best, point = after.split(" ")[0], mounted
     return best or None
+
+
+@contextlib.contextmanager
+def scratch_directory(prefix: str) -> Generator[Path]:
+    """Make a private directory, in shared memory if possible, and remove it with its content."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def free_port() -> int:
+    """Return a TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def describe_exit(status: int | None) -> str:
+    """Return ``exit code 3`` or ``killed by SIGKILL`` for a return code of `subprocess`."""
+    if status is None or status >= 0:
+        return f"exit code {'unknown' if status is None else status}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-status).name}"
+    return f"killed by signal {-status}"

@@ -126,14 +126,6 @@ def explore(
     if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
         pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
         spec = dataclasses.replace(spec, seed=pct)
-    return _try_schedules(spec, schedules, check)
-
-
-def _try_schedules(
-    spec: WorldSpec, schedules: int, check: Callable[[list[Any]], object] | None
-) -> Explored:
-    """Run that many schedules; raise the failure with the fewest steps, if there is one."""
-    __tracebackhide__ = True
     paths: set[int] = set()
     missed = spec.faults  # under every schedule
     shortest: tuple[int, Exception] | None = None  # steps, failure
@@ -228,24 +220,19 @@ def every_point(
     for at in range(1, most + 1):
         here = dataclasses.replace(fault, at=at)
         run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout))
-        point = _point(here, run)
+        try:
+            point = Point(here, results_of(run, test_context.get().replay(run.seed)), None)
+        except BaseException as error:
+            if not run.struck or not _is_expected(here, error):
+                error.add_note(f"with {here}" if run.struck else "without a fault")
+                raise
+            point = Point(here, None, error)
         if not run.struck:
             return points
         if check is not None:
             check(point)
         points.append(point)
     raise ValueError(f"{fault} still met a round after {most} worlds; allow more: most=")
-
-
-def _point(fault: Fault, run: WorldRun) -> Point:
-    __tracebackhide__ = True
-    try:
-        return Point(fault, results_of(run, test_context.get().replay(run.seed)), None)
-    except BaseException as error:
-        if run.struck and _is_expected(fault, error):
-            return Point(fault, None, error)
-        error.add_note(f"with {fault}" if run.struck else "without a fault")
-        raise
 
 
 def _is_expected(fault: Fault, error: BaseException) -> bool:

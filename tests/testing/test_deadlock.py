@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncprims.testing.deadlock import Wait, deadlock_error, find_any_cycle, find_cycle
+from syncprims._protocol.deadlock import Wait, deadlock_error, find_any_cycle, find_cycle
 
 
 def waits(**missing: list[int]) -> dict[int, Wait]:
