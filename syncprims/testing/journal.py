@@ -26,7 +26,7 @@ class JournalWriter(Observer):
     """Writes the journal of one rank, and reads the verdict that the parent may leave for it."""
 
     def __init__(self, journal: Path, verdict: Path, faults: Sequence[Fault]) -> None:
-        self._fd = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._verdict = verdict
         self._faults = faults
         self._waits: tuple[Any, ...] | None = None
@@ -90,14 +90,13 @@ class Journal:
         self.posted: dict[tuple[int, ...], int] = {}  #: number of rounds, by members of the board
         self.number = 0  #: of the round that it waits for
         self.has_deadline = False  #: does the wait end by itself?
+        path.touch()
         self._path = path
         self._offset = 0
         self._faults = faults
 
     def read(self) -> bool:
         """Read what is new, and return whether there is anything."""
-        if not self._path.exists():
-            return False
         begin = self._offset
         with self._path.open("rb") as file:
             file.seek(begin)

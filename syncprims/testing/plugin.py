@@ -28,8 +28,7 @@ _SESSION: pytest.StashKey[Any] = pytest.StashKey()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--world-seed``."""
-    group = parser.getgroup("syncprims", "worlds of ranks (syncprims)")
-    group.addoption(
+    parser.getgroup("syncprims", "worlds of ranks (syncprims)").addoption(
         "--world-seed",
         metavar="SEED",
         help="the schedule of worlds of threads, as a failure's report prints it",

@@ -178,20 +178,16 @@ def main() -> None:
 
 
 def _serve(spec: WorkerSpec, fn: Callable[[], Any]) -> None:
-    """Fork all workers; report to the parent rank and pid of each, and with its end the code."""
+    """Fork all workers; report to the parent the pid of each rank, and at its end the exit code."""
     _die_with(spec.parent)
     _load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
     spec = dataclasses.replace(spec, parent=os.getpid())
-    ranks: dict[int, int] = {}  # by pid
-    for rank in range(spec.ranks):
-        pid = _fork(spec, rank, fn)
-        ranks[pid] = rank
+    workers = Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})
+    for rank, pid in workers.pids.items():
         os.write(1, b"%d %d\n" % (rank, pid))
-    while ranks:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        pid = ended.si_pid
-        os.write(1, b"%d %d %d\n" % (ranks.pop(pid), pid, _reap(pid)))
+    while workers.pids:
+        for rank, code in workers.wait(1.0).items():
+            os.write(1, b"%d %d\n" % (rank, code))
     os._exit(0)
 
 
@@ -246,13 +242,13 @@ class _ServedWorkers(Workers):
         if not line:  # the server has ended, and so have the ranks
             self.pids.clear()
             return dict.fromkeys(self._left, self._server.wait())
-        rank, pid, *code = map(int, line.split())
-        if not code:
-            self.pids[rank] = pid
+        rank, number = map(int, line.split())
+        if rank not in self.pids:
+            self.pids[rank] = number
             return {}
         del self.pids[rank]
         self._left.remove(rank)
-        return {rank: code[0]}
+        return {rank: number}
 
     def close(self) -> None:
         self._pipe.close()

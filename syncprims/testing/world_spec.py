@@ -67,8 +67,9 @@ class WorldSpec:
 
     def __post_init__(self) -> None:
         fn, ranks, nodes = self.fn, self.ranks, self.nodes
-        if type(ranks) is not int:
-            raise TypeError(f"ranks is how many there are, and {ranks!r} is no int")
+        kind_of_ranks = type(ranks).__name__
+        if kind_of_ranks != "int":
+            raise TypeError(f"ranks is how many there are, and {ranks!r} is a {kind_of_ranks}")
         if ranks < 1:
             raise ValueError(f"ranks={ranks}: a world has at least one")
         if not callable(fn):

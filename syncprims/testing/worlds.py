@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from syncprims._protocol.validation import require
+from syncprims.interface import Label
 
 from .errors import StallError, UncontrolledError
-from .faults import Delay, Fault, Kill, Raise, Stop, exception_type
+from .faults import Fault, Raise, Stop, exception_type
 from .outcomes import WorldRun, is_consequence
 from .thread_world import ThreadWorld
 from .verdict import add_note, check_faults_struck, results_of
@@ -162,20 +163,17 @@ def explore(
 def _compare(one: WorldRun, other: WorldRun) -> None:
     """Raise `UncontrolledError` if two runs of one seed differ."""
     __tracebackhide__ = True
-    posts = enumerate(itertools.zip_longest(one.path(), other.path()))
-    number = next((number for number, (a, b) in posts if a != b), None)
-    if number is None:
+    pairs = enumerate(itertools.zip_longest(one.path(), other.path()), 1)
+    number, posts = next(((n, (a, b)) for n, (a, b) in pairs if a != b), (0, ()))
+    if not number:
         return
-
-    def shown(run: WorldRun) -> str:
-        if number >= len(run.trace):
-            return "had ended"
-        rank, call = run.trace[number]
-        return f"rank {rank} came to {call.label}"
-
+    first, second = (
+        "had ended" if post is None else f"rank {post[0]} came to {Label.decode(post[2])}"
+        for post in posts
+    )
     raise UncontrolledError(
-        f"two runs with seed {one.seed} differ from post {number + 1} on: in one, {shown(one)}; in "
-        f"the other, {shown(other)}. Something that the seed does not decide steers the calls: a "
+        f"two runs with seed {one.seed} differ from post {number} on: in one, {first}; in "
+        f"the other, {second}. Something that the seed does not decide steers the calls: a "
         f"clock, a random number without a seed of its own, the order of a set, or what an earlier "
         f"run has left in a global"
     )
@@ -239,6 +237,4 @@ def _is_expected(fault: Fault, error: BaseException) -> bool:
     """Return whether such a fault normally makes a world end with this error."""
     if isinstance(fault, Raise):
         return isinstance(error, exception_type(fault.error))
-    if isinstance(fault, Stop) and isinstance(error, StallError):
-        return True
-    return isinstance(fault, Kill | Stop | Delay) and is_consequence(error)
+    return is_consequence(error) or (isinstance(fault, Stop) and isinstance(error, StallError))
