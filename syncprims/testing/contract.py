@@ -332,11 +332,10 @@ class BackendContract:
             if sp.get_rank() == 1:
                 sp.barrier("its last")
             board.post(_note())
-            _wait_in_vain(board, 1, "lost")
-            return "saw it"
+            return _wait_in_vain(board, 1, "lost").state
 
         found = self.run(program, faults=[Kill(1, at="its last")])
-        assert found == ["saw it", None, *["saw it"] * (self.ranks - 2)]
+        assert found == ["lost", None, *["lost"] * (self.ranks - 2)]
 
     # -- the library on top of the boards -------------------------------------------------------
 
@@ -436,9 +435,6 @@ class BackendContract:
 
     def test_worlds_follow_each_other(self) -> None:
         """Nothing of one world is visible in the next."""
-
-        def program() -> list[int]:
-            return sp.all_gather(sp.get_rank())
-
         for _ in range(3):
-            assert self.run(program) == [list(range(self.ranks))] * self.ranks
+            found = self.run(lambda: sp.all_gather(sp.get_rank()))
+            assert found == [list(range(self.ranks))] * self.ranks

@@ -16,6 +16,7 @@ from syncprims.errors import TORN, SyncError, dump
 from syncprims.interface import Label
 
 from .errors import Killed, WorldAborted
+from .exception_transport import text_of
 from .faults import Delay, Fault
 from .scheduler import Seed
 
@@ -171,10 +172,7 @@ def _handled_by(error: BaseException) -> str:
 
 def headline(error: BaseException) -> str:
     """Return ``ValueError: bad value``, on one line."""
-    try:
-        first = str(error).strip().split("\n", 1)[0]
-    except Exception:  # a user's __str__ must not hide the failure
-        first = ""
+    first = text_of(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

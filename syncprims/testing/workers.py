@@ -169,8 +169,7 @@ class PortableFunction:
 def main() -> None:
     """Run the worker that the arguments name; or fork all workers, as a fork server does."""
     path, rank = sys.argv[1:]
-    with Path(path).open("rb") as file:
-        spec, function = pickle.load(file)
+    spec, function = pickle.loads(Path(path).read_bytes())
     fn = function.load()
     if rank != "all":
         _run_worker(spec, int(rank), fn)
