@@ -98,11 +98,10 @@ class WorldRun:
 
         None if there is no cycle among them.
         """
-        cycle = find_any_cycle(waits)
-        if not cycle:
+        if not find_any_cycle(waits):
             return None
         self.has_cycle = True
-        return dump(deadlock_error({rank: waits[rank] for rank in cycle}, cycle[0]))
+        return dump(deadlock_error(dict(sorted(waits.items())), min(waits)))
 
     def stopped(self, ranks: Sequence[int]) -> None:
         """Record that the world was given up because faults have stopped these ranks."""
