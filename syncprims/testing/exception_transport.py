@@ -62,9 +62,13 @@ def pack_exception(error: BaseException) -> PackedException:
         data = pickle.dumps(error)
         if type(pickle.loads(data)) is kind:
             pickled = data
-    try:
-        text = str(error)
-    except Exception:  # a user's __str__ must not hide the failure
-        text = ""
     trace = "".join(traceback.format_exception(error))
-    return PackedException(kind.__module__, kind.__qualname__, text, pickled, trace)
+    return PackedException(kind.__module__, kind.__qualname__, text_of(error), pickled, trace)
+
+
+def text_of(error: BaseException) -> str:
+    """Return ``str(error)``, or "" if that raises: a user's code must not hide the failure."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

@@ -105,9 +105,9 @@ def exception_type(error: BaseException | type[BaseException]) -> type[Any]:
     return error if isinstance(error, type) else type(error)
 
 
-def is_due(fault: Fault, rank: int, number: int, label: Label) -> bool:
-    """Return whether `fault` strikes `rank` at its round of this number and label."""
-    return rank == fault.rank and fault.at in (number, label.name, label.kind)
+def is_due(fault: Fault, number: int, label: Label) -> bool:
+    """Return whether `fault` strikes its rank at the round of this number and label."""
+    return fault.at in (number, label.name, label.kind)
 
 
 def apply_fault(fault: Fault, target: FaultTarget) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -77,10 +76,7 @@ class SessionValues:
 
     def _write(self, path: Path, entry: Any) -> None:
         new = path.with_suffix(".new")
-        with new.open("wb") as file:
-            pickle.dump((entry, self._worker), file)
-            file.flush()
-            os.fsync(file.fileno())
+        new.write_bytes(pickle.dumps((entry, self._worker)))
         new.rename(path)
 
     def _read(self, path: Path, name: str) -> Any:

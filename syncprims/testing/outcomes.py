@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from syncprims._protocol.call_site import users_part
-from syncprims.errors import TORN, SyncError
+from syncprims._protocol.deadlock import Wait, deadlock_error, find_any_cycle
+from syncprims.errors import TORN, SyncError, dump
+from syncprims.interface import Label
 
 from .errors import Killed, WorldAborted
+from .exception_transport import text_of
 from .faults import Delay, Fault
-from .probe import RecordedCall
 from .scheduler import Seed
 
 _HERE = str(Path(__file__).parent)
@@ -26,9 +28,16 @@ _CORE = str(Path(__file__).parent.parent)
 End = Literal["returned", "raised", "killed", "stopped", "died", "left"]
 
 
+class RecordedCall(NamedTuple):
+    """One round that a rank came to."""
+
+    members: tuple[int, ...]  #: of the board
+    label: Label
+
+
 @dataclass
 class RankOutcome:
-    """How one rank ended."""
+    """What one rank has done so far, and in the end, how it ended."""
 
     rank: int
     end: End = "left"
@@ -37,6 +46,7 @@ class RankOutcome:
     handled: str = ""  #: the exception that it handled when a call of this library failed
     idle: bool = False  #: it could continue, but another rank had the turn
     detail: str = ""  #: how a process ended
+    #: all except that of the start
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     waits: RecordedCall | None = None  #: where it waits, or waited without result
     consequence: bool = False  #: its error only reports that of another rank
@@ -82,6 +92,16 @@ class WorldRun:
     stacks: str = ""  #: of all ranks, then
     steps: int = 0  #: decisions of the schedule
     trace: list[tuple[int, RecordedCall]] = field(default_factory=list[tuple[int, RecordedCall]])
+
+    def find_deadlock(self, waits: Mapping[int, Wait]) -> bytes | None:
+        """Return the verdict for ranks that all wait, if some wait for each other, and record it.
+
+        None if there is no cycle among them.
+        """
+        if not find_any_cycle(waits):
+            return None
+        self.has_cycle = True
+        return dump(deadlock_error(dict(sorted(waits.items())), min(waits)))
 
     def stopped(self, ranks: Sequence[int]) -> None:
         """Record that the world was given up because faults have stopped these ranks."""
@@ -151,10 +171,7 @@ def _handled_by(error: BaseException) -> str:
 
 def headline(error: BaseException) -> str:
     """Return ``ValueError: bad value``, on one line."""
-    try:
-        first = str(error).strip().split("\n", 1)[0]
-    except Exception:  # a user's __str__ must not hide the failure
-        first = ""
+    first = text_of(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +23,12 @@ from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
 _OPTIONS = ("ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start", "nodes")
-_SEED: pytest.StashKey[Seed] = pytest.StashKey()
 _SESSION: pytest.StashKey[Any] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--world-seed``."""
-    group = parser.getgroup("syncprims", "worlds of ranks (syncprims)")
-    group.addoption(
+    parser.getgroup("syncprims", "worlds of ranks (syncprims)").addoption(
         "--world-seed",
         metavar="SEED",
         help="the schedule of worlds of threads, as a failure's report prints it",
@@ -39,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and read the seed."""
+    """Register the marker, and check the seed."""
     config.addinivalue_line(
         "markers",
         "world(ranks=4, kind='threads', backend=None, schedules=1, seed=None, faults=(), "
@@ -49,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     text = config.getoption("world_seed")
     if text is not None:
         try:
-            config.stash[_SEED] = Seed.read(text)
+            Seed.read(text)
         except ValueError as error:
             raise pytest.UsageError(f"--world-seed: {error}") from None
 
@@ -102,19 +99,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     """Return the options of each world that a test is to run in, by name."""
     options = _options(mark)
-    ranks, kinds = _several(options.get("ranks", 4)), _several(options.get("kind", "threads"))
-    backends, tried = _several(options.get("backend")), _several(options.get("schedules", 1))
+    ranks, kinds = _several(options.pop("ranks", 4)), _several(options.pop("kind", "threads"))
+    backends, tried = _several(options.pop("backend", None)), _several(options.pop("schedules", 1))
     if any(type(count) is not int or count < 1 for count in tried):
         raise pytest.UsageError(f"{mark}: schedules= is how many to try, at least 1")
     found: dict[str, dict[str, Any]] = {}
     for kind, count in itertools.product(kinds, ranks):
         # Without the options of the other kind of world: they would make the same test again.
-        of_kind = {"schedules": tried} if kind == "threads" else {"backend": backends}
-        ((option, values),) = of_kind.items()
+        option, values = ("schedules", tried) if kind == "threads" else ("backend", backends)
         for value in values:
             name = f"{kind}-{count}" + (f"-{value}" if len(values) > 1 else "")
-            rest = {k: v for k, v in options.items() if k not in ("backend", "schedules")}
-            found[name] = {**rest, "ranks": count, "kind": kind, option: value}
+            found[name] = {**options, "ranks": count, "kind": kind, option: value}
     if not found:
         raise pytest.UsageError(f"{mark}: no world to run in")
     return found
@@ -152,7 +147,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             return None  # the test itself reads what is printed
         return PrefixedOutput() if item.config.getoption("capture") == "no" else collected
 
-    seed = item.config.stash.get(_SEED, None)
+    seed = item.config.getoption("world_seed")
     token = test_context.set(TestContext(seed, item.nodeid, make_output))
     try:
         return (yield)
@@ -165,11 +160,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def _refuse_unittest(item: pytest.Item) -> None:
     """Fail a test that would run once instead of once per rank."""
     __tracebackhide__ = True
-    unittest = sys.modules.get("unittest")
+    import unittest  # slow to import, and only marked tests need it
+
     cls: Any = getattr(item, "cls", None)
-    if not isinstance(item, pytest.Function) or (
-        unittest is not None and cls is not None and issubclass(cls, unittest.TestCase)
-    ):
+    if not isinstance(item, pytest.Function) or (cls and issubclass(cls, unittest.TestCase)):
         pytest.fail(
             "pytest.mark.world runs functions, and methods of plain classes: in a "
             "unittest.TestCase, call syncprims.testing.run_world",
@@ -191,26 +185,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     callspec = getattr(pyfuncitem, "callspec", None)
     chosen: dict[str, Any] | None = callspec.params.get(_ARGUMENT) if callspec else None
     (first, *_) = _worlds(mark).values()
-    _run_in_world(functools.partial(pyfuncitem.obj, **arguments), chosen or first)
+    options = dict(chosen or first)
+    kind, schedules = options.pop("kind"), options.pop("schedules", 1)
+    # A test for both kinds of world may have options that only one of them takes.
+    options.pop("start" if kind == "threads" else "seed", None)
+    body = functools.partial(_without_result, pyfuncitem.obj, arguments)
+    if schedules > 1:
+        explore(body, schedules=schedules, **options)
+    else:
+        run_world(body, kind=kind, **options)
     return True
 
 
-def _run_in_world(body: Callable[[], Any], options: dict[str, Any]) -> None:
-    """Run a test's body once per rank, under one schedule or several."""
-    __tracebackhide__ = True
-    given = dict(options)
-    kind = given.pop("kind")
-    schedules = given.pop("schedules", 1)
-    fn = functools.partial(_without_result, body)
-    # A test for both kinds of world may have options that only one of them takes.
-    given.pop("start" if kind == "threads" else "seed", None)
-    if schedules > 1:
-        explore(fn, schedules=schedules, **given)
-    else:
-        run_world(fn, kind=kind, **given)
-
-
-def _without_result(body: Callable[[], Any]) -> None:
+def _without_result(body: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Run a body and drop its result, with which a world of processes could fail."""
     __tracebackhide__ = True
-    body()
+    body(**arguments)

@@ -9,24 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import get_annotations
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from syncprims.interface import Backend, Board, Label, Note, Status
+from syncprims.interface import Backend, Board, Note, Status
 
 from .errors import Killed
-from .faults import Fault, FaultTarget, apply_fault, is_due
+from .faults import Fault, apply_fault, current_target, is_due
+from .outcomes import RankOutcome, RecordedCall
 
 T = TypeVar("T")
 
 _ASK_EVERY = 0.02  # seconds between two questions to the observer
 JOIN = "init"  # the round in which a world starts; rounds are counted after it
-
-
-class RecordedCall(NamedTuple):
-    """One round that a rank came to."""
-
-    members: tuple[int, ...]  #: of the board
-    label: Label
 
 
 class Observer:
@@ -50,36 +44,31 @@ class Observer:
 
 
 class Probe:
-    """The record of one rank."""
+    """Records in `outcome` what the rank that makes it does, and applies faults to that rank."""
 
-    def __init__(
-        self, rank: int, faults: Sequence[Fault], target: FaultTarget, observer: Observer
-    ) -> None:
-        self.rank = rank
+    def __init__(self, outcome: RankOutcome, faults: Sequence[Fault], observer: Observer) -> None:
+        self.outcome = outcome
         self.observer = observer
-        self.calls: list[RecordedCall] = []  #: all except that of the start
-        self.waits: RecordedCall | None = None  #: the call it waits in, or waited in without result
-        self.dead = False
-        self.torn = False  #: a board of it has broken
-        self.struck: list[Fault] = []
-        self._faults = [fault for fault in faults if fault.rank == rank]
-        self._target = target
+        self.rank = outcome.rank
+        self._faults = [fault for fault in faults if fault.rank == outcome.rank]
+        self._target = current_target.get()
 
-    def record_call(self, members: tuple[int, ...], label: Label) -> None:
+    def record_call(self, call: RecordedCall) -> None:
         """Record a call of this rank, and apply the faults that are due at it."""
-        if label.kind == JOIN:
+        if call.label.kind == JOIN:
             return
-        self.calls.append(RecordedCall(members, label))
-        self.observer.on_call(self.rank, self.calls[-1])
+        calls, struck = self.outcome.calls, self.outcome.struck
+        calls.append(call)
+        self.observer.on_call(self.rank, call)
         for fault in self._faults:
-            if fault not in self.struck and is_due(fault, self.rank, len(self.calls), label):
-                self.struck.append(fault)
+            if fault not in struck and is_due(fault, len(calls), call.label):
+                struck.append(fault)
                 self.observer.on_fault(self.rank, fault)
                 apply_fault(fault, self._target)
 
     def check_alive(self) -> None:
         """Raise `Killed` if this rank has been killed."""
-        if self.dead:
+        if self.outcome.end == "killed":
             raise Killed
 
 
@@ -133,10 +122,10 @@ class ProbedBoard(Board):
         """Post, unless a fault prevents it."""
         probe, inner = self._probe, self.inner
         probe.check_alive()
+        self._last = RecordedCall(self._members, note.label)
         if self._recorded <= inner.posted:  # else a second try: the first note was refused
             self._recorded = inner.posted + 1
-            probe.record_call(self._members, note.label)
-        self._last = RecordedCall(self._members, note.label)
+            probe.record_call(self._last)
         inner.post(note)
         probe.observer.on_post(probe.rank, self._last, inner.posted)
 
@@ -144,13 +133,13 @@ class ProbedBoard(Board):
         """Collect; the observer is asked meanwhile whether waiting is in vain."""
         probe = self._probe
         probe.check_alive()
-        probe.waits = self._last
+        probe.outcome.waits = self._last
         if self._until is not None and not self._virtual_time:
             self._ask_observer(self._until)
             timeout = _ASK_EVERY if timeout is None else min(timeout, _ASK_EVERY)
         notes = self.inner.collect(timeout)
         if notes is not None:
-            probe.waits = None
+            probe.outcome.waits = None
         return notes
 
     def _ask_observer(self, until: float) -> None:
@@ -188,5 +177,5 @@ class ProbedBoard(Board):
             self._ask_observer(self._until)  # before the others' reaction to it is seen
         verdict = self.inner.verdict()
         if verdict is not None:
-            self._probe.torn = True
+            self._probe.outcome.torn = True
         return verdict

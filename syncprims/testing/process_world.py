@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
-import shutil
 import signal
-import socket
-import tempfile
 import time
-from collections.abc import Generator
 from pathlib import Path
 
+from syncprims._protocol.deadlock import Wait
+from syncprims._world.host import free_port, scratch_directory
 from syncprims._world.runtime import clean_environ
+from syncprims.errors import describe_exit
 
-from .faults import Kill, Stop
-from .journal import Journal, deadlock_verdict, missing_ranks
+from .journal import Journal
 from .outcomes import RankOutcome, WorldRun, trim_stack
 from .rank_output import RankOutput, capture_ranks
-from .workers import (
-    STACK_SIGNAL,
-    Workers,
-    WorkerSpec,
-    default_start,
-    read_report,
-    start_workers,
-)
+from .workers import STACK_SIGNAL, Workers, WorkerSpec, start_workers
 from .world_spec import WorldSpec
 
 _LOOK_EVERY = 0.01  # seconds
@@ -39,29 +32,28 @@ class ProcessWorld:
     def __init__(self, spec: WorldSpec, output: RankOutput | None) -> None:
         self._spec = spec
         self._output = output
-        self._outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
-        self._run = WorldRun(self._outcomes, spec.faults)
+        self._run = WorldRun([], spec.faults)
         self._exit_codes: dict[int, int] = {}
-        self._failed_at: float | None = None
 
     def run(self) -> WorldRun:
         """Return how it went."""
         spec = self._spec
-        with _scratch_directory() as folder, capture_ranks(self._output):
+        with scratch_directory("syncprims-test-") as folder, capture_ranks(self._output):
             (folder / "board").mkdir(mode=0o700)
             self._worker_spec = WorkerSpec(
                 folder, spec.ranks, spec.faults, self._environ(folder), os.getpid()
             )
             self._journals = {
-                rank: Journal(self._worker_spec.path("journal", rank)) for rank in range(spec.ranks)
+                rank: Journal(self._worker_spec.path("journal", rank), rank, spec.faults)
+                for rank in range(spec.ranks)
             }
-            workers = start_workers(spec.start or default_start(), self._worker_spec, spec.fn)
+            workers = start_workers(spec.start, self._worker_spec, spec.fn)
             try:
                 self._watch(workers)
             finally:
                 self._end_all(workers)
                 self._pass_on_output()
-            self._complete_outcomes()
+            self._run.outcomes = [self._outcome_of(r, j) for r, j in self._journals.items()]
         return self._run
 
     def _environ(self, folder: Path) -> dict[str, str]:
@@ -74,7 +66,7 @@ class ProcessWorld:
         }
         environ.setdefault("OMP_NUM_THREADS", "1")
         if backend in _NEEDS_PORT:
-            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return environ
 
     # -- while it runs ------------------------------------------------------------------------
@@ -83,8 +75,9 @@ class ProcessWorld:
         """Return when all ranks have ended, or the world is given up."""
         limit = self._spec.time_limit
         begin = time.monotonic()
+        failed_at = math.inf
         while len(self._exit_codes) < self._spec.ranks:
-            self._take_ends(workers)
+            self._exit_codes |= workers.wait(_LOOK_EVERY)
             wrote = [journal.read() for journal in self._journals.values()]
             if not any(wrote) and self._is_at_standstill():
                 return
@@ -92,18 +85,11 @@ class ProcessWorld:
             if limit is not None and now > begin + limit:
                 self._run.timed_out(limit, self._stacks(workers))
                 return
-            if self._failed_at is not None and now > self._failed_at + _GRACE:
+            if any(journal.outcome.error is not None for journal in self._journals.values()):
+                failed_at = min(failed_at, now)
+            if now > failed_at + _GRACE:
                 self._run.stacks = self._stacks(workers)
                 return  # the others do not notice that a rank has failed
-
-    def _take_ends(self, workers: Workers) -> None:
-        codes = workers.wait(_LOOK_EVERY)
-        self._exit_codes |= codes
-        for rank in codes:
-            outcome = read_report(self._worker_spec, rank) or self._outcomes[rank]
-            self._outcomes[rank] = outcome
-            if outcome.error is not None and self._failed_at is None:
-                self._failed_at = time.monotonic()
 
     def _is_at_standstill(self) -> bool:
         """Return whether all ranks wait for one that a fault has stopped.
@@ -112,28 +98,27 @@ class ProcessWorld:
         changed for two looks, so what they contain is true at one time.
         """
         living = {r: j for r, j in self._journals.items() if r not in self._exit_codes}
-        stopped = [r for r, journal in living.items() if self._is_stopped(journal)]
-        waiting = {r: j for r, j in living.items() if r not in stopped}
-        if not waiting or any(j.waits is None or j.has_deadline for j in waiting.values()):
-            return False
-        for journal in waiting.values():
-            missing = missing_ranks(journal, self._journals)
+        stopped = [r for r, journal in living.items() if journal.outcome.end == "stopped"]
+        waits: dict[int, Wait] = {}
+        for rank in living.keys() - stopped:
+            journal = living[rank]
+            call = journal.outcome.waits
+            if call is None or journal.has_deadline or journal.outcome.end != "left":
+                return False
+            missing = journal.missing(self._journals)
             if not missing or missing - living.keys():
                 return False  # its round is complete, or lacks an ended rank: it is about to return
-        verdict = self._worker_spec.verdict
-        if verdict.exists():
+            waits[rank] = Wait(str(call.label), str([*call.members]), missing)
+        verdict = self._worker_spec.folder / "verdict"
+        if not waits or verdict.exists():
             return False  # they are about to read it
-        found = deadlock_verdict(waiting)
+        found = self._run.find_deadlock(waits)
         if found is not None:
-            self._run.has_cycle = True
             verdict.with_suffix(".new").write_bytes(found)
             verdict.with_suffix(".new").rename(verdict)
         elif stopped:
             self._run.stopped(stopped)
         return found is None and bool(stopped)
-
-    def _is_stopped(self, journal: Journal) -> bool:
-        return any(isinstance(self._spec.faults[number], Stop) for number in journal.struck)
 
     def _stacks(self, workers: Workers) -> str:
         """Return the stacks of all ranks that still run, as they write them."""
@@ -141,12 +126,10 @@ class ProcessWorld:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, STACK_SIGNAL)
         deadline = time.monotonic() + 0.5
-        files = {rank: self._worker_spec.path("stack", rank) for rank in workers.pids}
-        while time.monotonic() < deadline and not all(
-            file.exists() and file.stat().st_size for file in files.values()
-        ):
-            self._take_ends(workers)
-        texts = {rank: file.read_text() for rank, file in files.items() if file.exists()}
+        texts = dict.fromkeys(workers.pids, "")
+        while time.monotonic() < deadline and not all(texts.values()):
+            self._exit_codes |= workers.wait(_LOOK_EVERY)
+            texts = {rank: self._worker_spec.read("stack", rank) for rank in texts}
         return "\n".join(
             f"stack of rank {rank}:\n" + "\n".join(trim_stack(text.splitlines()[:0:-1]))
             for rank, text in texts.items()
@@ -162,57 +145,20 @@ class ProcessWorld:
                 os.kill(pid, signal.SIGKILL)
         self._killed = set(workers.pids)
         while workers.pids:
-            self._take_ends(workers)
+            self._exit_codes |= workers.wait(_LOOK_EVERY)
         workers.close()
 
     def _pass_on_output(self) -> None:
         """Pass on what the ranks have printed."""
-        if self._output is None:
-            return
-        for rank in range(self._spec.ranks):
-            for stream in ("stdout", "stderr"):
-                path = self._worker_spec.path(stream, rank)
-                text = path.read_text(errors="backslashreplace") if path.exists() else ""
-                if text:
-                    self._output.write(rank, stream, text)
+        for rank, stream in itertools.product(range(self._spec.ranks), ("stdout", "stderr")):
+            text = self._worker_spec.read(stream, rank)
+            if text and self._output is not None:
+                self._output.write(rank, stream, text)
 
-    def _complete_outcomes(self) -> None:
-        """Add to the reports what the journals contain."""
-        for outcome, journal in zip(self._outcomes, self._journals.values(), strict=True):
-            journal.read()
-            outcome.calls = journal.calls
-            outcome.struck = [self._spec.faults[number] for number in journal.struck]
-            outcome.waits = outcome.waits or journal.waits
-            if outcome.end != "left":
-                continue
-            if any(isinstance(fault, Stop) for fault in outcome.struck):
-                outcome.end = "stopped"
-            elif any(isinstance(fault, Kill) for fault in outcome.struck):
-                outcome.end = "killed"
-            elif outcome.rank not in self._killed:
-                outcome.end = "died"
-                outcome.detail = _exit_text(self._exit_codes.get(outcome.rank))
-
-
-@contextlib.contextmanager
-def _scratch_directory() -> Generator[Path]:
-    """Make a private directory, in memory where possible; remove it in the end."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="syncprims-test-", dir=memory))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _exit_text(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-code).name}"
-    return f"killed by signal {-code}"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    def _outcome_of(self, rank: int, journal: Journal) -> RankOutcome:
+        """Return what the journal of `rank` contains at the end, or how the process has ended."""
+        journal.read()
+        outcome = journal.outcome
+        if outcome.end == "left" and rank not in self._killed:
+            outcome.end, outcome.detail = "died", describe_exit(self._exit_codes.get(rank))
+        return outcome

@@ -121,10 +121,6 @@ class _RankTurn:
         return self.ready is None or self.until <= now or self.ready()
 
 
-def _never() -> bool:
-    return False
-
-
 class Scheduler:
     """Passes the turn among `ranks`.
 
@@ -157,26 +153,23 @@ class Scheduler:
         """Give the turn to the rank that the schedule picks, and return when it is back."""
         if self.aborted:
             raise WorldAborted
-        self._pass_on(rank)
+        chosen = self._choose(rank)
+        if chosen != rank:
+            self._wake(chosen)
+            self.enter(rank)
 
     def wait(self, rank: int, ready: Callable[[], bool], until: float) -> None:
         """Return when ``ready()`` is true or the virtual time is `until`; other ranks run."""
-        if self.aborted:
-            raise WorldAborted
         turn = self._turns[rank]
         turn.ready, turn.until = ready, until
         try:
-            self._pass_on(rank)
+            self.step(rank)
         finally:
             turn.ready, turn.until = None, math.inf
 
     def sleep(self, rank: int, seconds: float) -> None:
         """Return after so many seconds of virtual time; other ranks run meanwhile."""
-        self.wait(rank, _never, self._now + seconds)
-
-    def stop(self, rank: int) -> None:
-        """Suspend `rank` for ever."""
-        self.wait(rank, _never, math.inf)
+        self.wait(rank, lambda: False, self._now + seconds)
 
     # -- called by the threads of a world -------------------------------------------------------
 
@@ -185,7 +178,7 @@ class Scheduler:
         self._wake(self._choose(None))
 
     def enter(self, rank: int) -> None:
-        """Return when `rank` has its first turn."""
+        """Return when `rank` has the turn."""
         self._turns[rank].lock.acquire()
         if self.aborted:
             raise WorldAborted
@@ -205,14 +198,6 @@ class Scheduler:
         self.finished.set()
 
     # -- passing the turn -----------------------------------------------------------------------
-
-    def _pass_on(self, rank: int) -> None:
-        chosen = self._choose(rank)
-        if chosen != rank:
-            self._wake(chosen)
-            self._turns[rank].lock.acquire()
-        if self.aborted:
-            raise WorldAborted
 
     def _wake(self, rank: int | None) -> None:
         if rank is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -14,8 +15,7 @@ from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
-from syncprims import errors
-from syncprims._protocol.deadlock import Wait, deadlock_error
+from syncprims._protocol.deadlock import Wait
 from syncprims._world.backends import load_backend
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
@@ -24,8 +24,8 @@ from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
 from .faults import FaultTarget, current_target
-from .outcomes import RankOutcome, WorldRun, trim_stack
-from .probe import JOIN, Observer, Probe, ProbedBackend, RecordedCall
+from .outcomes import RankOutcome, RecordedCall, WorldRun, trim_stack
+from .probe import JOIN, Observer, Probe, ProbedBackend
 from .rank_output import RankOutput, capture_ranks, set_writer
 from .scheduler import Scheduler
 from .world_spec import WorldSpec
@@ -38,22 +38,22 @@ _DEBUGGERS = ("bdb", "pdb", "pydevd")
 class _ThreadTarget(FaultTarget):
     """A rank that is a thread."""
 
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
+    def __init__(self, world: ThreadWorld, outcome: RankOutcome) -> None:
         self._world = world
-        self._rank = rank
+        self._outcome = outcome
 
     def kill(self) -> None:
         for room in self._world.rooms:
-            room.lose(self._rank, "killed by SIGKILL")
-        self._world.probes[self._rank].dead = True
+            room.lose(self._outcome.rank, "killed by SIGKILL")
+        self._outcome.end = "killed"
         raise Killed
 
     def stop(self) -> None:
-        self._world.outcomes[self._rank].end = "stopped"
-        self._world.scheduler.stop(self._rank)
+        self._outcome.end = "stopped"
+        self.sleep(math.inf)
 
     def sleep(self, seconds: float) -> None:
-        self._world.scheduler.sleep(self._rank, seconds)
+        self._world.scheduler.sleep(self._outcome.rank, seconds)
 
 
 class ThreadWorld(Observer):
@@ -71,12 +71,8 @@ class ThreadWorld(Observer):
         )
         self.rooms: list[Any] = []  # one, unless the program ends its world and starts another
         self._worlds_begun = [0] * spec.ranks
-        self.outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
-        self._run = WorldRun(self.outcomes, spec.faults, spec.seed)
-        self._targets = [_ThreadTarget(self, rank) for rank in range(spec.ranks)]
-        self.probes = [
-            Probe(rank, spec.faults, target, self) for rank, target in enumerate(self._targets)
-        ]
+        self._outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
+        self._run = WorldRun(self._outcomes, spec.faults, spec.seed)
         self._threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
@@ -105,9 +101,6 @@ class ThreadWorld(Observer):
             elif not self._end_threads():
                 run.gave_up += ". A thread could not be ended, and is left alone"
         run.steps = self.scheduler.steps
-        for outcome, probe in zip(self.outcomes, self.probes, strict=True):
-            outcome.calls, outcome.struck, outcome.torn = probe.calls, probe.struck, probe.torn
-            outcome.waits = outcome.waits or probe.waits
         return run
 
     # -- a rank -----------------------------------------------------------------------------------
@@ -118,17 +111,15 @@ class ThreadWorld(Observer):
             self._run.trace.append((rank, call))
 
     def _run_rank(self, rank: int) -> None:
-        spec = self._spec
+        spec, outcome = self._spec, self._outcomes[rank]
         entered.set(None)
-        current_target.set(self._targets[rank])
+        current_target.set(_ThreadTarget(self, outcome))
         set_writer(self._output, rank)
         environ = {**self._environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}
         try:
             with contextlib.suppress(WorldAborted):
                 self.scheduler.enter(rank)
-                self.outcomes[rank].run_program(
-                    spec.fn, thread_as_rank(environ, self._make_backend)
-                )
+                outcome.run_program(spec.fn, thread_as_rank(environ, self._make_backend))
         finally:
             self.scheduler.leave(rank)
 
@@ -138,7 +129,8 @@ class ThreadWorld(Observer):
         if number == len(self.rooms):
             self.rooms.append(self._backend.room(self.scheduler, self._spec.ranks))
         backend = self.rooms[number].backend(place, settings)
-        return ProbedBackend(backend, self.probes[place.rank])
+        probe = Probe(self._outcomes[place.rank], self._spec.faults, self)
+        return ProbedBackend(backend, probe)
 
     def _break_standstill(self) -> bool:
         """Abort the waits of ranks that wait for each other; return whether there are any.
@@ -146,12 +138,19 @@ class ThreadWorld(Observer):
         If there are none, the others wait for a rank that a fault has stopped. A rank that waits
         for one that has ended does not come here: its board says so, and the call raises.
         """
-        broken = [room for room in self.rooms if _abort_cycles(room.waiting)]
-        if broken:
-            self._run.has_cycle = True
-            return True
-        self._run.stopped([o.rank for o in self.outcomes if o.end == "stopped"])
-        return False
+        boards = {rank: board for room in self.rooms for rank, board in room.waiting.items()}
+        verdict = self._run.find_deadlock(
+            {
+                rank: Wait(str(board.status(rank).label), str([*board.members]), board.missing())
+                for rank, board in boards.items()
+            }
+        )
+        if verdict is None:
+            self._run.stopped([o.rank for o in self._outcomes if o.end == "stopped"])
+            return False
+        for board in boards.values():
+            board.abort(verdict)
+        return True
 
     # -- from outside -----------------------------------------------------------------------------
 
@@ -164,10 +163,8 @@ class ThreadWorld(Observer):
                 continue
             assert limit is not None
             self._run.timed_out(limit, stacks)
-            for outcome in self.outcomes:
-                if outcome.end == "left":
-                    outcome.waits = self.probes[outcome.rank].waits
-                    outcome.idle = outcome.rank != self.scheduler.turn
+            for outcome in self._outcomes:
+                outcome.idle = outcome.end == "left" and outcome.rank != self.scheduler.turn
             self.scheduler.abort()
 
     def _end_threads(self) -> bool:
@@ -227,20 +224,3 @@ def _one_processor(number: int) -> Generator[None]:
         yield
     finally:
         os.sched_setaffinity(0, ours)
-
-
-def _abort_cycles(boards: dict[int, Any]) -> bool:
-    """Abort the boards of all ranks whose waits lead into a cycle; return whether there are any."""
-    stuck: dict[int, Any] = {}
-    found = boards
-    while found != stuck:
-        stuck, found = found, {r: b for r, b in found.items() if b.missing() & found.keys()}
-    waits = {
-        rank: Wait(str(board.status(rank).label), str(list(board.members)), board.missing())
-        for rank, board in sorted(stuck.items())
-    }
-    if waits:
-        verdict = errors.dump(deadlock_error(waits, min(waits)))
-        for board in stuck.values():
-            board.abort(verdict)
-    return bool(waits)

@@ -19,6 +19,7 @@ A program that handles these errors itself ends well, as it would in production.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -27,8 +28,8 @@ from syncprims.interface import Label
 
 from .errors import DeadlockError, FaultMissed, RankDied, StallError, UnequalRounds
 from .faults import Fault, Raise, exception_type, is_due
-from .outcomes import RankOutcome, WorldRun, headline
-from .probe import JOIN, RecordedCall
+from .outcomes import RankOutcome, RecordedCall, WorldRun, headline
+from .probe import JOIN
 
 E = TypeVar("E", bound=BaseException)
 
@@ -101,20 +102,14 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
     __tracebackhide__ = True
     for outcome in failed:
         error = outcome.error
-        if error is not None and (run.has_cycle or _waited_for_finished(error, run)):
+        lost = error.rank if isinstance(error, PeerLost) else None
+        # The notes of a rank that has ended well will never come.
+        waits_for_finished = lost is not None and run.outcomes[lost].end == "returned"
+        if error is not None and (run.has_cycle or waits_for_finished):
             error.__cause__ = None  # the lines of the deadlock say where it was, and more
             raise add_note(_deadlock(run), replay) from error
     first = min(failed, key=lambda outcome: (not outcome.handled, outcome.rank))
     raise _with_report(first, run, [first.rank], replay)
-
-
-def _waited_for_finished(error: BaseException, run: WorldRun) -> bool:
-    """Return whether `error` reports a rank that has ended well: its notes will never come."""
-    return (
-        isinstance(error, PeerLost)
-        and error.rank is not None
-        and run.outcomes[error.rank].end == "returned"
-    )
 
 
 def _deadlock(run: WorldRun) -> DeadlockError:
@@ -141,10 +136,8 @@ def _check_equal_rounds(run: WorldRun, replay: str) -> None:
 
 def _is_skip(error: BaseException | None) -> bool:
     """Return whether this is pytest's skip or xfail: a statement of the test, and no failure."""
-    kinds = type(error).__mro__  # the classes themselves name "builtins" as their module
-    return any(kind.__module__ == "_pytest.outcomes" for kind in kinds) and any(
-        kind.__name__ in ("Skipped", "XFailed") for kind in kinds
-    )
+    pytests = sys.modules.get("_pytest.outcomes")
+    return pytests is not None and isinstance(error, pytests.Skipped | pytests.XFailed)
 
 
 def _with_report(
@@ -280,6 +273,6 @@ def _is_injected(outcome: RankOutcome) -> bool:
     return last is not None and any(
         isinstance(fault, Raise)
         and isinstance(outcome.error, exception_type(fault.error))
-        and is_due(fault, outcome.rank, number, last.label)
+        and is_due(fault, number, last.label)
         for fault in outcome.struck
     )

@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import sys
-import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,6 @@ from syncprims._world.runtime import become_rank, provided_world
 from syncprims._world.version import version
 from syncprims.interface import Backend, Settings, Topology
 
-from .exception_transport import PackedException, pack_exception
 from .faults import Fault, FaultTarget, current_target
 from .journal import JournalWriter
 from .outcomes import RankOutcome
@@ -59,36 +58,32 @@ class WorkerSpec:
     parent: int  #: process id
 
     def path(self, what: str, rank: int) -> Path:
-        """Return the path of a rank's ``journal``, ``report``, ``stack``, ``stdout`` or so."""
+        """Return the path of a rank's ``journal``, ``stack``, ``stdout`` or ``stderr``."""
         return self.folder / f"{what}-{rank}"
 
-    @property
-    def verdict(self) -> Path:
-        """Where the parent writes the verdict on a deadlock."""
-        return self.folder / "verdict"
+    def read(self, what: str, rank: int) -> str:
+        """Return what the file at this path contains; "" if it does not exist."""
+        path = self.path(what, rank)
+        return path.read_text(errors="backslashreplace") if path.exists() else ""
 
 
 # -- in a worker -----------------------------------------------------------------------------------
 
 
 def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
-    """Run `fn` as this rank, write the report, and end this process."""
+    """Run `fn` as this rank, write the journal, and end this process."""
     code = 1
     try:
         _set_up(spec, rank)
-        observer = JournalWriter(spec.path("journal", rank), spec.verdict, spec.faults)
-        probe = Probe(rank, spec.faults, FaultTarget(), observer)
+        outcome = RankOutcome(rank)
+        journal = JournalWriter(spec.path("journal", rank), spec.folder / "verdict", spec.faults)
 
         def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
-            return ProbedBackend(cls(place, settings), probe)
+            return ProbedBackend(cls(place, settings), Probe(outcome, spec.faults, journal))
 
         become_rank(make_backend)
-        outcome = RankOutcome(rank)
         outcome.run_program(fn, provided_world())
-        outcome.torn = probe.torn
-        if probe.waits is not None and probe.calls:
-            outcome.waits = probe.calls[-1]
-        _write_report(spec, outcome)
+        journal.on_end(outcome)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -104,13 +99,11 @@ def _set_up(spec: WorkerSpec, rank: int) -> None:
     os.setpgid(0, 0)  # what it leaves behind is found by its group
     _die_with(spec.parent)
     for stream, fd in (("stdout", 1), ("stderr", 2)):
-        to = os.open(spec.path(stream, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(to, fd)
-        os.close(to)
+        with spec.path(stream, rank).open("ab") as file:
+            os.dup2(file.fileno(), fd)
         setattr(sys, stream, os.fdopen(os.dup(fd), "w", buffering=1, errors="backslashreplace"))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    with Path(os.devnull).open("rb") as null:
+        os.dup2(null.fileno(), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for signum in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(signum, signal.SIG_DFL)
@@ -133,37 +126,6 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _write_report(spec: WorkerSpec, outcome: RankOutcome) -> None:
-    try:
-        outcome.result = pickle.dumps(outcome.result)
-    except Exception as why:
-        outcome.fail(
-            TypeError(
-                f"rank {outcome.rank} returns a {type(outcome.result).__name__}, which cannot be "
-                f"sent to the test: {why}. Return plain values, or use a world of threads"
-            )
-        )
-        outcome.result = pickle.dumps(None)
-    packed = None if outcome.error is None else pack_exception(outcome.error)
-    outcome.error = None
-    path = spec.path("report", outcome.rank)
-    path.with_suffix(".new").write_bytes(pickle.dumps((outcome, packed)))
-    path.with_suffix(".new").rename(path)
-
-
-def read_report(spec: WorkerSpec, rank: int) -> RankOutcome | None:
-    """Return the outcome that the worker of `rank` has reported, if it has; in the parent."""
-    path = spec.path("report", rank)
-    if not path.exists():
-        return None
-    outcome: RankOutcome
-    packed: PackedException | None
-    outcome, packed = pickle.loads(path.read_bytes())
-    outcome.result = pickle.loads(outcome.result)
-    outcome.error = packed and packed.unpack()
-    return outcome
 
 
 # -- workers that do not inherit the parent's memory -----------------------------------------------
@@ -207,8 +169,7 @@ class PortableFunction:
 def main() -> None:
     """Run the worker that the arguments name; or fork all workers, as a fork server does."""
     path, rank = sys.argv[1:]
-    with Path(path).open("rb") as file:
-        spec, function = pickle.load(file)
+    spec, function = pickle.loads(Path(path).read_bytes())
     fn = function.load()
     if rank != "all":
         _run_worker(spec, int(rank), fn)
@@ -216,20 +177,16 @@ def main() -> None:
 
 
 def _serve(spec: WorkerSpec, fn: Callable[[], Any]) -> None:
-    """Fork all workers, and report their starts and ends to the parent."""
+    """Fork all workers; report to the parent the pid of each rank, and at its end the exit code."""
     _die_with(spec.parent)
-    load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
+    _load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
     spec = dataclasses.replace(spec, parent=os.getpid())
-    ranks: dict[int, int] = {}  # by pid
-    for rank in range(spec.ranks):
-        pid = _fork(spec, rank, fn)
-        ranks[pid] = rank
-        os.write(1, f"started {rank} {pid}\n".encode())
-    while ranks:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        rank = ranks.pop(ended.si_pid)
-        os.write(1, f"ended {rank} {_reap(ended.si_pid)}\n".encode())
+    workers = Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})
+    for rank, pid in workers.pids.items():
+        os.write(1, b"%d %d\n" % (rank, pid))
+    while workers.pids:
+        for rank, code in workers.wait(1.0).items():
+            os.write(1, b"%d %d\n" % (rank, code))
     os._exit(0)
 
 
@@ -239,9 +196,8 @@ def _serve(spec: WorkerSpec, fn: Callable[[], Any]) -> None:
 class Workers:
     """The workers of all ranks, as processes of our own."""
 
-    def __init__(self, pids: dict[int, int], popen: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    def __init__(self, pids: dict[int, int]) -> None:
         self.pids = pids  #: by rank, of those that have not ended
-        self._popen = popen
         self._pidfds: dict[int, int] = {}  # descriptor -> rank
         self._poll = select.poll()  # `select` itself takes no descriptor from 1024 up
         if hasattr(os, "pidfd_open"):
@@ -252,25 +208,19 @@ class Workers:
     def wait(self, timeout: float) -> dict[int, int]:
         """Return the exit codes of ranks that have ended since, after so many seconds if none."""
         if self._pidfds:
-            ranks = [self._forget(fd) for fd, _ in self._poll.poll(timeout * 1000)]
+            ranks: list[int] = []
+            for fd, _ in self._poll.poll(timeout * 1000):
+                self._poll.unregister(fd)
+                os.close(fd)
+                ranks.append(self._pidfds.pop(fd))
         else:
-            threading.Event().wait(min(timeout, 0.005))
+            time.sleep(min(timeout, 0.005))
             flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
             ranks = [r for r, pid in self.pids.items() if os.waitid(os.P_PID, pid, flags)]
-        codes = {rank: _reap(self.pids.pop(rank)) for rank in ranks}
-        for rank in ranks if self._popen else ():
-            self._popen[rank].returncode = codes[rank]
-        return codes
-
-    def _forget(self, fd: int) -> int:
-        self._poll.unregister(fd)
-        os.close(fd)
-        return self._pidfds.pop(fd)
+        return {rank: _reap(self.pids.pop(rank)) for rank in ranks}
 
     def close(self) -> None:
-        """Release all resources; all ranks have ended."""
-        for fd in [*self._pidfds]:
-            self._forget(fd)
+        """Release all resources, once all ranks have ended: here, `wait` has done that."""
 
 
 class _ServedWorkers(Workers):
@@ -280,7 +230,6 @@ class _ServedWorkers(Workers):
         super().__init__({})
         self._server = server
         self._left = set(range(ranks))
-        self._text = b""
         assert server.stdout is not None
         self._pipe = server.stdout
         self._poll.register(self._pipe, select.POLLIN)
@@ -288,20 +237,17 @@ class _ServedWorkers(Workers):
     def wait(self, timeout: float) -> dict[int, int]:
         if not self._poll.poll(timeout * 1000):
             return {}
-        data = os.read(self._pipe.fileno(), 65536)
-        if not data:  # the server has ended, and so have the ranks
+        line = self._pipe.readline()
+        if not line:  # the server has ended, and so have the ranks
+            self.pids.clear()
             return dict.fromkeys(self._left, self._server.wait())
-        *lines, self._text = (self._text + data).split(b"\n")
-        codes: dict[int, int] = {}
-        for line in lines:
-            event, rank, number = line.split()
-            if event == b"started":
-                self.pids[int(rank)] = int(number)
-            else:
-                self.pids.pop(int(rank), None)
-                self._left.discard(int(rank))
-                codes[int(rank)] = int(number)
-        return codes
+        rank, number = map(int, line.split())
+        if rank not in self.pids:
+            self.pids[rank] = number
+            return {}
+        del self.pids[rank]
+        self._left.remove(rank)
+        return {rank: number}
 
     def close(self) -> None:
         self._pipe.close()
@@ -310,30 +256,29 @@ class _ServedWorkers(Workers):
         self._server.wait()
 
 
-def start_workers(how: Start, spec: WorkerSpec, fn: Callable[[], Any]) -> Workers:
-    """Start the workers of all ranks.
+def start_workers(how: Start | None, spec: WorkerSpec, fn: Callable[[], Any]) -> Workers:
+    """Start the workers of all ranks; None stands for the fastest way that is safe here.
 
     :raises TypeError: if `fn` cannot be sent to a process that starts a new Python.
     """
+    if how is None:
+        torch = sys.modules.get("torch")
+        has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+        how = "spawn" if has_cuda else "fork"
     if how == "fork":
-        load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
+        _load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
         return Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})
     path = spec.folder / "spec"
     path.write_bytes(pickle.dumps((spec, PortableFunction(fn))))
     if how == "forkserver":
         return _ServedWorkers(_spawn(path, "all", subprocess.PIPE), spec.ranks)
     children = [_spawn(path, str(rank)) for rank in range(spec.ranks)]
-    return Workers({rank: child.pid for rank, child in enumerate(children)}, children)
+    for child in children:
+        child.returncode = 0  # `Workers` reaps it: Popen is not to look for its end, nor to warn
+    return Workers({rank: child.pid for rank, child in enumerate(children)})
 
 
-def default_start() -> Start:
-    """Return the fastest way to start processes that is safe here."""
-    torch = sys.modules.get("torch")
-    has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
-    return "fork" if hasattr(os, "fork") and not has_cuda else "spawn"
-
-
-def load_before_fork(backend: str) -> None:
+def _load_before_fork(backend: str) -> None:
     """Load here what otherwise every forked rank would look for itself."""
     load_backend(backend)
     version()
@@ -356,6 +301,7 @@ def _spawn(path: Path, rank: str, stdout: int | None = None) -> subprocess.Popen
         [sys.executable, "-P", "-c", _BOOT, "\n".join(sys.path), str(path), rank],
         stdin=subprocess.DEVNULL,
         stdout=stdout,
+        bufsize=0,  # what `poll` does not see is not read ahead
     )
 
 

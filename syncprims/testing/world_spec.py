@@ -22,7 +22,7 @@ Start = Literal["fork", "forkserver", "spawn"]
 class TestContext(NamedTuple):
     """What the test around a world decides; the pytest plugin sets it."""
 
-    seed: Seed | None = None  #: from the command line
+    seed: str | None = None  #: from the command line
     test: str | None = None  #: its node id
     make_output: Callable[[], RankOutput | None] = PrefixedOutput
 
@@ -42,7 +42,8 @@ test_context: ContextVar[TestContext] = ContextVar(
 
 def choose_seed(seed: int | str | None = None) -> Seed:
     """Return `seed` if given, else that of the command line, else a random one."""
-    return Seed.read(seed) if seed is not None else test_context.get().seed or Seed.fresh()
+    given = test_context.get().seed if seed is None else seed
+    return Seed.fresh() if given is None else Seed.read(given)
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class WorldSpec:
 
     def __post_init__(self) -> None:
         fn, ranks, nodes = self.fn, self.ranks, self.nodes
-        require(ranks, int, "ranks is how many there are")
-        if isinstance(ranks, bool):
-            raise TypeError(f"ranks is how many there are, and {ranks} is a bool")
+        kind_of_ranks = type(ranks).__name__
+        if kind_of_ranks != "int":
+            raise TypeError(f"ranks is how many there are, and {ranks!r} is a {kind_of_ranks}")
         if ranks < 1:
             raise ValueError(f"ranks={ranks}: a world has at least one")
         if not callable(fn):

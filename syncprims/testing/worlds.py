@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from syncprims._protocol.validation import require
+from syncprims.interface import Label
 
 from .errors import StallError, UncontrolledError
-from .faults import Delay, Fault, Kill, Raise, Stop, exception_type
+from .faults import Fault, Raise, Stop, exception_type
 from .outcomes import WorldRun, is_consequence
 from .thread_world import ThreadWorld
 from .verdict import add_note, check_faults_struck, results_of
@@ -126,14 +127,6 @@ def explore(
     if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
         pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
         spec = dataclasses.replace(spec, seed=pct)
-    return _try_schedules(spec, schedules, check)
-
-
-def _try_schedules(
-    spec: WorldSpec, schedules: int, check: Callable[[list[Any]], object] | None
-) -> Explored:
-    """Run that many schedules; raise the failure with the fewest steps, if there is one."""
-    __tracebackhide__ = True
     paths: set[int] = set()
     missed = spec.faults  # under every schedule
     shortest: tuple[int, Exception] | None = None  # steps, failure
@@ -170,20 +163,17 @@ def _try_schedules(
 def _compare(one: WorldRun, other: WorldRun) -> None:
     """Raise `UncontrolledError` if two runs of one seed differ."""
     __tracebackhide__ = True
-    posts = enumerate(itertools.zip_longest(one.path(), other.path()))
-    number = next((number for number, (a, b) in posts if a != b), None)
-    if number is None:
+    pairs = enumerate(itertools.zip_longest(one.path(), other.path()), 1)
+    number, posts = next(((n, (a, b)) for n, (a, b) in pairs if a != b), (0, ()))
+    if not number:
         return
-
-    def shown(run: WorldRun) -> str:
-        if number >= len(run.trace):
-            return "had ended"
-        rank, call = run.trace[number]
-        return f"rank {rank} came to {call.label}"
-
+    first, second = (
+        "had ended" if post is None else f"rank {post[0]} came to {Label.decode(post[2])}"
+        for post in posts
+    )
     raise UncontrolledError(
-        f"two runs with seed {one.seed} differ from post {number + 1} on: in one, {shown(one)}; in "
-        f"the other, {shown(other)}. Something that the seed does not decide steers the calls: a "
+        f"two runs with seed {one.seed} differ from post {number} on: in one, {first}; in "
+        f"the other, {second}. Something that the seed does not decide steers the calls: a "
         f"clock, a random number without a seed of its own, the order of a set, or what an earlier "
         f"run has left in a global"
     )
@@ -228,7 +218,13 @@ def every_point(
     for at in range(1, most + 1):
         here = dataclasses.replace(fault, at=at)
         run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout))
-        point = _point(here, run)
+        try:
+            point = Point(here, results_of(run, test_context.get().replay(run.seed)), None)
+        except BaseException as error:
+            if not run.struck or not _is_expected(here, error):
+                error.add_note(f"with {here}" if run.struck else "without a fault")
+                raise
+            point = Point(here, None, error)
         if not run.struck:
             return points
         if check is not None:
@@ -237,21 +233,8 @@ def every_point(
     raise ValueError(f"{fault} still met a round after {most} worlds; allow more: most=")
 
 
-def _point(fault: Fault, run: WorldRun) -> Point:
-    __tracebackhide__ = True
-    try:
-        return Point(fault, results_of(run, test_context.get().replay(run.seed)), None)
-    except BaseException as error:
-        if run.struck and _is_expected(fault, error):
-            return Point(fault, None, error)
-        error.add_note(f"with {fault}" if run.struck else "without a fault")
-        raise
-
-
 def _is_expected(fault: Fault, error: BaseException) -> bool:
     """Return whether such a fault normally makes a world end with this error."""
     if isinstance(fault, Raise):
         return isinstance(error, exception_type(fault.error))
-    if isinstance(fault, Stop) and isinstance(error, StallError):
-        return True
-    return isinstance(fault, Kill | Stop | Delay) and is_consequence(error)
+    return is_consequence(error) or (isinstance(fault, Stop) and isinstance(error, StallError))

@@ -12,7 +12,7 @@ import syncprims as sp
 from syncprims._world.backends import load_backend
 from syncprims.interface import Backend, Board, Settings, Topology
 from syncprims.testing import run_world
-from syncprims.testing.faults import FaultTarget
+from syncprims.testing.outcomes import RankOutcome
 from syncprims.testing.probe import Observer, Probe, ProbedBackend, ProbedBoard
 
 OWN: dict[type, set[str]] = {
@@ -48,7 +48,7 @@ def test_every_member_of_the_contract_is_defined_or_delegated(
 
 
 def test_what_is_delegated_is_that_of_the_wrapped_object() -> None:
-    probe = Probe(0, [], FaultTarget(), Observer())
+    probe = Probe(RankOutcome(0), [], Observer())
     inner: Any = SimpleNamespace(**{name: object() for name in BACKEND | BOARD})
     backend: Backend = ProbedBackend(inner, probe)
     board: Board = ProbedBoard(inner, probe)

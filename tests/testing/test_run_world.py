@@ -609,7 +609,7 @@ def test_a_busy_rank_is_a_stall_that_shows_all_stacks(kind: Kinds) -> None:
     assert text.count("stack of rank") == 2
     shown = text.split("stack of rank 1:")[1]
     number = line_of("busy for ever").split(":")[1]
-    assert re.search(rf"test_worlds.py\", line ({number}|{int(number) - 1}),? in program", shown)
+    assert re.search(rf"test_run_world.py\", line ({number}|{int(number) - 1}),? in program", shown)
 
 
 def test_a_rank_that_dies_by_itself_is_told() -> None:
