@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 
 from syncprims.errors import BackendUnavailable, ConfigurationError
-from syncprims.interface import Backend, Board, Settings, Topology
+from syncprims.interface import Backend, Board, Settings, Topology, own_device_index
 
 from ..file.backend import FileBackend
 from .board import Ties, TwoLevelBoard
@@ -229,9 +229,8 @@ class TorchBackend(Backend):
             store = dist.FileStore(str(self._local.path_for("default-group")), top.world_size)
         device: int | None = None
         if self._may_use_nccl(range(len(self._census.hosts))):
-            device = torch.cuda.current_device()
-            if device == 0 and top.local_rank < torch.cuda.device_count():
-                device = top.local_rank  # nobody has chosen: one for each
+            current, count = torch.cuda.current_device(), torch.cuda.device_count()
+            device = own_device_index(current, count, top.local_rank)
         self._default.open(store, top, device)
 
     # -- words --------------------------------------------------------------------------------

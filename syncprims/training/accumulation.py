@@ -16,8 +16,7 @@ from syncprims import get_world_size
 
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import Precision
-from .window import Window, WindowSet, parameters_of
-from .wrappers import without_gradient_sync
+from .window import Window, WindowSet, parameters_of, without_gradient_sync
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 

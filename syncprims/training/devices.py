@@ -7,36 +7,22 @@ from typing import Any
 import torch
 
 from syncprims import get_local_rank
+from syncprims._data.arrays import own_device
 
 from .pytree import map_tensors
-
-
-def own_device(kind: str, local_rank: int) -> torch.device:
-    """Return this rank's device of `kind` (``"cuda"``, ``"xpu"``, ...); the CPU if there is none.
-
-    It is the current device if the program has chosen one by ``set_device``. The first device is
-    current by default, so it does not count as chosen: then each local rank has a device of its
-    own, and ranks share the devices in turn if there are fewer devices than ranks.
-    """
-    module: Any = getattr(torch, kind, None)
-    if kind == "cpu" or module is None or not module.is_available():
-        return torch.device("cpu")
-    if not hasattr(module, "current_device"):  # of this kind there is only one
-        return torch.device(kind, 0)
-    index = module.current_device() or local_rank % max(1, module.device_count())
-    return torch.device(kind, index)
 
 
 def rank_device(*, cpu: bool = False) -> torch.device:
     """Return this rank's device, and make it the current one; the CPU if there is no accelerator.
 
-    It is the device that the program has made current. If that is the first one, the default, it is
-    the device of the local rank. Ranks share the devices in turn if there are fewer than ranks.
+    Which one, :func:`syncprims.interface.own_device_index` decides. With `cpu` no accelerator is
+    asked for, nor initialized.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if cpu or found is None:
+    available = not cpu and torch.accelerator.is_available()
+    found = torch.accelerator.current_accelerator() if available else None
+    if found is None:
         return torch.device("cpu")
-    device = own_device(found.type, get_local_rank())
+    device: torch.device = own_device(found.type, get_local_rank())
     module: Any = getattr(torch, device.type)
     if hasattr(module, "set_device"):  # whatever asks torch for the current device agrees
         module.set_device(device)

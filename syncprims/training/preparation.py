@@ -21,7 +21,7 @@ from .devices import rank_device
 from .gradient_sync import broadcast_model
 from .optimizer import PreparedScheduler
 from .precision import remove_autocast
-from .wrappers import averages_gradients_itself, unwrap
+from .window import averages_gradients_itself
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -171,7 +171,14 @@ def unwrap_model(model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: b
     being trained, which is the same object. With `keep_torch_compile` a model compiled inside of
     DDP is returned compiled.
     """
-    found: Any = unwrap(model, keep_torch_compile=keep_torch_compile)
+    found: Any = model
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        found = inner
+        if isinstance(found, DistributedDataParallel | nn.DataParallel):
+            inner = found.module
+        else:
+            inner = None if keep_torch_compile else getattr(found, "_orig_mod", None)
     if not keep_fp32_wrapper:
         for part in (found, getattr(found, "_orig_mod", found)):
             remove_autocast(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from syncprims import all_gather, all_reduce, get_world_size
 from .data.cursors import Cursor, OpenLoaders
 from .gradient_sync import average_gradients, broadcast_buffers
 from .precision import Precision
-from .wrappers import averages_gradients_itself, sends_buffers_in_forward, without_gradient_sync
 
 #: How ranks name a window to each other: by its prepared models, else by its number.
 WindowName = int | tuple[int, ...]
@@ -234,7 +233,7 @@ class Window:
                     f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
                     f"ranks, also those without a batch; use loaders with even batches"
                 )
-            if sends_buffers_in_forward(model):
+            if model.broadcast_buffers and any(True for _ in model.buffers()):
                 raise ValueError(
                     "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
                     "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
@@ -385,3 +384,25 @@ class Window:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return all parameters of all groups of `optimizer`."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def averages_gradients_itself(model: nn.Module) -> bool:
+    """Return whether `model` averages its gradients over the ranks, as in DDP and FSDP."""
+    return isinstance(model, DistributedDataParallel) or hasattr(
+        model, "set_requires_gradient_sync"
+    )
+
+
+@contextlib.contextmanager
+def without_gradient_sync(model: Any) -> Generator[None]:
+    """In this block a backward pass of the wrapper leaves gradients as they are on this rank."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    set_sync = getattr(model, "set_requires_gradient_sync", lambda _: None)  # FSDP's
+    set_sync(False)
+    try:
+        yield
+    finally:
+        set_sync(True)

@@ -185,6 +185,8 @@ class StreamShard(IterableDataset[Any]):
         self.dataset = dataset
         self.plan = plan
         self.size = size  #: of this rank's batches
+        if hasattr(dataset, "state_dict"):  # its position, which is exact at the end of a batch
+            self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __len__(self) -> int:
         """Return how many items this rank gets, if the dataset has a length."""
@@ -219,15 +221,3 @@ class StreamShard(IterableDataset[Any]):
                     round_ += islice(cycle(list(first)), size * ranks - len(round_))
             for item in round_[mine]:
                 yield Counted(item, real)
-
-
-class StatefulStreamShard(StreamShard):
-    """The shard of a dataset that can save its position, which is exact at the end of a batch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the dataset's state."""
-        return self.dataset.state_dict()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the dataset's state."""
-        self.dataset.load_state_dict(state)

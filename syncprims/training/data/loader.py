@@ -15,17 +15,10 @@ from syncprims import assert_same, get_rank, get_world_size
 from syncprims.training.devices import to_device
 from syncprims.training.rng import epoch_generator
 
-from .batch_shards import (
-    BatchShard,
-    Counted,
-    CountingCollate,
-    ShardPlan,
-    StatefulStreamShard,
-    StreamShard,
-)
+from .batch_shards import BatchShard, Counted, CountingCollate, ShardPlan, StreamShard
 from .cursors import Cursor, OpenLoaders
 from .dispatch import dispatch
-from .sampling import begin_epoch, common_seed, copy_sampler, draw, is_known, is_sharded
+from .sampling import SEEDED, begin_epoch, common_seed, copy_sampler, draw, has_type, is_sharded
 
 T = TypeVar("T")
 _END: Any = object()  # never a batch
@@ -205,7 +198,7 @@ def _check_order(shard: BatchShard) -> None:
     They may differ if nothing is dealt: a sampler shards by itself, or rank 0 reads for all.
     """
     batches: Any = shard.batches
-    if shard.plan.ranks == 1 or is_known(batches) or isinstance(batches, Iterator):
+    if shard.plan.ranks == 1 or has_type(batches, SEEDED) or isinstance(batches, Iterator):
         return  # reading from an iterator here would take its first batches away
     some = islice(draw(batches, batches, shard.seed, shard.epoch), 2)
     first = [list(b) if isinstance(b, list | tuple) else b for b in some]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
@@ -283,12 +276,9 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
         if plan.split and size % plan.ranks:
             raise ValueError(f"split_batches: {size} items cannot be cut for {plan.ranks} ranks")
         size = size // plan.ranks if plan.split else size
-        stateful = hasattr(loader.dataset, "state_dict")
-        shard_kind = StatefulStreamShard if stateful else StreamShard
-        stream = shard_kind(loader.dataset, plan, size)
         options["collate_fn"] = CountingCollate(loader.collate_fn)
         options["batch_size"] = None if loader.batch_size is None else size
-        return kind(stream, **options)
+        return kind(StreamShard(loader.dataset, plan, size), **options)
     batched = loader.batch_sampler is not None
     sampler = copy_sampler(loader.batch_sampler if batched else loader.sampler)
     sharded = is_sharded(sampler)
