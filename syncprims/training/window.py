@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ class WindowSet:
     """The windows of one accumulator, and what they and the prepared optimizers share."""
 
     def __init__(self, steps: int, precision: Precision, *, sync_with_dataloader: bool) -> None:
-        self.set_steps(steps)
+        self.steps = steps
         self.precision = precision
         self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
@@ -40,12 +39,6 @@ class WindowSet:
         self.first_active = 0  #: the lowest rank that still trains
         self._by_models: dict[tuple[nn.Module, ...], Window] = {}
         self._loaded: list[dict[str, Any]] = []  # states of windows that no block has entered yet
-
-    def set_steps(self, steps: int) -> None:
-        """Set the number of micro-batches per step; it counts from the next window on."""
-        if operator.index(steps) < 1:
-            raise ValueError(f"steps={steps!r}: a window holds a whole number of micro-batches")
-        self.steps = steps
 
     def get(self, models: tuple[nn.Module, ...]) -> Window:
         """Return the window of `models` as the last entered one; it is made at the first call."""
@@ -73,26 +66,11 @@ class WindowSet:
         ids = {id(p) for p in parameters}
         return [window for window in self.entered if window.owns(ids)]
 
-    def held_gradients(self, window: Window) -> list[torch.Tensor]:
-        """Return the gradients of `window` that optimizers keep outside of ``.grad``."""
-        return [
-            gradient
-            for optimizer, held in self.held
-            if held and window.owns({id(p) for p in parameters_of(optimizer)})
-            for gradient in held.values()
-        ]
-
-    def update_scaler(self, opened: Window) -> None:
-        """Update the loss scaler, unless another window than `opened` holds scaled gradients."""
-        if all(w.sync or not w.count for w in self.entered if w is not opened):
-            self.precision.update_scaler()
-
     def name_of(self, window: Window) -> WindowName:
         """Return the name of `window` for other ranks."""
         prepared = {id(model): i for i, model in enumerate(self.models)}
-        if all(id(model) in prepared for model in window.given):
-            return tuple(prepared[id(model)] for model in window.given)
-        return self.all().index(window)
+        name = tuple(prepared.get(id(model), -1) for model in window.given)
+        return self.all().index(window) if -1 in name else name
 
     def named(self, name: WindowName) -> Window:
         """Return the window that another rank calls `name`, even if no block here has entered it.
@@ -113,10 +91,6 @@ class WindowSet:
         """Forget all models and windows."""
         for container in (self.models, self.entered, self.held, self._by_models, self._loaded):
             container.clear()
-
-    def state_dicts(self) -> list[dict[str, Any]]:
-        """Return the states of all windows, in the order in which they were first entered."""
-        return [window.state_dict() for window in self._by_models.values()]
 
     def load_state_dicts(self, states: Iterable[dict[str, Any]]) -> None:
         """Continue windows, matched in the order in which they are first entered."""
@@ -141,18 +115,16 @@ class Window:
         self.given = given  #: the models that its blocks name: none stands for all prepared ones
         self.count = 0  #: its micro-batches, the current one included
         self.sync = False  #: it is closed, or closes with the current micro-batch: a step follows
-        self.begun = False  #: gradients have been added to it
         self.stepped = False  #: an optimizer has stepped with it
         self.inside = False  #: the current code is in its block
         self.alone = get_world_size() == 1  #: there is no other rank to average with
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
         self._shared = shared
-        self._loaders = shared.loaders
         self._scaled = shared.precision.scaler is not None
         self._serial = 0  # of the latest batch that it has seen
         self._driver: Cursor | None = None  # the loader whose last batch closes it
         self._chunked = False  # one batch makes several micro-batches
-        self._weights: list[float] = []  # per backward pass of a micro-batch: its items so far
+        self.weights: list[float] = []  #: per backward pass of a micro-batch: its items so far
         self._weighted: bool | None = None
         self._backward = 0  # passes of the current micro-batch
         self._factor: float | None = None  # what earlier micro-batches left is scaled by it
@@ -241,15 +213,16 @@ class Window:
 
     def open(self) -> None:
         """Begin a new window of the same models."""
-        if self._scaled:
-            self._shared.update_scaler(self)
-        self.count, self.sync, self.begun, self.stepped = 0, False, False, False
-        self._weights, self._weighted, self._factor = [], None, None
-        self._backward = 0
+        if self._scaled and all(
+            w.sync or not w.count for w in self._shared.entered if w is not self
+        ):
+            self._shared.precision.update_scaler()  # no other window has gradients of the old scale
+        self.count, self.sync, self.stepped = 0, False, False
+        self.weights, self._weighted, self._factor = [], None, None
 
     def _at_end(self) -> bool:
         """Return whether the current micro-batch is the last of its loader."""
-        loaders = self._loaders
+        loaders = self._shared.loaders
         if loaders.serial == self._serial and self._driver is None:
             return False  # these batches come from no prepared loader
         fresh = loaders.since(self._serial)
@@ -284,10 +257,9 @@ class Window:
             )
         self._weighted = weighted
         number, self._backward = self._backward, self._backward + 1
-        if number == len(self._weights):
-            self._weights.append(0.0)
-        self._weights[number] += 1.0 if weight is None else weight
-        self.begun = True
+        if number == len(self.weights):
+            self.weights.append(0.0)
+        self.weights[number] += 1.0 if weight is None else weight
         return number
 
     def factor(self, number: int) -> float:
@@ -296,7 +268,7 @@ class Window:
         :raises ValueError: if the same gradients hold sums that need another factor.
         """
         if self._weighted:
-            total = all_reduce(self._weights[number])
+            total = all_reduce(self.weights[number])
             found = get_world_size() / total if total else 0.0
         else:
             found = 1.0 / self.count
@@ -310,13 +282,13 @@ class Window:
 
     def scale_earlier(self, factor: float) -> None:
         """Scale what earlier micro-batches left, once."""
-        if self._factor is None:
-            self._scale(factor)
-
-    def _scale(self, factor: float) -> None:
+        if self._factor is not None:
+            return
         self._factor = factor
-        there = [p.grad for p in self.parameters if p.grad is not None] if self.begun else []
-        there += self._shared.held_gradients(self)
+        there = [p.grad for p in self.parameters if p.grad is not None] if self.weights else []
+        for optimizer, held in self._shared.held:
+            if held and self.owns({id(p) for p in parameters_of(optimizer)}):
+                there += held.values()
         if factor != 1.0 and there:
             torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
@@ -335,7 +307,7 @@ class Window:
         Returns False, and lets no step follow, if no rank has a backward pass in it.
         """
         waiting = bool(self.count) and not self.sync
-        mine = (self._weighted, self._weights) if waiting else (None, [])
+        mine = (self._weighted, self.weights) if waiting else (None, [])
         seen = [part for part in all_gather(mine) if part[1]]
         self.sync = bool(seen)
         if not seen:
@@ -347,7 +319,7 @@ class Window:
         if len(totals) > 1:
             raise ValueError("flush(): backward passes of different weights stand mixed; see docs")
         total = totals.pop()
-        self._scale(get_world_size() / total if total else 0.0)
+        self.scale_earlier(get_world_size() / total if total else 0.0)
         if not self.alone:
             average_gradients(self.parameters)
             self.end_micro_batch()
@@ -362,7 +334,7 @@ class Window:
         return {
             "count": self.count,
             "weighted": self._weighted,
-            "weights": list(self._weights),
+            "weights": list(self.weights),
             "gradients": {
                 str(i): p.grad.detach().clone()
                 for i, p in enumerate(self.parameters)
@@ -375,7 +347,7 @@ class Window:
         self.open()
         self.sync = self.stepped = not state["count"]
         self.count, self._weighted = state["count"], state["weighted"]
-        self._weights, self.begun = list(state["weights"]), bool(state["weights"])
+        self.weights = list(state["weights"])
         for index, gradient in state["gradients"].items():
             parameter = self.parameters[int(index)]
             parameter.grad = gradient.to(parameter.device, copy=True)
@@ -396,13 +368,10 @@ def averages_gradients_itself(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def without_gradient_sync(model: Any) -> Generator[None]:
     """In this block a backward pass of the wrapper leaves gradients as they are on this rank."""
-    if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-        return
-    set_sync = getattr(model, "set_requires_gradient_sync", lambda _: None)  # FSDP's
-    set_sync(False)
-    try:
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
+            model.set_requires_gradient_sync(False)
+            stack.callback(model.set_requires_gradient_sync, True)
         yield
-    finally:
-        set_sync(True)

@@ -18,9 +18,8 @@ from syncprims._world.sequential import MainFirst
 from syncprims.training import gathering
 from syncprims.training.accumulation import Accumulator
 from syncprims.training.data import skip_first_batches
-from syncprims.training.devices import rank_device
 from syncprims.training.precision import Precision
-from syncprims.training.preparation import Preparation, unwrap_model
+from syncprims.training.preparation import Preparation, rank_device, unwrap_model
 from syncprims.training.uneven_inputs import join_uneven_inputs
 
 from .config import Settings, check_fixed, check_unsupported, read_configuration
@@ -98,8 +97,7 @@ class Accelerator(Checkpointing):
         self.preparation = Preparation(self.accumulator, device, settings)
         self._trigger = syncprims.Trigger("accelerator")
         self._start_saving(settings)
-        several = isinstance(log_with, list | tuple)
-        given: list[Any] = list(log_with) if several else [log_with]  # pyright: ignore[reportUnknownArgumentType]
+        given: Any = log_with if isinstance(log_with, list | tuple) else [log_with]
         self.trackers = [tracker for tracker in given if tracker is not None]
         for tracker in self.trackers:
             if isinstance(tracker, type) or not callable(getattr(tracker, "log", None)):
@@ -432,22 +430,19 @@ class Accelerator(Checkpointing):
         `even_batches` is that of all prepared loaders until the end of the block.
         """
         del joinables
-        before = [(loader, loader.even_batches) for loader in self.preparation.loaders]
-        for loader, even in before:
-            loader.even_batches = even if even_batches is None else even_batches
-        try:
-            with join_uneven_inputs(self.accumulator):
-                yield
-        finally:
-            for loader, even in before:
-                loader.even_batches = even
+        with contextlib.ExitStack() as stack:
+            for loader in self.preparation.loaders:
+                even = loader.even_batches
+                stack.callback(setattr, loader, "even_batches", even)
+                loader.even_batches = even if even_batches is None else even_batches
+            stack.enter_context(join_uneven_inputs(self.accumulator))
+            yield
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return all ranks' tensors, concatenated, without the items that pad the last batches."""
-        loaders = self.accumulator.loaders
-        return gathering.gather_for_metrics(
-            input_data, loaders, use_gather_object=use_gather_object
-        )
+        cursor = self.accumulator.loaders.innermost
+        real = None if cursor is None else cursor.real
+        return gathering.gather_for_metrics(input_data, real, use_gather_object)
 
     # -- trackers -------------------------------------------------------------------------------
 

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from syncprims import assert_same, get_rank, get_world_size
-from syncprims.training.devices import to_device
+from syncprims import assert_same, broadcast, get_rank, get_world_size
+from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
-from .batch_shards import BatchShard, Counted, CountingCollate, ShardPlan, StreamShard
+from .batch_shards import BatchShard, Counted, CountingCollate, ShardPlan, StreamShard, dispatch
 from .cursors import Cursor, OpenLoaders
-from .dispatch import dispatch
-from .sampling import SEEDED, begin_epoch, common_seed, copy_sampler, draw, has_type, is_sharded
+from .sampling import SEEDED, begin_epoch, copy_sampler, draw, has_type, is_sharded
 
 T = TypeVar("T")
 _END: Any = object()  # never a batch
@@ -35,11 +34,10 @@ class PreparedLoader(DataLoader[T]):
         self,
         loader: DataLoader[T],
         plan: ShardPlan,
-        *,
         device: torch.device | None,
         seed: int,
         loaders: OpenLoaders,
-        non_blocking: bool = False,
+        non_blocking: bool,
     ) -> None:
         # Not DataLoader.__init__: the wrapped loader has everything already.
         self.loader = loader
@@ -78,8 +76,7 @@ class PreparedLoader(DataLoader[T]):
     def total_dataset_length(self) -> int:
         """The number of items of the whole dataset, for all ranks."""
         dataset: Any = self.loader.dataset
-        whole: Any = dataset.dataset if isinstance(dataset, StreamShard) else dataset
-        return len(whole)
+        return len(dataset.dataset if isinstance(dataset, StreamShard) else dataset)
 
     @property
     def even_batches(self) -> bool:
@@ -89,7 +86,7 @@ class PreparedLoader(DataLoader[T]):
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
         self._plan = self._plan._replace(even=even)
-        shard: Any = self._shard or self.loader.dataset
+        shard: Any = self.loader.dataset if self._shard is None else self._shard
         if isinstance(shard, BatchShard | StreamShard):
             shard.plan = shard.plan._replace(even=even)
 
@@ -242,21 +239,16 @@ def prepare_data_loader(
         get_rank(), ranks, even_batches, split_batches, loader.drop_last,
         dispatch=dispatch_batches and ranks > 1,
     )  # fmt: skip
-    own = loader.generator or getattr(loader.sampler, "generator", None)
-    seed = common_seed(seed, own if isinstance(own, torch.Generator) else None)
+    if seed is None:
+        own = loader.generator or getattr(loader.sampler, "generator", None)
+        seed = broadcast((own if isinstance(own, torch.Generator) else torch).initial_seed())
     if plan.dispatch and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
             "of the data only; drop the sampler, or dispatch_batches"
         )
-    return PreparedLoader(
-        _rebuild(loader, plan),
-        plan,
-        device=device,
-        seed=seed,
-        loaders=loaders or OpenLoaders(),
-        non_blocking=non_blocking,
-    )
+    mine, loaders = _rebuild(loader, plan), loaders or OpenLoaders()
+    return PreparedLoader(mine, plan, device, seed, loaders, non_blocking)
 
 
 def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:

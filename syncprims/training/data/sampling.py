@@ -6,11 +6,9 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
-from syncprims import broadcast
 from syncprims.training.rng import capture_cpu, epoch_generator, restore_cpu, seeded_cpu
 
 T = TypeVar("T")
@@ -21,14 +19,6 @@ SEEDED = (data.SequentialSampler, data.RandomSampler)
 _SELF_CONTAINED = (
     *SEEDED, data.SubsetRandomSampler, data.WeightedRandomSampler, list, tuple, range,
 )  # fmt: skip
-
-
-def common_seed(seed: int | None, generator: torch.Generator | None = None) -> int:
-    """Return `seed`; if None, that of rank 0's generator, by default torch's. Collective."""
-    if seed is not None:
-        return seed
-    own = generator.initial_seed() if generator is not None else int(torch.initial_seed())
-    return broadcast(own)
 
 
 def is_sharded(sampler: Any) -> bool:
