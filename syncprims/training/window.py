@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from syncprims import all_gather, all_reduce, get_world_size
 
-from .data.cursors import Cursor, OpenLoaders
+from .data import Cursor, OpenLoaders
 from .gradient_sync import average_gradients, broadcast_buffers
 from .precision import Precision
 
@@ -213,10 +213,9 @@ class Window:
 
     def open(self) -> None:
         """Begin a new window of the same models."""
-        if self._scaled and all(
-            w.sync or not w.count for w in self._shared.entered if w is not self
-        ):
-            self._shared.precision.update_scaler()  # no other window has gradients of the old scale
+        entered = self._shared.entered
+        if self._scaled and all(w.sync or not w.count for w in entered if w is not self):
+            self._shared.precision.update_scaler()  # no other window has gradients of its scale
         self.count, self.sync, self.stepped = 0, False, False
         self.weights, self._weighted, self._factor = [], None, None
 

@@ -460,9 +460,7 @@ class Accelerator(Checkpointing):
         """
         del project_name  # trackers have names of their own
         if init_kwargs:
-            raise TypeError(
-                "init_trackers(init_kwargs=): make the trackers with them, for log_with="
-            )
+            raise TypeError("init_trackers(init_kwargs=): make trackers with them, for log_with=")
         for tracker in self.trackers if syncprims.is_main() else ():
             if hasattr(tracker, "start"):
                 tracker.start()

@@ -22,16 +22,14 @@ _INSTEAD = {
         "parallelism_config": "wrap the model with torch's own means before prepare()",
         "dynamo_backend": "call torch.compile(model) before or after prepare()",
         "dynamo_plugin": "call torch.compile(model) before or after prepare()",
-        "rng_types": "the order of data follows from seed=, and random numbers are left to each "
-        "rank",
+        "rng_types": "the order of data follows from seed=; random numbers are each rank's own",
     },
     "load_checkpoint_in_model": {
         "offload_folder": "leave it out: nothing is offloaded here; a dtype is dtype=",
         "offload_state_dict": "leave it out: weights are read straight into the model",
         "offload_buffers": "leave it out: nothing is offloaded here",
         "offload_8bit_bnb": "leave it out: nothing is offloaded here",
-        "keep_in_fp32_modules": "leave dtype= out, and cast parts of the model before: each keeps "
-        "its own",
+        "keep_in_fp32_modules": "cast parts of the model first, without dtype=: each keeps its own",
         "full_state_dict": "leave it out: tensors spread over ranks are cut from whole ones",
         "broadcast_from_rank0": "leave it out: every rank reads for itself",
     },

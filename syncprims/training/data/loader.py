@@ -16,11 +16,64 @@ from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
 from .batch_shards import BatchShard, Counted, CountingCollate, ShardPlan, StreamShard, dispatch
-from .cursors import Cursor, OpenLoaders
 from .sampling import SEEDED, begin_epoch, copy_sampler, draw, has_type, is_sharded
 
 T = TypeVar("T")
 _END: Any = object()  # never a batch
+
+
+class Cursor:
+    """One iteration of one prepared loader."""
+
+    def __init__(self, loader: object) -> None:
+        self.loader = loader
+        self.serial = 0  #: of its latest batch
+        self.at_end = False  #: the latest batch is the last
+        self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
+        self.real: int | None = None  #: items of all ranks' latest batches that are not padding
+
+
+class OpenLoaders:
+    """The iterations of prepared loaders that run now, outermost first."""
+
+    def __init__(self) -> None:
+        self.serial = 0  #: the number of batches yielded so far
+        self._open: list[Cursor] = []
+
+    def enter(self, cursor: Cursor) -> None:
+        """Record that an iteration begins."""
+        self._open.append(cursor)
+
+    def leave(self, cursor: Cursor) -> None:
+        """Record that an iteration is over, by exhaustion, ``break`` or an exception."""
+        if cursor in self._open:
+            self._open.remove(cursor)
+
+    def advance(self, cursor: Cursor) -> None:
+        """Record that `cursor` yields a batch, so that the loops inside of its own are over.
+
+        If a cursor that was taken to be over goes on, it is not a loop inside of others: it runs
+        beside them.
+        """
+        self.serial = cursor.serial = self.serial + 1
+        if cursor not in self._open:
+            cursor.beside = tuple(self._open)
+            self._open.append(cursor)
+        elif cursor is not self._open[-1]:
+            del self._open[self._open.index(cursor) + 1 :]
+
+    @property
+    def innermost(self) -> Cursor | None:
+        """The iteration that the current code is in."""
+        return self._open[-1] if self._open else None
+
+    def since(self, serial: int) -> list[Cursor]:
+        """Return the iterations with a batch newer than `serial`, outermost first."""
+        return [cursor for cursor in self._open if cursor.serial > serial]
+
+    def is_open(self, cursor: Cursor | None) -> bool:
+        """Return whether `cursor` is still being iterated."""
+        return cursor in self._open
 
 
 class PreparedLoader(DataLoader[T]):
@@ -255,11 +308,8 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
     """Return a loader with the options of `loader` that reads this rank's batches."""
     undealt = ShardPlan(0, 1, plan.even, drop_last=plan.drop_last)
     plan = undealt if plan.dispatch else plan
-    options: dict[str, Any] = {
-        name: getattr(loader, name)
-        for name in _KEPT
-        if hasattr(loader, name) and not (name in _WITH_WORKERS and not loader.num_workers)
-    }
+    names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
+    options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
     kind: Callable[..., DataLoader[T]] = type(loader)
     if "__init__" in vars(kind) and kind is not DataLoader and not hasattr(loader, "state_dict"):
         kind = DataLoader  # a subclass may have a constructor with other arguments
@@ -281,18 +331,15 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
     return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
 
 
-_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
 _KEPT = (
     "num_workers",
     "collate_fn",
     "pin_memory",
-    "timeout",
     "worker_init_fn",
     "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
     "pin_memory_device",
 )
+_KEPT_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
