@@ -190,11 +190,7 @@ class Accumulator:
     def _unscale(self, parameters: list[torch.Tensor]) -> None:
         """Unscale the gradients of the optimizers that own these parameters, and of no others."""
         wanted = {id(p) for p in parameters}
-        owners = [
-            optimizer
-            for optimizer in self.optimizers
-            if any(id(p) in wanted for p in parameters_of(optimizer))
-        ]
+        owners = [o for o in self.optimizers if wanted & {id(p) for p in parameters_of(o)}]
         if not owners and self.precision.scaler is not None and parameters:
             raise ValueError(
                 "under fp16 gradients are scaled, and no prepared optimizer owns these parameters; "
@@ -249,9 +245,8 @@ def clip_grad_norm_(
 
     With `accumulator`, as its method of the same name; without, as torch's function.
     """
-    if accumulator is not None:
-        return accumulator.clip_grad_norm_(parameters, max_norm, norm_type)
-    return torch_clip_norm_(parameters, max_norm, norm_type)
+    clip = torch_clip_norm_ if accumulator is None else accumulator.clip_grad_norm_
+    return clip(parameters, max_norm, norm_type)
 
 
 def clip_grad_value_(
@@ -261,10 +256,8 @@ def clip_grad_value_(
 
     With `accumulator`, as its method of the same name; without, as torch's function.
     """
-    if accumulator is not None:
-        accumulator.clip_grad_value_(parameters, clip_value)
-    else:
-        torch_clip_value_(parameters, clip_value)
+    clip = torch_clip_value_ if accumulator is None else accumulator.clip_grad_value_
+    clip(parameters, clip_value)
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:

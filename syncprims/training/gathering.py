@@ -78,14 +78,12 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     :raises TypeError: on all ranks, if a leaf is something else.
     """
     leaves = sorted(named_leaves(tensor), key=lambda found: found[0])
-    check_alike(
-        "what broadcast() fills",
-        [
-            f"{path}: {describe(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
-            for path, leaf in leaves
-        ],
-        "Pass tensors of the same shapes and dtypes everywhere, or use syncprims.broadcast().",
-    )
+    parts = [
+        f"{path}: {describe(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
+        for path, leaf in leaves
+    ]
+    advice = "Pass tensors of the same shapes and dtypes everywhere, or use syncprims.broadcast()."
+    check_alike("what broadcast() fills", parts, advice)
     for path, leaf in leaves:
         if leaf is not None and not isinstance(leaf, torch.Tensor):
             raise TypeError(
