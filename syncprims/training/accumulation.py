@@ -245,8 +245,9 @@ def clip_grad_norm_(
 
     With `accumulator`, as its method of the same name; without, as torch's function.
     """
-    clip = torch_clip_norm_ if accumulator is None else accumulator.clip_grad_norm_
-    return clip(parameters, max_norm, norm_type)
+    if accumulator is not None:
+        return accumulator.clip_grad_norm_(parameters, max_norm, norm_type)
+    return torch_clip_norm_(parameters, max_norm, norm_type)
 
 
 def clip_grad_value_(
@@ -256,8 +257,10 @@ def clip_grad_value_(
 
     With `accumulator`, as its method of the same name; without, as torch's function.
     """
-    clip = torch_clip_value_ if accumulator is None else accumulator.clip_grad_value_
-    clip(parameters, clip_value)
+    if accumulator is not None:
+        accumulator.clip_grad_value_(parameters, clip_value)
+    else:
+        torch_clip_value_(parameters, clip_value)
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:

@@ -130,7 +130,9 @@ class Preparation:
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Return `scheduler` wrapped; with `schedule` it advances once per optimizer step."""
         accumulator, options = self.accumulator, self.options
-        if not isinstance(prepared := scheduler, PreparedScheduler):
+        if isinstance(scheduler, PreparedScheduler):
+            prepared = scheduler
+        else:
             advance, follow = options.schedule_advance if options.schedule else 1, options.schedule
             prepared = PreparedScheduler(scheduler, accumulator.optimizers, advance, follow=follow)
         if not any(prepared is known for known in accumulator.schedules):

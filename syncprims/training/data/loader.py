@@ -294,7 +294,8 @@ def prepare_data_loader(
     )  # fmt: skip
     if seed is None:
         own = loader.generator or getattr(loader.sampler, "generator", None)
-        seed = broadcast((own if isinstance(own, torch.Generator) else torch).initial_seed())
+        source: Any = own if isinstance(own, torch.Generator) else torch
+        seed = broadcast(int(source.initial_seed()))
     if plan.dispatch and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
