@@ -27,8 +27,6 @@ from .checkpoints import save_state as save_state
 from .data import PreparedLoader as PreparedLoader
 from .data import prepare_data_loader as prepare_data_loader
 from .data import skip_first_batches as skip_first_batches
-from .devices import rank_device as rank_device
-from .devices import to_device as to_device
 from .gathering import gather as gather
 from .gathering import pad_across_processes as pad_across_processes
 from .gradient_sync import average_gradients as average_gradients
@@ -38,6 +36,8 @@ from .optimizer import PreparedOptimizer as PreparedOptimizer
 from .optimizer import PreparedScheduler as PreparedScheduler
 from .precision import Precision as Precision
 from .preparation import prepare as prepare
+from .preparation import rank_device as rank_device
 from .preparation import unwrap_model as unwrap_model
+from .pytree import to_device as to_device
 from .rng import set_seed as set_seed
 from .uneven_inputs import join_uneven_inputs as join_uneven_inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -16,8 +17,7 @@ from syncprims import get_world_size
 
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import Precision
-from .window import Window, WindowSet, parameters_of
-from .wrappers import without_gradient_sync
+from .window import Window, WindowSet, parameters_of, without_gradient_sync
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -50,6 +50,7 @@ class Accumulator:
         self.schedules: list[PreparedScheduler] = []  #: that follow these optimizers
         self._entered = self.windows.entered
         self._unsynced: list[nn.Module] = []
+        self.steps = steps
 
     @property
     def steps(self) -> int:
@@ -58,7 +59,9 @@ class Accumulator:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self.windows.set_steps(steps)
+        if operator.index(steps) < 1:
+            raise ValueError(f"steps={steps!r}: a window holds a whole number of micro-batches")
+        self.windows.steps = steps
 
     @property
     def sync_gradients(self) -> bool:
@@ -181,17 +184,13 @@ class Accumulator:
 
     def _window_of(self, parameters: list[torch.Tensor]) -> Window | None:
         """Return the window of these gradients; of several, the last entered one."""
-        ids = {id(p) for p in parameters}
-        return next((window for window in reversed(self._entered) if window.owns(ids)), None)
+        found = self.windows.owning(parameters)
+        return found[-1] if found else None
 
     def _unscale(self, parameters: list[torch.Tensor]) -> None:
         """Unscale the gradients of the optimizers that own these parameters, and of no others."""
         wanted = {id(p) for p in parameters}
-        owners = [
-            optimizer
-            for optimizer in self.optimizers
-            if any(id(p) in wanted for p in parameters_of(optimizer))
-        ]
+        owners = [o for o in self.optimizers if wanted & {id(p) for p in parameters_of(o)}]
         if not owners and self.precision.scaler is not None and parameters:
             raise ValueError(
                 "under fp16 gradients are scaled, and no prepared optimizer owns these parameters; "
@@ -218,7 +217,8 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what windows hold that are not full, with this rank's own gradients."""
-        return {"world_size": get_world_size(), "windows": self.windows.state_dicts()}
+        states = [window.state_dict() for window in self.windows.all()]
+        return {"world_size": get_world_size(), "windows": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue: windows are matched in the order in which they are first entered.

@@ -8,7 +8,6 @@ import torch
 
 import syncprims
 
-from .data.cursors import OpenLoaders
 from .gradient_sync import check_alike, describe
 from .pytree import has_only_tensors, map_tensors, named_leaves
 
@@ -24,10 +23,9 @@ def gather(tensor: Any) -> Any:
     """
     if not has_only_tensors(tensor):
         raise TypeError("gather() takes tensors, and lists, tuples and mappings of them only")
-    mine = [leaf.detach().reshape(leaf.shape or (1,)) for _, leaf in named_leaves(tensor)]
-    paths = [path for path, _ in named_leaves(tensor)]
-    kinds = [(p, str(t.dtype), list(t.shape[1:])) for p, t in zip(paths, mine, strict=True)]
-    rows = syncprims.all_gather((kinds, [leaf.cpu() for leaf in mine]))
+    mine = [(path, one.detach().reshape(one.shape or (1,))) for path, one in named_leaves(tensor)]
+    kinds = [(path, str(one.dtype), list(one.shape[1:])) for path, one in mine]
+    rows = syncprims.all_gather((kinds, [one.cpu() for _, one in mine]))
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
         raise syncprims.RankMismatch(
@@ -39,23 +37,19 @@ def gather(tensor: Any) -> Any:
     return map_tensors(lambda one: next(joined).to(one.device), tensor)
 
 
-def gather_for_metrics(
-    tensor: Any, loaders: OpenLoaders, *, use_gather_object: bool = False
-) -> Any:
+def gather_for_metrics(tensor: Any, real: int | None, as_objects: bool) -> Any:
     """Return what :func:`gather` does, without items that only pad the last batches. Collective.
 
-    The padding is that of the loader that is being iterated. Objects other than tensors are
+    The first `real` items are no padding; None stands for all. Objects other than tensors are
     gathered into a list of all ranks' objects; lists are concatenated.
     """
-    if use_gather_object or not has_only_tensors(tensor):
+    if as_objects or not has_only_tensors(tensor):
         rows = syncprims.all_gather(tensor)
         joined: Any = [item for row in rows for item in row] if isinstance(tensor, list) else rows
     else:
         joined = gather(tensor)
-    cursor = loaders.innermost
-    if cursor is None or cursor.real is None:
+    if real is None:
         return joined
-    real = cursor.real
     if isinstance(joined, list) and not has_only_tensors(joined):
         return joined[:real]  # pyright: ignore[reportUnknownVariableType]
     return map_tensors(lambda one: one[:real], joined)
@@ -84,14 +78,12 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     :raises TypeError: on all ranks, if a leaf is something else.
     """
     leaves = sorted(named_leaves(tensor), key=lambda found: found[0])
-    check_alike(
-        "what broadcast() fills",
-        [
-            f"{path}: {describe(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
-            for path, leaf in leaves
-        ],
-        "Pass tensors of the same shapes and dtypes everywhere, or use syncprims.broadcast().",
-    )
+    parts = [
+        f"{path}: {describe(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
+        for path, leaf in leaves
+    ]
+    advice = "Pass tensors of the same shapes and dtypes everywhere, or use syncprims.broadcast()."
+    check_alike("what broadcast() fills", parts, advice)
     for path, leaf in leaves:
         if leaf is not None and not isinstance(leaf, torch.Tensor):
             raise TypeError(

@@ -60,7 +60,8 @@ def _average(bucket: Sequence[nn.Parameter]) -> None:
     views = [part.view(p.shape) for part, p in zip(parts, bucket, strict=True)]
     mine = [(v, p.grad) for v, p in zip(views, bucket, strict=True) if p.grad is not None]
     if mine:
-        torch._foreach_copy_([v for v, _ in mine], [_dense(g) for _, g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        dense = [g.to_dense() if g.is_sparse else g for _, g in mine]
+        torch._foreach_copy_([v for v, _ in mine], dense)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     present.copy_(torch.tensor(held))
     all_reduce(flat, "mean", out=flat)
     somewhere = (present != 0).tolist()
@@ -69,20 +70,20 @@ def _average(bucket: Sequence[nn.Parameter]) -> None:
             p.grad = view.to(p.device, copy=True)
         elif p.grad is not None and p.grad.is_sparse:
             p.grad = view.to(p.device).to_sparse(p.grad.sparse_dim())
-    dense = [(p.grad, v) for p, v, here in zip(bucket, views, held, strict=True)
+    pairs = [(p.grad, v) for p, v, here in zip(bucket, views, held, strict=True)
              if here and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
-    if dense:
-        torch._foreach_copy_([g for g, _ in dense], [v for _, v in dense])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    if pairs:
+        torch._foreach_copy_([g for g, _ in pairs], [v for _, v in pairs])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+def has_process_group() -> bool:
+    """Return whether ``torch.distributed`` has a default group."""
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _transport_device(tensor: torch.Tensor) -> torch.device:
     """Return the device of a flat buffer: shared memory takes tensors on the CPU only."""
-    grouped = distributed.is_available() and distributed.is_initialized()
-    return tensor.device if grouped else torch.device("cpu")
+    return tensor.device if has_process_group() else torch.device("cpu")
 
 
 def broadcast_model(model: nn.Module, src: int = 0) -> None:
@@ -98,15 +99,11 @@ def broadcast_model(model: nn.Module, src: int = 0) -> None:
 
 def _described(model: nn.Module) -> list[str]:
     """Return a line for each parameter and buffer, in the order in which they are sent."""
-    tensors = [
-        *((f"parameter {name!r}", p) for name, p in model.named_parameters()),
-        *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()),
+    parameters = [
+        f"parameter {name!r}, {describe(p)}" + ", frozen" * (not p.requires_grad)
+        for name, p in model.named_parameters()
     ]
-    return [
-        f"{name}, {describe(tensor)}"
-        + ", frozen" * (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
-        for name, tensor in tensors
-    ]
+    return parameters + [f"buffer {name!r}, {describe(b)}" for name, b in model.named_buffers()]
 
 
 def broadcast_buffers(model: nn.Module, src: int = 0) -> None:

@@ -102,29 +102,22 @@ class PreparedOptimizer(Optimizer):
         scaled = self._precision.scaler is not None
         if scaled or self._is_holding:
             self.unscale_gradients()
-        if scaled:
-            self._step_scaled(closure)
-            result = None
-        else:
-            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            self.step_was_skipped = False
-        self._ready, self._used = False, True
-        if window is not None:
-            window.stepped = True
-        if self.step_was_skipped:
-            self.steps_skipped += 1
-        else:
-            self.steps_taken += 1
-        return result
-
-    def _step_scaled(self, closure: Any) -> None:
-        if closure is not None:
-            raise ValueError("under fp16 a step takes no closure: its loss would not be scaled")
+        result = None
         self.step_was_skipped = False
-        if any(p.grad is not None for p in parameters_of(self.optimizer)):
+        if not scaled:
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        elif closure is not None:
+            raise ValueError("under fp16 a step takes no closure: its loss would not be scaled")
+        elif any(p.grad is not None for p in parameters_of(self.optimizer)):
             self._recorder.called = False
             self._precision.step(self._recorder)
             self.step_was_skipped = not self._recorder.called
+        self._ready, self._used = False, True
+        if window is not None:
+            window.stepped = True
+        self.steps_skipped += self.step_was_skipped
+        self.steps_taken += not self.step_was_skipped
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that a step has used; those that wait for a step stay.
@@ -133,7 +126,7 @@ class PreparedOptimizer(Optimizer):
         """
         if not self._used:
             window = self._window()
-            if window is not None and window.begun and (not window.sync or window.count > 1):
+            if window is not None and window.weights and (not window.sync or window.count > 1):
                 if self._is_holding:
                     for p in parameters_of(self.optimizer):
                         p.grad = self._held.pop(p, None)
@@ -157,9 +150,15 @@ class PreparedOptimizer(Optimizer):
         if self._is_holding:
             self._add_held_gradients()
         scaler = self._precision.scaler
-        if scaler is not None and any(p.grad is not None for p in parameters_of(self.optimizer)):
-            if self._precision.has_stepped(self._recorder):
-                self._update_scale(scaler)
+        if scaler is None:
+            return
+        there = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
+        if there:
+            if self._precision.has_stepped(self._recorder):  # in this window: its factor is used
+                before = scaler.get_scale()
+                self._precision.update_scaler()
+                if (after := scaler.get_scale()) != before:
+                    torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             scaler.unscale_(self._recorder)
 
     def _hold_gradients(self) -> None:
@@ -182,15 +181,6 @@ class PreparedOptimizer(Optimizer):
             if gradient is not None:
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
         self._is_holding = False
-
-    def _update_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Update the scaler before this optimizer's second step in a window; rescale gradients."""
-        before = scaler.get_scale()
-        self._precision.update_scaler()
-        after = scaler.get_scale()
-        there = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
-        if there and after != before:
-            torch._foreach_mul_(there, after / before)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 class _StepRecorder(Optimizer):
@@ -280,10 +270,8 @@ class PreparedScheduler(LRScheduler):
 
     def get_last_lr(self) -> list[float]:  # type: ignore[override]
         """Return the learning rates that the last step has set."""
-        rates: list[Any] = self.scheduler.get_last_lr()
-        return rates
+        return list[Any](self.scheduler.get_last_lr())
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """Return the learning rates of the next step."""
-        rates: list[Any] = self.scheduler.get_lr()
-        return rates
+        return list[Any](self.scheduler.get_lr())

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from syncprims import ConfigurationError, current
 from .pytree import map_tensors
 
 M = TypeVar("M", bound="nn.Module")
-Mode = Literal["no", "fp16", "bf16"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -43,7 +42,7 @@ class Precision:
             mode, source = current().settings.mixed_precision or "no", "SYNCPRIMS_MIXED_PRECISION"
         if mode not in ("no", "fp16", "bf16"):
             raise ConfigurationError(f"{source}={mode!r}: it takes 'no', 'fp16' or 'bf16'")
-        self.mode: Mode = cast("Mode", mode)  # pyright: ignore[reportUnnecessaryCast]
+        self.mode = mode
         self.device = torch.device(device)
         self.scaler: torch.amp.GradScaler | None = None  #: of the loss; fp16 only
         self._stepped: set[int] = set()
@@ -143,10 +142,9 @@ def remove_autocast(model: nn.Module) -> None:
 
 def _check_autocast(device: torch.device, dtype: torch.dtype, source: str, mode: str) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # some devices only warn, and compute in full precision
-            with torch.autocast(device.type, dtype=dtype):
-                possible = torch.is_autocast_enabled(device.type)
+        # Some devices only warn, and compute in full precision.
+        with warnings.catch_warnings(action="error"), torch.autocast(device.type, dtype=dtype):
+            possible = torch.is_autocast_enabled(device.type)
     except (RuntimeError, Warning):
         possible = False
     if not possible:

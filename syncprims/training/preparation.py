@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from syncprims import current, get_world_size
+from syncprims import current, get_local_rank, get_world_size
+from syncprims._data.arrays import own_device
 
 from .accumulation import Accumulator
 from .data import PreparedLoader, prepare_data_loader
-from .devices import rank_device
-from .gradient_sync import broadcast_model
+from .gradient_sync import broadcast_model, has_process_group
 from .optimizer import PreparedScheduler
 from .precision import remove_autocast
-from .wrappers import averages_gradients_itself, unwrap
+from .window import averages_gradients_itself
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -34,6 +34,23 @@ _BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     else "broadcast_buffers"
 )
+
+
+def rank_device(*, cpu: bool = False) -> torch.device:
+    """Return this rank's device, and make it the current one; the CPU if there is no accelerator.
+
+    Which one, :func:`syncprims.interface.own_device_index` decides. With `cpu` no accelerator is
+    asked for, nor initialized.
+    """
+    available = not cpu and torch.accelerator.is_available()
+    found = torch.accelerator.current_accelerator() if available else None
+    if found is None:
+        return torch.device("cpu")
+    device: torch.device = own_device(found.type, get_local_rank())
+    module: Any = getattr(torch, device.type)
+    if hasattr(module, "set_device"):  # whatever asks torch for the current device agrees
+        module.set_device(device)
+    return device
 
 
 @dataclass(kw_only=True)
@@ -79,22 +96,19 @@ class Preparation:
             model.to(self.device)
         if not wrapped:
             broadcast_model(model)
-        self.accumulator.precision.apply(
-            model.module if isinstance(model, DistributedDataParallel) else model
-        )
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self.accumulator.precision.apply(inner)
         trained = any(p.requires_grad for p in model.parameters())
-        if trained and not wrapped and _has_process_group():
-            model = self._wrap(model)
+        grouped = has_process_group() and distributed.get_world_size() == get_world_size() > 1
+        if trained and not wrapped and grouped:
+            # The window broadcasts buffers after each step: then ranks agree when they evaluate,
+            # and a model may run twice before its backward pass.
+            options: dict[str, Any] = {_BUFFERS: False, **(self.options.ddp or {})}
+            if self.device.type == "cuda":
+                options.setdefault("device_ids", [self.device.index])
+            model = DistributedDataParallel(model, **options)
         self.accumulator.models.append(model)
         return model
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        # The window broadcasts buffers after each step: then ranks agree when they evaluate, and a
-        # model may run twice before its backward pass.
-        options: dict[str, Any] = {_BUFFERS: False, **(self.options.ddp or {})}
-        if self.device.type == "cuda":
-            options.setdefault("device_ids", [self.device.index])
-        return DistributedDataParallel(model, **options)
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:
         """Return a loader of this rank's batches. Collective."""
@@ -132,19 +146,13 @@ class Preparation:
         has them.
         """
         current()  # starts the world, and with it the group that models are wrapped for
-        made: dict[int, Any] = {}
-        for index, obj in enumerate(objects):
-            if isinstance(obj, nn.Module):
-                made[index] = self.model(obj)
+        made = [self.model(obj) if isinstance(obj, nn.Module) else obj for obj in objects]
         for index, obj in enumerate(objects):
             if isinstance(obj, Optimizer):
                 made[index] = self.accumulator.prepare_optimizer(obj)
             elif isinstance(obj, DataLoader):
                 made[index] = self.loader(obj)  # pyright: ignore[reportUnknownArgumentType]
-        for index, obj in enumerate(objects):
-            if index not in made:
-                made[index] = self.scheduler(obj) if _is_scheduler(obj) else obj
-        return tuple(made[index] for index in range(len(objects)))
+        return tuple(self.scheduler(one) if _is_scheduler(one) else one for one in made)
 
 
 @overload
@@ -171,24 +179,22 @@ def unwrap_model(model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: b
     being trained, which is the same object. With `keep_torch_compile` a model compiled inside of
     DDP is returned compiled.
     """
-    found: Any = unwrap(model, keep_torch_compile=keep_torch_compile)
+    found: Any = model
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        found = inner
+        if isinstance(found, DistributedDataParallel | nn.DataParallel):
+            inner = found.module
+        else:
+            inner = None if keep_torch_compile else getattr(found, "_orig_mod", None)
     if not keep_fp32_wrapper:
         for part in (found, getattr(found, "_orig_mod", found)):
             remove_autocast(part)
     return found  # type: ignore[no-any-return]
 
 
-def _has_process_group() -> bool:
-    """Return whether a ``torch.distributed`` group of all ranks runs."""
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() == get_world_size() > 1
-    )
-
-
 def _is_scheduler(obj: Any) -> bool:
     """Return whether `obj` is a schedule, of torch or with the same methods."""
-    if isinstance(obj, LRScheduler):
-        return True
-    return hasattr(obj, "optimizer") and hasattr(obj, "step") and hasattr(obj, "state_dict")
+    if isinstance(obj, LRScheduler | nn.Module | Optimizer | DataLoader):
+        return isinstance(obj, LRScheduler)
+    return all(hasattr(obj, name) for name in ("optimizer", "step", "state_dict"))

@@ -10,13 +10,8 @@ from typing import Any
 import torch
 
 
-def is_tensor(tree: Any) -> bool:
-    """Return whether `tree` is a single tensor."""
-    return isinstance(tree, torch.Tensor)
-
-
 def map_tensors(
-    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = is_tensor
+    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = torch.is_tensor
 ) -> Any:
     """Return `tree` with ``function(tensor)`` in place of every tensor; other leaves are kept.
 
@@ -45,10 +40,9 @@ def map_tensors(
 def named_leaves(tree: Any, name: str = "tensor") -> Iterator[tuple[str, Any]]:
     """Yield the leaves that :func:`map_tensors` sees, each with its path, as ``tensor['x'][0]``."""
     parts: list[tuple[str, Any]] = []
-    if isinstance(tree, list | tuple):
-        parts = [(f"{name}[{i}]", part) for i, part in enumerate(tree)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    elif isinstance(tree, Mapping):
-        parts = [(f"{name}[{key!r}]", part) for key, part in tree.items()]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(tree, list | tuple | Mapping):
+        items: Any = tree.items() if isinstance(tree, Mapping) else enumerate(tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        parts = [(f"{name}[{key!r}]", part) for key, part in items]
     elif is_dataclass(tree) and not isinstance(tree, type):
         held = (field.name for field in fields(tree) if hasattr(tree, field.name))
         parts = [(f"{name}.{field}", getattr(tree, field)) for field in held]
@@ -62,9 +56,9 @@ def has_only_tensors(tree: Any) -> bool:
     """Return whether every leaf of lists, tuples and mappings is a tensor."""
     if isinstance(tree, list | tuple):
         return all(map(has_only_tensors, tree))  # pyright: ignore[reportUnknownArgumentType]
-    if is_tensor(tree) or not hasattr(tree, "values"):
-        return is_tensor(tree)
-    return all(map(has_only_tensors, tree.values()))
+    if not torch.is_tensor(tree) and hasattr(tree, "values"):
+        return all(map(has_only_tensors, tree.values()))
+    return torch.is_tensor(tree)
 
 
 def as_mapping_type(tree: Any, mapped: dict[Any, Any]) -> Any:
@@ -78,3 +72,20 @@ def as_mapping_type(tree: Any, mapped: dict[Any, Any]) -> Any:
         return type(tree)(mapped)
     except TypeError:
         return mapped
+
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """Return `batch` with its tensors on `device`, in lists, tuples, mappings and dataclasses.
+
+    Any other object in it that has ``.to(device)`` is moved by that method.
+    """
+
+    def move(part: Any) -> Any:
+        options: Any = {"non_blocking": non_blocking} if torch.is_tensor(part) else {}
+        return part.to(device, **options)
+
+    return map_tensors(move, batch, _can_move)
+
+
+def _can_move(part: Any) -> bool:
+    return callable(getattr(part, "to", None)) and not isinstance(part, type)

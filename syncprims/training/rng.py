@@ -1,26 +1,17 @@
-"""The random number generators that training uses by default: Python's, numpy's and torch's.
-
-A state comes in two forms. `CpuStates` is what the libraries return themselves: quick to take and
-to set. :func:`capture` returns a dict of numbers and arrays, GPUs included, that a file can hold.
-"""
+"""The random number generators that training uses by default: Python's, numpy's and torch's."""
 
 from __future__ import annotations
 
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from syncprims import get_local_world_size, get_rank
+from syncprims import get_rank
 
-
-class CpuStates(NamedTuple):
-    """The states of the generators that run on the CPU, as their libraries return them."""
-
-    python: Any
-    numpy: Any
-    torch: torch.Tensor
+#: States of the CPU's generators, of Python, numpy and torch, as these return them.
+CpuStates = tuple[Any, Any, torch.Tensor]
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -39,71 +30,26 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return a new torch generator that is a function of `seed` and `epoch`."""
-    made = torch.Generator()
     # The factors keep pairs apart: seed 1 in epoch 0 is not seed 0 in epoch 1.
-    made.manual_seed((seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9) % (1 << 63))
-    return made
+    mixed = seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9
+    return torch.Generator().manual_seed(mixed % (1 << 63))
 
 
 def seeded_cpu(generator: torch.Generator) -> CpuStates:
     """Return states of the CPU's generators that follow from the seed of `generator`."""
     seed = generator.initial_seed()
     numbers = np.random.RandomState(seed % (1 << 32)).get_state()
-    return CpuStates(random.Random(seed).getstate(), numbers, generator.get_state())
+    return random.Random(seed).getstate(), numbers, generator.get_state()
 
 
 def capture_cpu() -> CpuStates:
     """Return the states of the CPU's generators."""
-    return CpuStates(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state())
+    return random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
 
 
 def restore_cpu(states: CpuStates) -> None:
     """Set the CPU's generators to `states`."""
-    random.setstate(states.python)
-    np.random.set_state(states.numpy)
-    torch.set_rng_state(states.torch)
-
-
-def capture() -> dict[str, Any]:
-    """Return the states of all generators, this rank's GPUs included, as numbers and arrays."""
-    python, numbers, cpu = capture_cpu()
-    version, words, gauss = python
-    kind, keys, position, has_gauss, cached = numbers
-    return {
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "numpy": {
-            "kind": kind, "keys": keys, "position": int(position),
-            "has_gauss": int(has_gauss), "cached": float(cached),
-        },
-        "torch": cpu,
-        "cuda": {str(device): torch.cuda.get_rng_state(device) for device in _own_gpus()},
-    }  # fmt: skip
-
-
-def restore(state: dict[str, Any]) -> None:
-    """Set all generators to what :func:`capture` has returned.
-
-    :raises ValueError: if the state holds a GPU that this rank does not use, or lacks one.
-    """
-    devices = {str(device) for device in _own_gpus()}
-    if devices != state["cuda"].keys():
-        raise ValueError(
-            f"it was saved with the generators of GPUs {sorted(state['cuda'])}, and here are "
-            f"{sorted(devices)}; with rng=False they are left as they are"
-        )
-    python, numbers = state["python"], state["numpy"]
-    words = tuple(int(word) for word in python["words"])
-    parts = [numbers[name] for name in ("kind", "keys", "position", "has_gauss", "cached")]
-    restore_cpu(
-        CpuStates((python["version"], words, python["gauss"]), tuple(parts), state["torch"])
-    )
-    for device, one in state["cuda"].items():
-        torch.cuda.set_rng_state(one, int(device))
-
-
-def _own_gpus() -> list[int]:
-    """Return the GPUs whose random numbers this rank uses: all if it is alone on its node."""
-    if not torch.cuda.is_available():
-        return []
-    alone = get_local_world_size() == 1
-    return list(range(torch.cuda.device_count())) if alone else [torch.cuda.current_device()]
+    python, numbers, cpu = states
+    random.setstate(python)
+    np.random.set_state(numbers)
+    torch.set_rng_state(cpu)

@@ -60,16 +60,13 @@ class _Join:
             raise RuntimeError(f"ranks that train take different turns: {sorted(events)}")
         if active:
             self._active, self._windows.first_active = active, active[0]
-        self._event = events.pop() if events else "done"
+            self._event = events.pop()
         return [sent[rank][1] for rank in active]
 
     def follow(self) -> None:
         """Join the others' micro-batches with zeros until no rank trains any more."""
         window = None
-        while True:
-            values = self.announce("done", None)
-            if self._event == "done":
-                return
+        while values := self.announce("done", None):
             if self._event == "enter":
                 window = self._windows.named(values[0][0])
                 window.enter_without_batch(at_end=all(at_end for _, at_end in values))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch.optim import Optimizer
 
 from syncprims import all_gather, all_reduce, get_world_size
 
-from .data.cursors import Cursor, OpenLoaders
+from .data import Cursor, OpenLoaders
 from .gradient_sync import average_gradients, broadcast_buffers
 from .precision import Precision
-from .wrappers import averages_gradients_itself, sends_buffers_in_forward, without_gradient_sync
 
 #: How ranks name a window to each other: by its prepared models, else by its number.
 WindowName = int | tuple[int, ...]
@@ -28,7 +26,7 @@ class WindowSet:
     """The windows of one accumulator, and what they and the prepared optimizers share."""
 
     def __init__(self, steps: int, precision: Precision, *, sync_with_dataloader: bool) -> None:
-        self.set_steps(steps)
+        self.steps = steps
         self.precision = precision
         self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
@@ -41,12 +39,6 @@ class WindowSet:
         self.first_active = 0  #: the lowest rank that still trains
         self._by_models: dict[tuple[nn.Module, ...], Window] = {}
         self._loaded: list[dict[str, Any]] = []  # states of windows that no block has entered yet
-
-    def set_steps(self, steps: int) -> None:
-        """Set the number of micro-batches per step; it counts from the next window on."""
-        if operator.index(steps) < 1:
-            raise ValueError(f"steps={steps!r}: a window holds a whole number of micro-batches")
-        self.steps = steps
 
     def get(self, models: tuple[nn.Module, ...]) -> Window:
         """Return the window of `models` as the last entered one; it is made at the first call."""
@@ -74,26 +66,11 @@ class WindowSet:
         ids = {id(p) for p in parameters}
         return [window for window in self.entered if window.owns(ids)]
 
-    def held_gradients(self, window: Window) -> list[torch.Tensor]:
-        """Return the gradients of `window` that optimizers keep outside of ``.grad``."""
-        return [
-            gradient
-            for optimizer, held in self.held
-            if held and window.owns({id(p) for p in parameters_of(optimizer)})
-            for gradient in held.values()
-        ]
-
-    def update_scaler(self, opened: Window) -> None:
-        """Update the loss scaler, unless another window than `opened` holds scaled gradients."""
-        if all(w.sync or not w.count for w in self.entered if w is not opened):
-            self.precision.update_scaler()
-
     def name_of(self, window: Window) -> WindowName:
         """Return the name of `window` for other ranks."""
         prepared = {id(model): i for i, model in enumerate(self.models)}
-        if all(id(model) in prepared for model in window.given):
-            return tuple(prepared[id(model)] for model in window.given)
-        return self.all().index(window)
+        name = tuple(prepared.get(id(model), -1) for model in window.given)
+        return self.all().index(window) if -1 in name else name
 
     def named(self, name: WindowName) -> Window:
         """Return the window that another rank calls `name`, even if no block here has entered it.
@@ -114,10 +91,6 @@ class WindowSet:
         """Forget all models and windows."""
         for container in (self.models, self.entered, self.held, self._by_models, self._loaded):
             container.clear()
-
-    def state_dicts(self) -> list[dict[str, Any]]:
-        """Return the states of all windows, in the order in which they were first entered."""
-        return [window.state_dict() for window in self._by_models.values()]
 
     def load_state_dicts(self, states: Iterable[dict[str, Any]]) -> None:
         """Continue windows, matched in the order in which they are first entered."""
@@ -142,18 +115,16 @@ class Window:
         self.given = given  #: the models that its blocks name: none stands for all prepared ones
         self.count = 0  #: its micro-batches, the current one included
         self.sync = False  #: it is closed, or closes with the current micro-batch: a step follows
-        self.begun = False  #: gradients have been added to it
         self.stepped = False  #: an optimizer has stepped with it
         self.inside = False  #: the current code is in its block
         self.alone = get_world_size() == 1  #: there is no other rank to average with
         self.norm: torch.Tensor | None = None  #: of the last clipped gradients
         self._shared = shared
-        self._loaders = shared.loaders
         self._scaled = shared.precision.scaler is not None
         self._serial = 0  # of the latest batch that it has seen
         self._driver: Cursor | None = None  # the loader whose last batch closes it
         self._chunked = False  # one batch makes several micro-batches
-        self._weights: list[float] = []  # per backward pass of a micro-batch: its items so far
+        self.weights: list[float] = []  #: per backward pass of a micro-batch: its items so far
         self._weighted: bool | None = None
         self._backward = 0  # passes of the current micro-batch
         self._factor: float | None = None  # what earlier micro-batches left is scaled by it
@@ -234,7 +205,7 @@ class Window:
                     f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
                     f"ranks, also those without a batch; use loaders with even batches"
                 )
-            if sends_buffers_in_forward(model):
+            if model.broadcast_buffers and any(True for _ in model.buffers()):
                 raise ValueError(
                     "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
                     "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
@@ -242,15 +213,15 @@ class Window:
 
     def open(self) -> None:
         """Begin a new window of the same models."""
-        if self._scaled:
-            self._shared.update_scaler(self)
-        self.count, self.sync, self.begun, self.stepped = 0, False, False, False
-        self._weights, self._weighted, self._factor = [], None, None
-        self._backward = 0
+        entered = self._shared.entered
+        if self._scaled and all(w.sync or not w.count for w in entered if w is not self):
+            self._shared.precision.update_scaler()  # no other window has gradients of its scale
+        self.count, self.sync, self.stepped = 0, False, False
+        self.weights, self._weighted, self._factor = [], None, None
 
     def _at_end(self) -> bool:
         """Return whether the current micro-batch is the last of its loader."""
-        loaders = self._loaders
+        loaders = self._shared.loaders
         if loaders.serial == self._serial and self._driver is None:
             return False  # these batches come from no prepared loader
         fresh = loaders.since(self._serial)
@@ -285,10 +256,9 @@ class Window:
             )
         self._weighted = weighted
         number, self._backward = self._backward, self._backward + 1
-        if number == len(self._weights):
-            self._weights.append(0.0)
-        self._weights[number] += 1.0 if weight is None else weight
-        self.begun = True
+        if number == len(self.weights):
+            self.weights.append(0.0)
+        self.weights[number] += 1.0 if weight is None else weight
         return number
 
     def factor(self, number: int) -> float:
@@ -297,7 +267,7 @@ class Window:
         :raises ValueError: if the same gradients hold sums that need another factor.
         """
         if self._weighted:
-            total = all_reduce(self._weights[number])
+            total = all_reduce(self.weights[number])
             found = get_world_size() / total if total else 0.0
         else:
             found = 1.0 / self.count
@@ -311,13 +281,13 @@ class Window:
 
     def scale_earlier(self, factor: float) -> None:
         """Scale what earlier micro-batches left, once."""
-        if self._factor is None:
-            self._scale(factor)
-
-    def _scale(self, factor: float) -> None:
+        if self._factor is not None:
+            return
         self._factor = factor
-        there = [p.grad for p in self.parameters if p.grad is not None] if self.begun else []
-        there += self._shared.held_gradients(self)
+        there = [p.grad for p in self.parameters if p.grad is not None] if self.weights else []
+        for optimizer, held in self._shared.held:
+            if held and self.owns({id(p) for p in parameters_of(optimizer)}):
+                there += held.values()
         if factor != 1.0 and there:
             torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
@@ -336,7 +306,7 @@ class Window:
         Returns False, and lets no step follow, if no rank has a backward pass in it.
         """
         waiting = bool(self.count) and not self.sync
-        mine = (self._weighted, self._weights) if waiting else (None, [])
+        mine = (self._weighted, self.weights) if waiting else (None, [])
         seen = [part for part in all_gather(mine) if part[1]]
         self.sync = bool(seen)
         if not seen:
@@ -348,7 +318,7 @@ class Window:
         if len(totals) > 1:
             raise ValueError("flush(): backward passes of different weights stand mixed; see docs")
         total = totals.pop()
-        self._scale(get_world_size() / total if total else 0.0)
+        self.scale_earlier(get_world_size() / total if total else 0.0)
         if not self.alone:
             average_gradients(self.parameters)
             self.end_micro_batch()
@@ -363,7 +333,7 @@ class Window:
         return {
             "count": self.count,
             "weighted": self._weighted,
-            "weights": list(self._weights),
+            "weights": list(self.weights),
             "gradients": {
                 str(i): p.grad.detach().clone()
                 for i, p in enumerate(self.parameters)
@@ -376,7 +346,7 @@ class Window:
         self.open()
         self.sync = self.stepped = not state["count"]
         self.count, self._weighted = state["count"], state["weighted"]
-        self._weights, self.begun = list(state["weights"]), bool(state["weights"])
+        self.weights = list(state["weights"])
         for index, gradient in state["gradients"].items():
             parameter = self.parameters[int(index)]
             parameter.grad = gradient.to(parameter.device, copy=True)
@@ -385,3 +355,22 @@ class Window:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return all parameters of all groups of `optimizer`."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def averages_gradients_itself(model: nn.Module) -> bool:
+    """Return whether `model` averages its gradients over the ranks, as in DDP and FSDP."""
+    return isinstance(model, DistributedDataParallel) or hasattr(
+        model, "set_requires_gradient_sync"
+    )
+
+
+@contextlib.contextmanager
+def without_gradient_sync(model: Any) -> Generator[None]:
+    """In this block a backward pass of the wrapper leaves gradients as they are on this rank."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
+            model.set_requires_gradient_sync(False)
+            stack.callback(model.set_requires_gradient_sync, True)
+        yield

@@ -381,3 +381,23 @@ def test_a_rank_uses_the_device_that_is_current(
             return [first, now[0].index, rank_device().index]
 
     assert Ranks(Kind("file", 2), meeting_place).run_alone(program) == [[one] * 3 for one in used]
+
+
+def test_on_the_cpu_no_accelerator_is_initialized(meeting_place: Path) -> None:
+    """Neither if the job asks for the CPU, nor if the machine has nothing else."""
+
+    def program() -> list[Any]:
+        cuda: Any = torch.cuda
+        accelerator: Any = torch.accelerator
+        asked: list[str] = []
+        for name in ("current_device", "set_device", "init"):
+            setattr(cuda, name, lambda *_, name=name: asked.append(name))
+        with syncprims.init():
+            devices = [rank_device().type]
+            cuda.is_available = accelerator.is_available = lambda: True
+            accelerator.current_accelerator = lambda: torch.device("cuda")
+            devices += [rank_device(cpu=True).type, Accelerator(cpu=True).device.type]
+            return [*devices, torch.cuda.is_initialized(), asked]
+
+    expected = [*["cpu"] * 3, False, []]
+    assert Ranks(Kind("file", 2), meeting_place).run_alone(program) == [expected] * 2

@@ -18,14 +18,12 @@ from syncprims._world.sequential import MainFirst
 from syncprims.training import gathering
 from syncprims.training.accumulation import Accumulator
 from syncprims.training.data import skip_first_batches
-from syncprims.training.devices import rank_device
 from syncprims.training.precision import Precision
-from syncprims.training.preparation import Preparation, unwrap_model
+from syncprims.training.preparation import Preparation, rank_device, unwrap_model
 from syncprims.training.uneven_inputs import join_uneven_inputs
 
 from .config import Settings, check_fixed, check_unsupported, read_configuration
 from .saving import Checkpointing
-from .tracking import Trackers
 
 F = TypeVar("F", bound="Callable[..., Any]")
 T = TypeVar("T")
@@ -34,7 +32,7 @@ M = TypeVar("M", bound="nn.Module")
 Placement = bool | list[bool] | None  #: as in Accelerate's `prepare`
 
 
-class Accelerator(Trackers, Checkpointing):
+class Accelerator(Checkpointing):
     """One training job on this rank, with the names of Accelerate's object, on every backend.
 
     If `mixed_precision` is None, ``SYNCPRIMS_MIXED_PRECISION`` is used, else ``"no"``. `seed` fixes
@@ -87,10 +85,8 @@ class Accelerator(Trackers, Checkpointing):
             ddp=ddp,
             scaler=scaler,
         )
-        settings = read_configuration(
-            settings, dataloader_config, gradient_accumulation_plugin, project_config,
-            kwargs_handlers,
-        )  # fmt: skip
+        configured = (dataloader_config, gradient_accumulation_plugin, project_config)
+        read_configuration(settings, *configured, kwargs_handlers)
         device = rank_device(cpu=cpu)
         self.accumulator = Accumulator(
             settings.gradient_accumulation_steps,
@@ -100,8 +96,15 @@ class Accelerator(Trackers, Checkpointing):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.preparation = Preparation(self.accumulator, device, settings)
         self._trigger = syncprims.Trigger("accelerator")
-        self._start_tracking(log_with)
-        self._start_saving(settings.project_dir, settings.logging_dir, settings.keep_last)
+        self._start_saving(settings)
+        given: Any = log_with if isinstance(log_with, list | tuple) else [log_with]
+        self.trackers = [tracker for tracker in given if tracker is not None]
+        for tracker in self.trackers:
+            if isinstance(tracker, type) or not callable(getattr(tracker, "log", None)):
+                raise TypeError(
+                    f"log_with={tracker!r}: it takes objects with log(values, step=...), such as "
+                    f"a run of wandb or a tracker of your own; none is made by its name"
+                )
 
     # -- this rank ------------------------------------------------------------------------------
 
@@ -427,19 +430,69 @@ class Accelerator(Trackers, Checkpointing):
         `even_batches` is that of all prepared loaders until the end of the block.
         """
         del joinables
-        before = [(loader, loader.even_batches) for loader in self.preparation.loaders]
-        for loader, even in before:
-            loader.even_batches = even if even_batches is None else even_batches
-        try:
-            with join_uneven_inputs(self.accumulator):
-                yield
-        finally:
-            for loader, even in before:
-                loader.even_batches = even
+        with contextlib.ExitStack() as stack:
+            for loader in self.preparation.loaders:
+                even = loader.even_batches
+                stack.callback(setattr, loader, "even_batches", even)
+                loader.even_batches = even if even_batches is None else even_batches
+            stack.enter_context(join_uneven_inputs(self.accumulator))
+            yield
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return all ranks' tensors, concatenated, without the items that pad the last batches."""
-        loaders = self.accumulator.loaders
-        return gathering.gather_for_metrics(
-            input_data, loaders, use_gather_object=use_gather_object
-        )
+        cursor = self.accumulator.loaders.innermost
+        real = None if cursor is None else cursor.real
+        return gathering.gather_for_metrics(input_data, real, use_gather_object)
+
+    # -- trackers -------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start the trackers on rank 0, with `config`.
+
+        Calls ``start()`` and ``store_init_configuration(config)`` of those that have them.
+
+        :raises TypeError: if there are `init_kwargs`: the trackers exist already.
+        """
+        del project_name  # trackers have names of their own
+        if init_kwargs:
+            raise TypeError("init_trackers(init_kwargs=): make trackers with them, for log_with=")
+        for tracker in self.trackers if syncprims.is_main() else ():
+            if hasattr(tracker, "start"):
+                tracker.start()
+            if config is not None and hasattr(tracker, "store_init_configuration"):
+                tracker.store_init_configuration(config)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker with this `name`; with `unwrap`, the ``tracker`` inside of it.
+
+        :raises ValueError: if there is none.
+        """
+        for tracker in self.trackers:
+            if _name_of(tracker) == name:
+                return getattr(tracker, "tracker", tracker) if unwrap else tracker
+        raise ValueError(f"no tracker is named {name!r}; log_with= takes them")
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Log `values` with all trackers on rank 0; `log_kwargs` has options by tracker's name."""
+        for tracker in self.trackers if syncprims.is_main() else ():
+            tracker.log(values, step=step, **(log_kwargs or {}).get(_name_of(tracker), {}))
+
+    def end_training(self) -> None:
+        """Finish the trackers on rank 0. The world runs on until the program ends."""
+        for tracker in self.trackers if syncprims.is_main() else ():
+            if hasattr(tracker, "finish"):
+                tracker.finish()
+
+
+def _name_of(tracker: Any) -> Any:
+    return getattr(tracker, "name", type(tracker).__name__)

@@ -6,7 +6,7 @@ Objects are recognised by their fields, so Accelerate need not be installed.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 from syncprims.training.preparation import JobOptions
@@ -22,39 +22,31 @@ _INSTEAD = {
         "parallelism_config": "wrap the model with torch's own means before prepare()",
         "dynamo_backend": "call torch.compile(model) before or after prepare()",
         "dynamo_plugin": "call torch.compile(model) before or after prepare()",
-        "rng_types": "the order of data follows from seed=, and random numbers are left to each "
-        "rank",
+        "rng_types": "the order of data follows from seed=; random numbers are each rank's own",
     },
     "load_checkpoint_in_model": {
         "offload_folder": "leave it out: nothing is offloaded here; a dtype is dtype=",
         "offload_state_dict": "leave it out: weights are read straight into the model",
         "offload_buffers": "leave it out: nothing is offloaded here",
         "offload_8bit_bnb": "leave it out: nothing is offloaded here",
-        "keep_in_fp32_modules": "leave dtype= out, and cast parts of the model before: each keeps "
-        "its own",
+        "keep_in_fp32_modules": "cast parts of the model first, without dtype=: each keeps its own",
         "full_state_dict": "leave it out: tensors spread over ranks are cut from whole ones",
         "broadcast_from_rank0": "leave it out: every rank reads for itself",
     },
-}
-#: Values of these arguments that describe what is always so here.
-_ALWAYS = {
-    "offload_state_dict": False,
-    "offload_buffers": False,
-    "offload_8bit_bnb": False,
-    "full_state_dict": True,
-    "broadcast_from_rank0": False,
 }
 
 
 def check_unsupported(call: str, arguments: dict[str, Any]) -> None:
     """Check that arguments without an equivalent ask for nothing, or for what is always so.
 
+    None and False ask for nothing, except for `full_state_dict`, which is always True.
+
     :raises TypeError: otherwise; for an argument of Accelerate's it says what to do instead.
     """
     for name, value in arguments.items():
         if name not in _INSTEAD[call]:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
-        check_fixed(_ALWAYS.get(name), value, f"{call}({name}=)", _INSTEAD[call][name])
+        check_fixed(name == "full_state_dict", value, f"{call}({name}=)", _INSTEAD[call][name])
 
 
 def check_fixed(fixed: Any, value: Any, call: str, instead: str) -> None:
@@ -80,58 +72,42 @@ class Settings(JobOptions):
 
 def read_configuration(
     settings: Settings, data: Any, window: Any, project: Any, handlers: Any
-) -> Settings:
-    """Return `settings` with the values of the configuration objects, if these are not None.
+) -> None:
+    """Set in `settings` what the configuration objects say, if these are not None.
+
+    Here orders are always seeded, and loaders stateful. To synchronize at each batch would change
+    no number. Checkpoints are numbered from those in the directory.
 
     :raises TypeError: if an object is of an unknown kind, or asks for what is not offered.
     :raises ValueError: if an argument and an object contradict each other.
     """
     found: dict[str, Any] = {}
-    found |= _read_data(data) if data is not None else {}
-    found |= _read_accumulation(window) if window is not None else {}
-    found |= _read_project(project) if project is not None else {}
+    if data is not None:
+        found |= {"split_batches": data.split_batches, "even_batches": data.even_batches}
+        found |= {name: getattr(data, name, None) for name in ("non_blocking", "dispatch_batches")}
+        found["seed"] = getattr(data, "data_seed", None)
+    if window is not None:
+        found["sync_with_dataloader"] = window.sync_with_dataloader
+        found["gradient_accumulation_steps"] = window.num_steps
+    if project is not None:
+        if getattr(project, "save_on_each_node", False):
+            raise TypeError(
+                "ProjectConfiguration(save_on_each_node=True) is not offered: a checkpoint is one "
+                "directory that all ranks see, and is complete or absent"
+            )
+        found |= {name: getattr(project, name) for name in ("logging_dir", "project_dir")}
+        found["keep_last"] = project.total_limit
     for handler in handlers or ():
         found |= _read_handler(handler)
-    for field in fields(Settings):
-        given, value = getattr(settings, field.name), found.get(field.name, field.default)
-        if field.default not in (given, value) and given != value:
+    for name, value in found.items():
+        given, default = getattr(settings, name), getattr(Settings, name)
+        if value is None or value == default:
+            continue
+        if given not in (default, value):
             raise ValueError(
-                f"{field.name}={given!r} contradicts the configuration object, which says {value!r}"
+                f"{name}={given!r} contradicts the configuration object, which says {value!r}"
             )
-        if value == field.default:
-            found.pop(field.name, None)
-    return replace(settings, **found)
-
-
-def _read_data(config: Any) -> dict[str, Any]:
-    """Read a DataLoaderConfiguration. Here orders are always seeded, and loaders stateful."""
-    found = {name: getattr(config, name) for name in ("split_batches", "even_batches")}
-    found["non_blocking"] = getattr(config, "non_blocking", False)
-    found["dispatch_batches"] = getattr(config, "dispatch_batches", None)
-    if getattr(config, "data_seed", None) is not None:
-        found["seed"] = config.data_seed
-    return found
-
-
-def _read_accumulation(plugin: Any) -> dict[str, Any]:
-    """Read a GradientAccumulationPlugin. To synchronize at each batch would change no number."""
-    found: dict[str, Any] = {"sync_with_dataloader": plugin.sync_with_dataloader}
-    if plugin.num_steps is not None:
-        found["gradient_accumulation_steps"] = plugin.num_steps
-    return found
-
-
-def _read_project(config: Any) -> dict[str, Any]:
-    """Read a ProjectConfiguration. Checkpoints are numbered from those in the directory."""
-    if getattr(config, "save_on_each_node", False):
-        raise TypeError(
-            "ProjectConfiguration(save_on_each_node=True) is not offered: a checkpoint is one "
-            "directory that all ranks see, and is complete or absent"
-        )
-    found = {"keep_last": config.total_limit, "logging_dir": config.logging_dir}
-    if config.project_dir is not None:
-        found["project_dir"] = config.project_dir
-    return found
+        setattr(settings, name, value)
 
 
 def _read_handler(handler: Any) -> dict[str, Any]:

@@ -11,46 +11,12 @@ import torch
 from torch import nn
 
 from syncprims import is_local_main, is_main
+from syncprims.training import checkpoints
 from syncprims.training.accumulation import Accumulator
-from syncprims.training.checkpoints import (
-    Checkpoints,
-    LoadHook,
-    Registered,
-    SaveHook,
-    Saving,
-    agreed_steps,
-    load_model,
-    load_state,
-    offer_models,
-    offer_weights,
-    save_model,
-    save_object,
-    save_state,
-)
+from syncprims.training.checkpoints import LoadHook, Registered, SaveHook, Saving
 from syncprims.training.preparation import Preparation, unwrap_model
 
-from .config import check_fixed, check_unsupported
-
-
-def save(obj: Any, f: Any, safe_serialization: bool = False) -> None:
-    """Write `obj` to the file `f` on rank 0, completely or not at all; others return at once.
-
-    With `safe_serialization`, `obj` is a dict of tensors and the file is in safetensors format. `f`
-    may also be an object with ``write``, which is called with the bytes. Links are followed.
-
-    :raises CheckpointError: on rank 0, naming path and errno, if the file cannot be written, or
-        `f` exists and is not a regular file (a directory, a device).
-    """
-    if not is_main():
-        return
-    if not hasattr(f, "write"):
-        save_object(obj, f, safe=safe_serialization)
-    elif safe_serialization:
-        from safetensors.torch import save as to_bytes
-
-        f.write(to_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
-    else:
-        torch.save(obj, f)
+from .config import Settings, check_fixed, check_unsupported
 
 
 def load_checkpoint_in_model(
@@ -84,7 +50,9 @@ def load_checkpoint_in_model(
         parameter.
     """
     check_unsupported("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
-    load_model(model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links)
+    checkpoints.load_model(
+        model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
+    )
 
 
 class Project(NamedTuple):
@@ -104,23 +72,36 @@ class Checkpointing:
     accumulator: Accumulator
     preparation: Preparation
 
-    def _start_saving(
-        self,
-        project_dir: str | os.PathLike[str] | None,
-        logging_dir: str | os.PathLike[str] | None,
-        keep_last: int | None,
-    ) -> None:
-        self.project_dir = None if project_dir is None else Path(project_dir)
+    def _start_saving(self, settings: Settings) -> None:
+        project, logging = settings.project_dir, settings.logging_dir
+        self.project_dir = None if project is None else Path(project)
         #: where trackers may write: by default the project's directory
-        self.logging_dir = self.project_dir if logging_dir is None else Path(logging_dir)
-        self._keep_last = keep_last
+        self.logging_dir = self.project_dir if logging is None else Path(logging)
+        self._keep_last = settings.keep_last
         self._registered: dict[str, Any] = {}
         self._before_saving: list[SaveHook] = []
         self._before_loading: list[LoadHook] = []
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write `obj` to the file `f` on rank 0. See :func:`save`."""
-        save(obj, f, safe_serialization)
+        """Write `obj` to the file `f` on rank 0, completely or not at all; others return at once.
+
+        With `safe_serialization`, `obj` is a dict of tensors and the file is in safetensors format.
+        `f` may also be an object with ``write``, which is called with the bytes. Links are
+        followed.
+
+        :raises CheckpointError: on rank 0, naming path and errno, if the file cannot be written, or
+            `f` exists and is not a regular file (a directory, a device).
+        """
+        if not is_main():
+            return
+        if not hasattr(f, "write"):
+            checkpoints.save_object(obj, f, safe=safe_serialization)
+        elif safe_serialization:
+            from safetensors.torch import save as to_bytes
+
+            f.write(to_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
+        else:
+            torch.save(obj, f)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's state, under the names it had before `prepare`."""
@@ -196,7 +177,8 @@ class Checkpointing:
 
         See :func:`syncprims.training.save_model`.
         """
-        save_model(unwrap_model(model), save_directory, max_shard_size, safe_serialization)
+        model = unwrap_model(model)
+        checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     @property
     def should_save_model(self) -> bool:
@@ -239,11 +221,12 @@ class Checkpointing:
         common, own = self.stateful(), self.rank_stateful()
         models, hooks = self._named_models(), self._before_saving
         if output_dir is not None:
-            offer_weights(os.fspath(output_dir), hooks, models, common)
-            return save_state(output_dir, common, rank_objects=own, block=block)
+            checkpoints.offer_weights(os.fspath(output_dir), hooks, models, common)
+            return checkpoints.save_state(output_dir, common, rank_objects=own, block=block)
         kept = self._checkpoints()
-        step = max(agreed_steps(kept, f"save_state to {kept.directory}"), default=-1) + 1
-        offer_weights(kept.path(step), hooks, models, common)
+        steps = checkpoints.agreed_steps(kept, f"save_state to {kept.directory}")
+        step = max(steps, default=-1) + 1
+        checkpoints.offer_weights(kept.path(step), hooks, models, common)
         return kept.save(step, common, rank_objects=own, block=block)
 
     def load_state(
@@ -259,19 +242,19 @@ class Checkpointing:
         common, own = self.stateful(), self.rank_stateful()
         models, hooks = self._named_models(), self._before_loading
         if input_dir is not None:
-            offer_models(os.fspath(input_dir), hooks, models, common)
-            load_state(input_dir, common, rank_objects=own)
+            checkpoints.offer_models(os.fspath(input_dir), hooks, models, common)
+            checkpoints.load_state(input_dir, common, rank_objects=own)
             return
         kept = self._checkpoints()
         step = None
-        if hooks and (steps := agreed_steps(kept, f"load_state from {kept.directory}")):
+        if hooks and (steps := checkpoints.agreed_steps(kept, f"load_state from {kept.directory}")):
             step = steps[-1]
-            offer_models(kept.path(step), hooks, models, common)
+            checkpoints.offer_models(kept.path(step), hooks, models, common)
         kept.load(common, step, rank_objects=own)
 
-    def _checkpoints(self) -> Checkpoints:
+    def _checkpoints(self) -> checkpoints.Checkpoints:
         if self.project_dir is None:
             raise ValueError("name a directory, or make the Accelerator with project_dir=")
-        return Checkpoints(
+        return checkpoints.Checkpoints(
             self.project_dir / "checkpoints", prefix="checkpoint_", keep_last=self._keep_last
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .cursors import OpenLoaders as OpenLoaders
+from .loader import Cursor as Cursor
+from .loader import OpenLoaders as OpenLoaders
 from .loader import PreparedLoader as PreparedLoader
 from .loader import prepare_data_loader as prepare_data_loader
 from .loader import skip_first_batches as skip_first_batches

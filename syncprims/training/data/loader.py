@@ -11,24 +11,69 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from syncprims import assert_same, get_rank, get_world_size
-from syncprims.training.devices import to_device
+from syncprims import assert_same, broadcast, get_rank, get_world_size
+from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
-from .batch_shards import (
-    BatchShard,
-    Counted,
-    CountingCollate,
-    ShardPlan,
-    StatefulStreamShard,
-    StreamShard,
-)
-from .cursors import Cursor, OpenLoaders
-from .dispatch import dispatch
-from .sampling import begin_epoch, common_seed, copy_sampler, draw, is_known, is_sharded
+from .batch_shards import BatchShard, Counted, CountingCollate, ShardPlan, StreamShard, dispatch
+from .sampling import SEEDED, begin_epoch, copy_sampler, draw, has_type, is_sharded
 
 T = TypeVar("T")
 _END: Any = object()  # never a batch
+
+
+class Cursor:
+    """One iteration of one prepared loader."""
+
+    def __init__(self, loader: object) -> None:
+        self.loader = loader
+        self.serial = 0  #: of its latest batch
+        self.at_end = False  #: the latest batch is the last
+        self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
+        self.real: int | None = None  #: items of all ranks' latest batches that are not padding
+
+
+class OpenLoaders:
+    """The iterations of prepared loaders that run now, outermost first."""
+
+    def __init__(self) -> None:
+        self.serial = 0  #: the number of batches yielded so far
+        self._open: list[Cursor] = []
+
+    def enter(self, cursor: Cursor) -> None:
+        """Record that an iteration begins."""
+        self._open.append(cursor)
+
+    def leave(self, cursor: Cursor) -> None:
+        """Record that an iteration is over, by exhaustion, ``break`` or an exception."""
+        if cursor in self._open:
+            self._open.remove(cursor)
+
+    def advance(self, cursor: Cursor) -> None:
+        """Record that `cursor` yields a batch, so that the loops inside of its own are over.
+
+        If a cursor that was taken to be over goes on, it is not a loop inside of others: it runs
+        beside them.
+        """
+        self.serial = cursor.serial = self.serial + 1
+        if cursor not in self._open:
+            cursor.beside = tuple(self._open)
+            self._open.append(cursor)
+        elif cursor is not self._open[-1]:
+            del self._open[self._open.index(cursor) + 1 :]
+
+    @property
+    def innermost(self) -> Cursor | None:
+        """The iteration that the current code is in."""
+        return self._open[-1] if self._open else None
+
+    def since(self, serial: int) -> list[Cursor]:
+        """Return the iterations with a batch newer than `serial`, outermost first."""
+        return [cursor for cursor in self._open if cursor.serial > serial]
+
+    def is_open(self, cursor: Cursor | None) -> bool:
+        """Return whether `cursor` is still being iterated."""
+        return cursor in self._open
 
 
 class PreparedLoader(DataLoader[T]):
@@ -42,11 +87,10 @@ class PreparedLoader(DataLoader[T]):
         self,
         loader: DataLoader[T],
         plan: ShardPlan,
-        *,
         device: torch.device | None,
         seed: int,
         loaders: OpenLoaders,
-        non_blocking: bool = False,
+        non_blocking: bool,
     ) -> None:
         # Not DataLoader.__init__: the wrapped loader has everything already.
         self.loader = loader
@@ -85,8 +129,7 @@ class PreparedLoader(DataLoader[T]):
     def total_dataset_length(self) -> int:
         """The number of items of the whole dataset, for all ranks."""
         dataset: Any = self.loader.dataset
-        whole: Any = dataset.dataset if isinstance(dataset, StreamShard) else dataset
-        return len(whole)
+        return len(dataset.dataset if isinstance(dataset, StreamShard) else dataset)
 
     @property
     def even_batches(self) -> bool:
@@ -96,7 +139,7 @@ class PreparedLoader(DataLoader[T]):
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
         self._plan = self._plan._replace(even=even)
-        shard: Any = self._shard or self.loader.dataset
+        shard: Any = self.loader.dataset if self._shard is None else self._shard
         if isinstance(shard, BatchShard | StreamShard):
             shard.plan = shard.plan._replace(even=even)
 
@@ -205,7 +248,7 @@ def _check_order(shard: BatchShard) -> None:
     They may differ if nothing is dealt: a sampler shards by itself, or rank 0 reads for all.
     """
     batches: Any = shard.batches
-    if shard.plan.ranks == 1 or is_known(batches) or isinstance(batches, Iterator):
+    if shard.plan.ranks == 1 or has_type(batches, SEEDED) or isinstance(batches, Iterator):
         return  # reading from an iterator here would take its first batches away
     some = islice(draw(batches, batches, shard.seed, shard.epoch), 2)
     first = [list(b) if isinstance(b, list | tuple) else b for b in some]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
@@ -249,32 +292,25 @@ def prepare_data_loader(
         get_rank(), ranks, even_batches, split_batches, loader.drop_last,
         dispatch=dispatch_batches and ranks > 1,
     )  # fmt: skip
-    own = loader.generator or getattr(loader.sampler, "generator", None)
-    seed = common_seed(seed, own if isinstance(own, torch.Generator) else None)
+    if seed is None:
+        own = loader.generator or getattr(loader.sampler, "generator", None)
+        source: Any = own if isinstance(own, torch.Generator) else torch
+        seed = broadcast(int(source.initial_seed()))
     if plan.dispatch and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
             "of the data only; drop the sampler, or dispatch_batches"
         )
-    return PreparedLoader(
-        _rebuild(loader, plan),
-        plan,
-        device=device,
-        seed=seed,
-        loaders=loaders or OpenLoaders(),
-        non_blocking=non_blocking,
-    )
+    mine, loaders = _rebuild(loader, plan), loaders or OpenLoaders()
+    return PreparedLoader(mine, plan, device, seed, loaders, non_blocking)
 
 
 def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
     """Return a loader with the options of `loader` that reads this rank's batches."""
     undealt = ShardPlan(0, 1, plan.even, drop_last=plan.drop_last)
     plan = undealt if plan.dispatch else plan
-    options: dict[str, Any] = {
-        name: getattr(loader, name)
-        for name in _KEPT
-        if hasattr(loader, name) and not (name in _WITH_WORKERS and not loader.num_workers)
-    }
+    names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
+    options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
     kind: Callable[..., DataLoader[T]] = type(loader)
     if "__init__" in vars(kind) and kind is not DataLoader and not hasattr(loader, "state_dict"):
         kind = DataLoader  # a subclass may have a constructor with other arguments
@@ -283,12 +319,9 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
         if plan.split and size % plan.ranks:
             raise ValueError(f"split_batches: {size} items cannot be cut for {plan.ranks} ranks")
         size = size // plan.ranks if plan.split else size
-        stateful = hasattr(loader.dataset, "state_dict")
-        shard_kind = StatefulStreamShard if stateful else StreamShard
-        stream = shard_kind(loader.dataset, plan, size)
         options["collate_fn"] = CountingCollate(loader.collate_fn)
         options["batch_size"] = None if loader.batch_size is None else size
-        return kind(stream, **options)
+        return kind(StreamShard(loader.dataset, plan, size), **options)
     batched = loader.batch_sampler is not None
     sampler = copy_sampler(loader.batch_sampler if batched else loader.sampler)
     sharded = is_sharded(sampler)
@@ -299,18 +332,15 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
     return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
 
 
-_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
 _KEPT = (
     "num_workers",
     "collate_fn",
     "pin_memory",
-    "timeout",
     "worker_init_fn",
     "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
     "pin_memory_device",
 )
+_KEPT_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:

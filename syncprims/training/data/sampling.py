@@ -6,35 +6,19 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
-from syncprims import broadcast
 from syncprims.training.rng import capture_cpu, epoch_generator, restore_cpu, seeded_cpu
 
 T = TypeVar("T")
 _END: Any = object()  # never an item
+#: Their order is certain to follow from seed and epoch.
+SEEDED = (data.SequentialSampler, data.RandomSampler)
 #: With a generator of their own, they draw nothing from the global generators.
 _SELF_CONTAINED = (
-    SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler,
-    list, tuple, range,
+    *SEEDED, data.SubsetRandomSampler, data.WeightedRandomSampler, list, tuple, range,
 )  # fmt: skip
-
-
-def common_seed(seed: int | None, generator: torch.Generator | None = None) -> int:
-    """Return `seed`; if None, that of rank 0's generator, by default torch's. Collective."""
-    if seed is not None:
-        return seed
-    own = generator.initial_seed() if generator is not None else int(torch.initial_seed())
-    return broadcast(own)
 
 
 def is_sharded(sampler: Any) -> bool:
@@ -48,7 +32,7 @@ def copy_sampler(sampler: Any) -> Any:
     """Return a copy of `sampler`, so that setting its generator leaves the original unchanged."""
     mine = copy.copy(sampler)
     inner = getattr(mine, "sampler", None)
-    if isinstance(inner, Sampler):  # a batch sampler's
+    if isinstance(inner, data.Sampler):  # a batch sampler's
         mine.sampler = copy_sampler(inner)
     return mine
 
@@ -70,7 +54,7 @@ def draw(items: Iterable[T], sampler: Any, seed: int, epoch: int) -> Iterator[T]
     or with each item. While it does, they follow from seed and epoch; afterwards their states are
     what they were before.
     """
-    return iter(items) if _is_self_contained(sampler) else _draw_seeded(items, seed, epoch)
+    return iter(items) if has_type(sampler, _SELF_CONTAINED) else _draw_seeded(items, seed, epoch)
 
 
 def _draw_seeded(items: Iterable[T], seed: int, epoch: int) -> Iterator[T]:
@@ -90,14 +74,6 @@ def _draw_seeded(items: Iterable[T], seed: int, epoch: int) -> Iterator[T]:
         yield item
 
 
-def _is_self_contained(sampler: Any) -> bool:
-    if type(sampler) is BatchSampler:
-        return _is_self_contained(sampler.sampler)
-    return type(sampler) in _SELF_CONTAINED
-
-
-def is_known(sampler: Any) -> bool:
-    """Return whether the order of `sampler` is certain to follow from seed and epoch."""
-    if type(sampler) is BatchSampler:
-        return is_known(sampler.sampler)
-    return type(sampler) in (SequentialSampler, RandomSampler)
+def has_type(sampler: Any, types: tuple[type, ...]) -> bool:
+    """Return whether `sampler`, or the one that it batches, is of one of these very types."""
+    return type(sampler.sampler if type(sampler) is data.BatchSampler else sampler) in types
