@@ -488,9 +488,6 @@ class RoundSequence:
                 raised.append(error)
             done.set()
 
-        def until_done(seconds: float) -> bool | None:
-            return done.wait(seconds) or None
-
         def until_cause_is_known(seconds: float) -> bool | None:
             time.sleep(min(seconds, _FIRST_LOOK))
             return time.monotonic() >= failed_at + _TIME_FOR_CAUSE or None
@@ -499,7 +496,7 @@ class RoundSequence:
         thread.start()
         try:
             if not done.wait(_FIRST_LOOK):
-                self._watch(until_done, self._timeout)
+                self._watch(lambda seconds: done.wait(seconds) or None, self._timeout)
             if raised:
                 failed_at = time.monotonic()
                 self._watch(until_cause_is_known, None)
