@@ -57,11 +57,6 @@ def _cut(text: str, most: int) -> str:
     return f"{head}\n... {len(text) - most} characters left out ...\n{tail}"
 
 
-def _cut_ranks(ranks: Sequence[int], most: int) -> str:
-    text = format_ranks(ranks)
-    return text if len(text) <= most else text[:most].rpartition(",")[0]
-
-
 class SyncError(Exception):
     """The root: every error of this library, with its facts as attributes.
 
@@ -241,8 +236,9 @@ def dump(error: SyncError, longest: int = LONGEST_DUMP) -> bytes:
 
     for most in (8000, 4000, 2000, 1000, 500, 200, 50):
         facts = error.facts()
-        facts["missing"] = _cut_ranks(error.missing, most)
-        facts["arrived"] = _cut_ranks(error.arrived, most)
+        for name in ("missing", "arrived"):
+            ranks = format_ranks(facts[name])
+            facts[name] = ranks if len(ranks) <= most else ranks[:most].rpartition(",")[0]
         facts["failures"] = [
             (f.rank, _cut(f.type, most), _cut(f.message, most), _cut(f.traceback, most), f[4])
             for f in list(error.failures.values())[: most // 50]
@@ -272,11 +268,7 @@ def load(data: bytes) -> SyncError:
         )
 
 
-_KINDS: dict[str, type[SyncError]] = {
-    name: kind
-    for name, kind in globals().items()
-    if isinstance(kind, type) and issubclass(kind, SyncError)
-}
+_KINDS = {kind.__name__: kind for kind in (SyncError, *SyncError.__subclasses__())}
 for _kind in _KINDS.values():
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import
 

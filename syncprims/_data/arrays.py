@@ -161,11 +161,6 @@ def spec_of(obj: Any) -> Spec | None:
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-def size_of(obj: Any) -> int:
-    """Return the bytes of an array or tensor."""
-    return int(obj.nbytes)
-
-
 def flat(obj: Any) -> Any:
     """Return the items of an array in one dimension: the very memory, where that is contiguous.
 
@@ -195,15 +190,15 @@ def raw(vector: Any) -> memoryview:
     return memoryview(vector.view(numpy.uint8))
 
 
-def empty_vector(like: Any, items: int) -> Any:
-    """Return a vector of so many items, of the kind and dtype of `like`, its contents not set."""
+def empty_array(like: Any, shape: int | tuple[int, ...], dtype: Any) -> Any:
+    """Return such an array, its contents not set; of the library and on the device of `like`."""
     if is_array(like):
         import numpy
 
-        return numpy.empty(items, like.dtype)
+        return numpy.empty(shape, dtype)
     import torch
 
-    return torch.empty(items, dtype=like.dtype)
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def on_host(obj: Any) -> Any:
@@ -234,7 +229,7 @@ def may_fill(out: Any, source: Any) -> bool:
         return True  # what is read is a copy
     begin, other = _begin(out), _begin(source)
     in_place = begin == other and out.itemsize == source.itemsize
-    return in_place or begin + size_of(out) <= other or other + size_of(source) <= begin
+    return in_place or begin + out.nbytes <= other or other + source.nbytes <= begin
 
 
 def _begin(obj: Any) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims.errors import EncodingError
 
-from .arrays import Spec, flat, on_host, own_device, raw, size_of, spec_of
+from .arrays import Spec, flat, on_host, own_device, raw, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,7 +163,7 @@ class _Encoder:
             out.append(_pickled(obj, self._allow_pickle))
 
     def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
-        if self._out_of_band is not None and size_of(obj) >= _LARGE:
+        if self._out_of_band is not None and obj.nbytes >= _LARGE:
             self._out_of_band.append(obj)
             out.append(_sized(_OUT_OF_BAND, spec.encode()))
         else:

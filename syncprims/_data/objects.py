@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims._protocol.round_sequence import RoundSequence
+from syncprims._protocol.rounds import RoundSequence
 from syncprims.errors import EncodingError, RankMismatch, SyncError
 from syncprims.interface import Note
 
 from . import codec, reduction
 from .arrays import Spec, fits, mark_written, may_fill
 from .codec import LargeHeader
-from .network import EngineTransport
 from .shared_memory import SharedMemoryTransport
-from .transport import DeviceTransport, Operand, Transport
+from .transport import DeviceTransport, EngineTransport, Operand, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,12 +72,12 @@ def _transport(rounds: Rounds) -> Transport | None:
     :raises OSError: if there is no room for a window.
     """
     board = rounds.board
-    window = board.window()
-    if window is not None:
-        return DeviceTransport(SharedMemoryTransport(window), board.devices)
-    if board.engine is not None:
-        return DeviceTransport(EngineTransport(board.engine), board.devices)
-    return None
+    host: Transport | None = None
+    if (window := board.window()) is not None:
+        host = SharedMemoryTransport(window)
+    elif board.engine is not None:
+        host = EngineTransport(board.engine)
+    return host and DeviceTransport(host, board.devices)
 
 
 class _Package(NamedTuple):
@@ -112,20 +111,18 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> _Package:
     return _Package(payload, arrays, transport)
 
 
-def _send_large(sequence: RoundSequence, transport: Transport, payload: bytes) -> None:
-    import numpy
-
-    transport.send(sequence, [numpy.frombuffer(bytearray(payload), numpy.uint8)])
-
-
-def _receive_large(
-    sequence: RoundSequence, transport: Transport, header: LargeHeader, src: int
+def _broadcast_large(
+    sequence: RoundSequence, transport: Transport, src: int, size: int, payload: bytes = b""
 ) -> bytes:
+    """Return the encoded object of `size` that member number `src` sends, as its `payload`."""
     import numpy
 
-    payload = numpy.empty(header.size, numpy.uint8)
-    transport.receive(sequence, [payload], src)
-    return payload.tobytes()
+    if src == sequence.index:
+        transport.broadcast(sequence, [numpy.frombuffer(bytearray(payload), numpy.uint8)], src)
+        return payload
+    received = numpy.empty(size, numpy.uint8)
+    transport.broadcast(sequence, [received], src)
+    return received.tobytes()
 
 
 # -- all-gather --------------------------------------------------------------------------------
@@ -156,11 +153,7 @@ def _gather(sequence: RoundSequence, payload: bytes) -> list[bytes]:
         header = LargeHeader.decode(note.payload)
         if header is not None:
             assert transport is not None, "all members have one, or none has"
-            if member == sequence.index:
-                _send_large(sequence, transport, payload)
-                found[-1] = payload
-            else:
-                found[-1] = _receive_large(sequence, transport, header, member)
+            found[-1] = _broadcast_large(sequence, transport, member, header.size, payload)
     return found
 
 
@@ -188,9 +181,9 @@ def _send(sequence: RoundSequence, package: _Package) -> None:
     posted = LargeHeader(len(payload), bool(arrays)).encode() if large else payload
     sequence.meet(Note(label, True, posted))
     if large:
-        _send_large(sequence, transport, payload)
+        _broadcast_large(sequence, transport, sequence.index, len(payload), payload)
     if arrays:
-        transport.send(sequence, arrays)
+        transport.broadcast(sequence, arrays, sequence.index)
 
 
 def _receive(sequence: RoundSequence, src: int, out: Any) -> Any:
@@ -212,14 +205,14 @@ def _receive(sequence: RoundSequence, src: int, out: Any) -> Any:
         transport = _transport(rounds)
         assert transport is not None, "the source has one"
         if header is not None:
-            payload = _receive_large(sequence, transport, header, index)
+            payload = _broadcast_large(sequence, transport, index, header.size)
         value = _decode(rounds, payload, make)
     except _CANNOT as error:
         if header is None or header.has_arrays:
             sequence.fail(error)
         raise
     if arrays:
-        transport.receive(sequence, arrays, index)
+        transport.broadcast(sequence, arrays, index)
     if value is out:
         mark_written(out)
     return value

@@ -30,9 +30,15 @@ def split(items: Any, index: int, count: int, *, pad: bool = False) -> Any:
     begin = index * size + min(index, extras)
     end = begin + size + (index < extras)
     missing = -(-length // count) - (end - begin) if pad else 0
-    if missing:
-        return _pick(items, [*range(begin, end), *[length - 1] * missing])
-    return items.select(range(begin, end)) if _has_select(items) else items[begin:end]
+    indices = [*range(begin, end), *[length - 1] * missing] if missing else range(begin, end)
+    if hasattr(items, "select") and not is_tensor(items):  # a tensor's own is another thing
+        return items.select(indices)
+    if not missing:
+        return items[begin:end]
+    if hasattr(items, "shape"):
+        return items[indices]  # an array or a tensor
+    picked = [items[i] for i in indices]  # only a tuple or a list can hold an item twice
+    return tuple(picked) if isinstance(items, tuple) else picked
 
 
 def _length(items: Any) -> int:
@@ -47,18 +53,3 @@ def _length(items: Any) -> int:
     if getattr(items, "shape", None) == ():
         raise TypeError("an array without dimensions has nothing to split")
     return len(items)
-
-
-def _pick(items: Any, indices: list[int]) -> Any:
-    """Return these items, in a container of the same type where it can hold one twice."""
-    if _has_select(items):
-        return items.select(indices)
-    if hasattr(items, "shape"):
-        return items[indices]  # an array or a tensor
-    picked = [items[i] for i in indices]
-    return tuple(picked) if isinstance(items, tuple) else picked
-
-
-def _has_select(items: Any) -> bool:
-    # A tensor's own `select` is another thing.
-    return hasattr(items, "select") and not is_tensor(items)

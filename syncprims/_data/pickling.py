@@ -24,15 +24,13 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, local_rank: int) -> None:
-        super().__init__(file)
-        self._local_rank = local_rank
+    local_rank: int
 
     def persistent_load(self, pid: Any) -> Any:
         import torch
 
         kind, tensor, is_parameter, requires_grad = pid
-        here = tensor.to(own_device(kind, self._local_rank))
+        here = tensor.to(own_device(kind, self.local_rank))
         if is_parameter:
             return torch.nn.Parameter(here, requires_grad)
         return here.requires_grad_(requires_grad)
@@ -49,4 +47,6 @@ def dumps(obj: object) -> bytes:
 
 def loads(data: bytes, local_rank: int) -> Any:
     """Return what :func:`dumps` wrote, its tensors on this rank's own device."""
-    return _Unpickler(io.BytesIO(data), local_rank).load()
+    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler.local_rank = local_rank
+    return unpickler.load()

@@ -15,6 +15,7 @@ from syncprims.errors import RankMismatch
 
 from .arrays import (
     Spec,
+    empty_array,
     flat,
     is_array,
     is_dict,
@@ -46,6 +47,8 @@ def number_arrays() -> Callable[[Spec], Placeholder]:
 OPS = ("sum", "mean", "min", "max", "prod")
 #: What dates and durations can be reduced with.
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
+#: What numpy and torch call the reductions of two arrays; the others add.
+_FUNCTIONS = {"min": "minimum", "max": "maximum", "prod": "multiply"}
 
 
 def check_op(op: str) -> None:
@@ -204,14 +207,7 @@ def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
 
 def empty_result(value: Any, op: str) -> Any:
     """Return an array like `value` for the result of `op`, its contents not set."""
-    dtype = _result_dtype(value, op)
-    if is_array(value):
-        import numpy
-
-        return numpy.empty(value.shape, dtype)
-    import torch
-
-    return torch.empty(value.shape, dtype=dtype, device=value.device)
+    return empty_array(value, value.shape, _result_dtype(value, op))
 
 
 def _result_dtype(value: Any, op: str) -> Any:
@@ -261,8 +257,7 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
         return
     import numpy
 
-    functions = {"min": numpy.minimum, "max": numpy.maximum, "prod": numpy.multiply}
-    function = functions.get(op, numpy.add)
+    function = getattr(numpy, _FUNCTIONS.get(op, "add"))
     total = out if out.dtype.str[1:] != "f2" else numpy.empty(out.shape, "f4")
     with numpy.errstate(all="ignore"):  # as everywhere, an overflow is an infinity
         rest = list(parts)
@@ -282,7 +277,7 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
 def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     import torch
 
-    function = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(op, torch.add)
+    function = getattr(torch, _FUNCTIONS.get(op, "add"))
     small = out.dtype.is_floating_point and out.dtype.itemsize < 4
     wide = torch.float32 if small else out.dtype
     total = parts[0].to(wide, copy=True)

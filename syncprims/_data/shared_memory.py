@@ -16,7 +16,7 @@ from .transport import Operand, Transport
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncprims._protocol.round_sequence import RoundSequence
+    from syncprims._protocol.rounds import RoundSequence
     from syncprims.interface import Window
 
 _SLOTS = 4  # of a broadcast, so that its source may be some pieces ahead
@@ -34,8 +34,19 @@ class SharedMemoryTransport(Transport):
         self._window = window
         self._slot_size = len(window.memory) // _SLOTS // _LINE * _LINE
 
-    def send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
-        """Send `arrays` to all other members, which call :meth:`receive`; one round per piece."""
+    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
+        if src == sequence.index:
+            self._send(sequence, arrays)
+            return
+        memory, fence = self._window
+        for begin, piece in self._byte_pieces(arrays):
+            sequence.meet()  # the piece is there, and all have read the one before
+            fence()
+            piece[:] = memory[begin : begin + len(piece)]
+            fence()  # read before this rank says so
+
+    def _send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
         memory, fence = self._window
         first = sequence.rounds.board.posted + 1  # the round of piece 0
         for number, (begin, piece) in enumerate(self._byte_pieces(arrays)):
@@ -46,15 +57,6 @@ class SharedMemoryTransport(Transport):
             fence()
             sequence.post()
         sequence.collect_until(sequence.rounds.board.posted)
-
-    def receive(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill the contiguous `arrays` with what member number `src` sends."""
-        memory, fence = self._window
-        for begin, piece in self._byte_pieces(arrays):
-            sequence.meet()  # the piece is there, and all have read the one before
-            fence()
-            piece[:] = memory[begin : begin + len(piece)]
-            fence()  # read before this rank says so
 
     def _byte_pieces(self, arrays: Sequence[Any]) -> Iterator[tuple[int, memoryview]]:
         """Yield each piece, and its place in the window."""

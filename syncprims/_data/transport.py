@@ -5,13 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arrays import is_on_device, on_host
+from .arrays import empty_array, flat, is_on_device, on_host, raw
+from .reduction import combine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from syncprims._protocol.round_sequence import RoundSequence
-    from syncprims.interface import DeviceEngine
+    from syncprims._protocol.rounds import RoundSequence
+    from syncprims.interface import DeviceEngine, Engine
+
+_REDUCED_AT_ONCE = 16 << 20  # bytes of one's own array
+_BROADCAST_AT_ONCE = 256 << 20  # bytes
 
 
 class Operand(NamedTuple):
@@ -29,12 +33,8 @@ class Transport(ABC):
     """
 
     @abstractmethod
-    def send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
-        """Send `arrays` to all other members, which call :meth:`receive`."""
-
-    @abstractmethod
-    def receive(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill the contiguous `arrays` with what member number `src` sends."""
+    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
 
     @abstractmethod
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
@@ -42,6 +42,67 @@ class Transport(ABC):
 
         Members reduce one part each, in the order of ranks: as one rank alone would have.
         """
+
+
+class EngineTransport(Transport):
+    """Carries arrays of the hosts' memory through an engine.
+
+    Rounds before and after show that all are there and that all have the data: an engine by itself
+    would wait for a dead peer for ever.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
+
+        def carry() -> None:
+            for array in arrays:
+                data = raw(flat(array))
+                for at in range(0, len(data), _BROADCAST_AT_ONCE):
+                    self._engine.broadcast(data[at : at + _BROADCAST_AT_ONCE], src)
+
+        self._between_rounds(sequence, carry)
+
+    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Fill the results of all operands, with the same bits on all members."""
+
+        def carry() -> None:
+            for operand in operands:
+                mine, result = flat(operand.mine), flat(operand.result)
+                most = max(1, _REDUCED_AT_ONCE // mine.itemsize)
+                for begin in range(0, len(mine), most):
+                    piece = Operand(mine[begin : begin + most], result[begin : begin + most])
+                    self._reduce(piece, op, sequence.index, len(sequence.rounds.members))
+
+        self._between_rounds(sequence, carry)
+
+    def _between_rounds(self, sequence: RoundSequence, carry: Callable[[], None]) -> None:
+        """Call ``carry()`` once all are there, and return once all have the data.
+
+        An error in it breaks the group: what others wait for in theirs will not come.
+        """
+        sequence.meet()
+        sequence.run_watched(carry, self._engine.close)
+        sequence.meet()
+
+    def _reduce(self, piece: Operand, op: str, index: int, members: int) -> None:
+        """Reduce a piece: exchange parts, combine one's own, and gather the combined ones."""
+        mine, result = piece
+        part = -(-len(mine) // members)
+        padded = empty_array(mine, part * members, mine.dtype)
+        padded[: len(mine)] = mine
+        padded[len(mine) :] = 0
+        theirs = empty_array(mine, part * members, mine.dtype)
+        self._engine.exchange(raw(padded), raw(theirs))
+        combined = empty_array(result, part, result.dtype)
+        parts = [theirs[member * part : (member + 1) * part] for member in range(members)]
+        parts[index] = padded[index * part : (index + 1) * part]
+        combine(parts, op, combined)
+        whole = empty_array(result, part * members, result.dtype)
+        self._engine.gather(raw(combined), raw(whole))
+        result[:] = whole[: len(result)]
 
 
 class DeviceTransport(Transport):
@@ -54,21 +115,14 @@ class DeviceTransport(Transport):
         self._host = host
         self._engine = engine
 
-    def send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
-        """Send `arrays` to all other members, which call :meth:`receive`."""
-        if rest := [on_host(array) for array in arrays if not self._engine_for(array)]:
-            self._host.send(sequence, rest)
-        self._broadcast(sequence, arrays, sequence.index)
-
-    def receive(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill the contiguous `arrays` with what member number `src` sends."""
+    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
         if rest := [array for array in arrays if not self._engine_for(array)]:
-            here = [_host_room(array) for array in rest]
-            self._host.receive(sequence, here, src)
-            _copy_back(rest, here)
-        self._broadcast(sequence, arrays, src)
-
-    def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+            sends = src == sequence.index
+            here = [on_host(array) if sends else _host_room(array) for array in rest]
+            self._host.broadcast(sequence, here, src)
+            if not sends:
+                _copy_back(rest, here)
         direct = [(array, engine) for array in arrays if (engine := self._engine_for(array))]
         if direct:
             sequence.meet()  # all are here, and alive: what is queued now will not wait for long

@@ -10,6 +10,7 @@ has their notes, so a cycle of ranks that each lack the next one's note is a dea
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,13 +123,8 @@ class DeadlockDetector:
                 "posted": {name_ranks(b.members): b.posted for b, _ in self._boards},
             }
         )
-        words: dict[int, dict[str, Any]] = {}
+        word_of = functools.cache(self._read)
         waits: dict[int, Wait] = {}
-
-        def word_of(rank: int) -> dict[str, Any]:
-            if rank not in words:
-                words[rank] = self._read(rank)
-            return words[rank]
 
         def has_posted(rank: int, group: str, number: int) -> bool:
             posted = word_of(rank).get("posted")
@@ -148,7 +144,7 @@ class DeadlockDetector:
         cycle = find_cycle(rank, wait_of)
         # Words are read one after another. Only if the same ones are read at a second look were all
         # of them true at one time.
-        found = [words[waiting] for waiting in cycle]
+        found = [word_of(waiting) for waiting in cycle]
         if not cycle or found != self._suspected:
             self._suspected = found
             return None

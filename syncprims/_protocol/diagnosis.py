@@ -27,11 +27,6 @@ _CURE_MISMATCH = (
 )
 
 
-def current_call(board: Board, rank: int) -> str:
-    """Return the call that `rank` is in at this board, with its call site."""
-    return str(board.status(rank).label or "its first call")
-
-
 def mismatch_error(rank: int, number: int, calls: dict[int, str]) -> CollectiveMismatch:
     """Return the error of ranks that met in different calls, a line for each."""
     lines = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())

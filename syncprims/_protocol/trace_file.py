@@ -112,7 +112,7 @@ class Recorder:
     def record(
         self,
         group: str,
-        label: Label,
+        label: Label | None,
         posted: int,
         since: int,
         done: int,
@@ -121,21 +121,17 @@ class Recorder:
         outcome: str = "",
         kind: int = ROUND,
     ) -> None:
-        """Record a round: when it was posted, waited for since, and done; its outcome if bad."""
+        """Record a round: when it was posted, waited for since, and done; its outcome if bad.
 
-        def write(segment: Segment) -> None:
-            tag = segment.tag(label, group) - ROUND + kind | flags << FLAGS
-            if outcome:
-                tag |= segment.text(outcome) << OUTCOME
-            segment.put(posted, since, done, number, tag)
-
-        self._write(write)
-
-    def _write(self, write: Any) -> None:
+        Without a label, it is an event of another `kind`.
+        """
         for _ in range(4):
             segment = self.segment
             try:
-                write(segment)
+                tag = kind if label is None else segment.tag(label, group) - ROUND + kind
+                if outcome:
+                    tag |= segment.text(outcome) << OUTCOME
+                segment.put(posted, since, done, number, tag | flags << FLAGS)
                 return
             except Full:
                 self._turn(segment)
@@ -233,12 +229,7 @@ class Recorder:
         if self._stopped:
             return
         outcome = type(error).__name__ if error is not None else ""
-
-        def write(segment: Segment) -> None:
-            mark = segment.text(outcome) << OUTCOME if outcome else 0
-            segment.put(now, now, now, 0, LEFT | mark)
-
-        self._write(write)
+        self.record("", None, now, now, now, 0, outcome=outcome, kind=LEFT)
         last, fd = self.segment, self._fd
         used = (self._count - 1) * SEGMENT + min(next(last.slots), SEGMENT)
         # What the last segment does not need is given back, unless another thread still writes.

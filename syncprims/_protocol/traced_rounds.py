@@ -59,7 +59,7 @@ class TracedRounds(Rounds):
             notes = Rounds.meet(self, note, timeout)
         except BaseException as error:
             if board.posted > before and not isinstance(error, _REFUSED):
-                self._write(label, begin, begin, self._now(), before + 1, 0, _name(error))
+                self._write(label, begin, begin, self._now(), before + 1, 0, type(error).__name__)
             raise
         self._record(label, begin, self._now(), board.collected)
         return notes
@@ -110,7 +110,7 @@ class TracedRounds(Rounds):
             else:
                 flags, outcome = self._odd.pop(number, (0, ""))
                 if pending is not None and pending.error is not None:
-                    outcome = outcome or _name(pending.error)
+                    outcome = outcome or type(pending.error).__name__
                 since = posted if since is None else since
                 self._write(label, posted, since, done, number, flags, outcome)
         return notes
@@ -137,11 +137,11 @@ class TracedRounds(Rounds):
         for number in left:
             label, posted = self._open.pop(number)
             flags, failed = self._odd.pop(number, (0, ""))
-            self._write(label, posted, posted, now, number, flags, failed or _name(error))
+            self._write(label, posted, posted, now, number, flags, failed or type(error).__name__)
         number = self.board.collected
         if not left and number >= first and self._label is not None:
             # The round was complete, and is recorded; the call's outcome was not.
-            self._write(self._label, now, now, now, number, 0, _name(error), RESULT)
+            self._write(self._label, now, now, now, number, 0, type(error).__name__, RESULT)
 
     def _failure(self, note: Note) -> str:
         failure = errors.load(note.failure).failures.get(self.rank)
@@ -164,7 +164,3 @@ class TracedRounds(Rounds):
             _pack_into(segment.memory, at, posted, posted, done, number, tag)
         else:
             self._write(label, posted, posted, done, number)
-
-
-def _name(error: BaseException) -> str:
-    return type(error).__name__
