@@ -206,11 +206,6 @@ def rounds_of(group: Group) -> Rounds:
     return group._rounds
 
 
-def set_group_timeout(group: Group, timeout: float) -> None:
-    """Make `timeout`, in seconds, the default of every later call."""
-    group._timeout = timeout
-
-
 def close_group(group: Group, why: Callable[[], SyncError]) -> None:
     """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
     group._alone = group._silent = False

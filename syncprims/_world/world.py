@@ -27,7 +27,7 @@ from syncprims.errors import (
 )
 from syncprims.interface import Note
 
-from .group import Group, close_group, rounds_of, set_group_timeout
+from .group import Group, close_group, rounds_of
 from .version import version
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def set_world_timeout(world: World, timeout: float) -> None:
     """Make `timeout`, in seconds, the default of every later call of every group."""
     world.timeout = timeout
     for group in world._groups.values():
-        set_group_timeout(group, timeout)
+        group._timeout = timeout
 
 
 def close_world(world: World, why: Callable[[], SyncError]) -> None:
