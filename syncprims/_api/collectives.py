@@ -22,12 +22,9 @@ from syncprims._world.world import get_node_group, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import timedelta
 
-    from syncprims._world.group import Group
+    from syncprims._world.group import Group, Seconds
     from syncprims._world.sequential import InTurn, MainFirst
-
-    Seconds = float | timedelta | None
 
 T = TypeVar("T")
 
@@ -234,12 +231,12 @@ def main_first(
     :raises ValueError: if both `local` and `group` are given.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    if local and group is not None:
-        raise ValueError(
-            f"main_first(local=True, group={group!r}): local is the group of this node's "
-            f"ranks; give one of the two"
-        )
     if local:
+        if group is not None:
+            raise ValueError(
+                f"main_first(local=True, group={group!r}): local is the group of this node's "
+                f"ranks; give one of the two"
+            )
         group = get_node_group(current(timeout))
     return (group or get_active_group(timeout)).main_first(name=name, timeout=timeout)
 

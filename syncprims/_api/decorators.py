@@ -122,8 +122,8 @@ def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
 
     :raises TypeError: if `n` is not a whole number.
     """
-    choice = _Choice("on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"))
-    return functools.partial(_decorate, choice=choice, default=default, share=share)
+    n = whole_number(n, "on_rank takes a rank, a whole number")
+    return _decorate(None, _Choice("on_rank", False, n), default=default, share=share)
 
 
 def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
@@ -135,10 +135,8 @@ def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decor
 
     :raises TypeError: if `n` is not a whole number.
     """
-    choice = _Choice(
-        "on_local_rank", True, whole_number(n, "on_local_rank takes a rank, a whole number")
-    )
-    return functools.partial(_decorate, choice=choice, default=default, share=share)
+    n = whole_number(n, "on_local_rank takes a rank, a whole number")
+    return _decorate(None, _Choice("on_local_rank", True, n), default=default, share=share)
 
 
 def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, share: bool) -> Any:
@@ -153,27 +151,21 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
         @functools.wraps(fn)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             here = choice.runs_here()
-            shared = choice.find_shared_result() if share else None
-            try:
+            if not share:
+                return await fn(*args, **kwargs) if here else default
+            with choice.find_shared_result() as send:
                 result = await fn(*args, **kwargs) if here else default
-            except BaseException as error:
-                if shared is not None:
-                    shared.fail(error)
-                raise
-            return result if shared is None else shared.send(result)
+            return send(result)
 
         return call_async
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         here = choice.runs_here()
-        shared = choice.find_shared_result() if share else None
-        try:
+        if not share:
+            return fn(*args, **kwargs) if here else default
+        with choice.find_shared_result() as send:
             result = fn(*args, **kwargs) if here else default
-        except BaseException as error:
-            if shared is not None:
-                shared.fail(error)
-            raise
-        return result if shared is None else shared.send(result)
+        return send(result)
 
     return call

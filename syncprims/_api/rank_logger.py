@@ -50,12 +50,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     ) -> tuple[str, MutableMapping[str, Any]]:
         """Put the rank in front, and into the record: ``%(rank)d``, ``%(world_size)d``."""
         place = get_topology()
-        known = {
-            "rank": place.rank,
-            "local_rank": place.local_rank,
-            "node_rank": place.node_rank,
-            "world_size": place.world_size,
-        }
+        names = ("rank", "local_rank", "node_rank", "world_size")
+        known = {name: getattr(place, name) for name in names}
         kwargs["extra"] = known | dict(kwargs.get("extra") or {})
         if place.world_size == 1:
             return str(msg), kwargs

@@ -1,13 +1,16 @@
 """A flag that any rank raises and all see at the same step."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
 from syncprims._protocol.validation import require
-from syncprims._world.group import collect_flags, defer_flags, exchange_flags
+from syncprims._world.group import rounds_of
 from syncprims._world.runtime import current, get_active_group
+from syncprims.interface import Note
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -57,22 +60,25 @@ class Trigger:
         """
         # Reset before waiting: a signal that arrives meanwhile counts for the next check.
         why = self._set.pop("reason", None)
-        payload = None if why is None else codec.encode(why[0])
         group = get_active_group()
+        rounds = rounds_of(group)
+        note = rounds.note("trigger", self._name)
+        if why is not None:
+            note = Note(note.label, True, codec.encode(why[0]))
         if not self._lag:
-            raised = exchange_flags(group, "trigger", self._name, payload)
+            notes = rounds.meet(note, group._timeout)
         else:
             # Of another group, or another world: then this is the first check of this one.
             of, pending = self._before or (group, None)
             before = pending if of is group else None
-            later = defer_flags(group, "trigger", self._name, payload, before)
-            self._before = group, later
-            raised = collect_flags(group, before) if before is not None else []
-        if not raised:
-            return False
-        self.ranks = [rank for rank, _ in raised]
-        self.reason = codec.decode(raised[0][1])
-        return True
+            self._before = group, rounds.defer(note, group._timeout, before)
+            notes = rounds.finish(before) if before is not None else ()
+        for lowest in notes:
+            if lowest.flag:
+                self.ranks = [r for r, n in zip(group.ranks, notes, strict=True) if n.flag]
+                self.reason = codec.decode(lowest.payload)
+                return True
+        return False
 
     def set_on_signal(self, signum: int | None = None) -> None:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.

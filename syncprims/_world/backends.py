@@ -75,8 +75,12 @@ def choose_backend(
     :raises ConfigurationError: naming both sides of a contradiction.
     """
     name, chosen_by = _choose_name(environ, asked, grouped)
-    if name == "single":
-        _refuse_larger_world(environ, chosen_by)
+    if name == "single" and (sizes := find_world_sizes(environ)):
+        shown = " and ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigurationError(
+            f"backend 'single' (chosen by {chosen_by}) is a world of one, and the environment says "
+            f"{shown}; choose another backend, or unset {' and '.join(sizes)}"
+        )
     topology = find_topology()
     if name == "auto":
         name = "torch" if topology.world_size > 1 else "single"
@@ -117,17 +121,6 @@ def _choose_name(environ: Mapping[str, str], asked: str | None, grouped: bool) -
     if grouped:
         return "torch", "the torch.distributed group that is initialized already"
     return "auto", source if variable else "the default, auto"
-
-
-def _refuse_larger_world(environ: Mapping[str, str], chosen_by: str) -> None:
-    """Refuse a world of one where the environment claims more ranks."""
-    sizes = find_world_sizes(environ)
-    if sizes:
-        shown = " and ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigurationError(
-            f"backend 'single' (chosen by {chosen_by}) is a world of one, and the environment says "
-            f"{shown}; choose another backend, or unset {' and '.join(sizes)}"
-        )
 
 
 def _find_plug_in(name: str) -> str:

@@ -35,12 +35,10 @@ def _at_a_prompt() -> bool:
     It calls the excepthook, too. (So do programs that run a script for it, as coverage does: there
     the script has ended.)
     """
-    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == "code":
-            return True
-    return False
+    import traceback  # slow to import
+
+    stack = traceback.walk_stack(sys._getframe())  # pyright: ignore[reportPrivateUsage]
+    return any(frame.f_globals.get("__name__") == "code" for frame, _ in stack)
 
 
 class ExitHooks:

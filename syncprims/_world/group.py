@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims._data import codec, objects, reduction
 from syncprims._data.partition import split
-from syncprims._protocol.rounds import PendingRound, Rounds
 from syncprims._protocol.validation import seconds, whole_number
 from syncprims.errors import RankMismatch
 from syncprims.interface import Note
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from contextvars import Token
     from datetime import timedelta
 
+    from syncprims._protocol.rounds import Rounds
     from syncprims.errors import SyncError
 
     Seconds = float | timedelta | None
@@ -104,21 +104,22 @@ class Group:
         self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None
     ) -> T:
         """As :func:`syncprims.broadcast`, among the members; `src` is by default the lowest."""
-        found = (
-            self.ranks[0] if src is None else whole_number(src, "src takes a rank, a whole number")
-        )
-        if found not in self.ranks:
+        if src is None:
+            src = self.ranks[0]
+        elif src.__class__ is not int:
+            src = whole_number(src, "src takes a rank, a whole number")
+        if src not in self.ranks:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
-        value = _broadcast(self, "broadcast", obj, found, out, self._seconds(timeout))
+        value = _broadcast(self, "broadcast", obj, src, out, timeout)
         if out is not None and out is not value:
             value = reduction.copy_into(out, value)
         return value
 
     def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
         """As :func:`syncprims.all_gather`, among the members."""
-        return _gather(self, "all_gather", obj, self._seconds(timeout))
+        return _gather(self, "all_gather", obj, timeout)
 
     def all_reduce(
         self, value: T, op: str = "sum", *, out: Any = None, timeout: Seconds = None
@@ -205,11 +206,6 @@ def rounds_of(group: Group) -> Rounds:
     return group._rounds
 
 
-def set_group_timeout(group: Group, timeout: float) -> None:
-    """Make `timeout`, in seconds, the default of every later call."""
-    group._timeout = timeout
-
-
 def close_group(group: Group, why: Callable[[], SyncError]) -> None:
     """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
     group._alone = group._silent = False
@@ -219,20 +215,27 @@ def close_group(group: Group, why: Callable[[], SyncError]) -> None:
 
 
 class SharedResult(NamedTuple):
-    """A result that rank `src` of a group sends to the others, in the call that the user wrote."""
+    """A result that rank `src` of a group sends to the others, in the call that the user wrote.
+
+    The block computes it, and gets the function that sends it. If the block raises, the others
+    raise `PeerFailed` where they wait for the result.
+    """
 
     group: Group
     call: str
     src: int
 
-    def send(self, result: T) -> T:
+    def __enter__(self) -> Callable[[Any], Any]:
+        return self._send
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            rounds = self.group._rounds
+            rounds.fail(rounds.note(self.call, src=self.src).label, error)
+
+    def _send(self, result: Any) -> Any:
         """Return the result of `src` on every member; as in `main_first`, without a timeout."""
         return _broadcast(self.group, self.call, result, self.src, None, math.inf)
-
-    def fail(self, error: BaseException) -> None:
-        """Make the other members' :meth:`send` raise `PeerFailed` with `error`. Does not wait."""
-        rounds = self.group._rounds
-        rounds.fail(rounds.note(self.call, src=self.src).label, error)
 
 
 def gather_as(group: Group, kind: str, obj: T) -> list[T]:
@@ -240,59 +243,27 @@ def gather_as(group: Group, kind: str, obj: T) -> list[T]:
     return _gather(group, kind, obj, math.inf)
 
 
-#: Rank and payload of each member that raised its flag in a round.
-Flags = list[tuple[int, bytes]]
-
-
-def exchange_flags(group: Group, kind: str, name: str | None, payload: bytes | None) -> Flags:
-    """Return the raised flags of all members; this rank's is raised if it has a payload."""
-    rounds = group._rounds
-    note = rounds.note(kind, name)
-    note = note if payload is None else Note(note.label, True, payload)
-    return _find_flags(group, rounds.meet(note, group._timeout))
-
-
-def defer_flags(
-    group: Group, kind: str, name: str | None, payload: bytes | None, before: PendingRound | None
-) -> PendingRound:
-    """Post this rank's flag for a later :func:`collect_flags`, and wait for those of `before`."""
-    rounds = group._rounds
-    note = rounds.note(kind, name)
-    note = note if payload is None else Note(note.label, True, payload)
-    return rounds.defer(note, group._timeout, before)
-
-
-def collect_flags(group: Group, pending: PendingRound) -> Flags:
-    """Return the flags that were raised in a deferred round."""
-    return _find_flags(group, group._rounds.finish(pending))
-
-
-def _find_flags(group: Group, notes: Sequence[Note]) -> Flags:
-    for note in notes:
-        if note.flag:
-            return [(r, n.payload) for r, n in zip(group.ranks, notes, strict=True) if n.flag]
-    return []
-
-
-def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: float | None) -> T:
+def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Seconds) -> T:
     rounds = group._rounds
     note = rounds.note(kind, src=src)
+    limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
         rounds.meet(note)
         return obj
-    value: T = objects.broadcast(rounds, note, obj, src, out, timeout)
+    value: T = objects.broadcast(rounds, note, obj, src, out, limit)
     return value
 
 
-def _gather(group: Group, kind: str, obj: T, timeout: float | None) -> list[T]:
+def _gather(group: Group, kind: str, obj: T, timeout: Seconds) -> list[T]:
     rounds = group._rounds
-    label = rounds.note(kind).label
+    note = rounds.note(kind)
+    limit = group._seconds(timeout)
     if group._alone:
-        objects.check(rounds, label, obj)
-        rounds.meet(Note(label))
+        objects.check(rounds, note.label, obj)
+        rounds.meet(note)
         return [obj]
-    return objects.gather(rounds, label, obj, timeout)
+    return objects.gather(rounds, note.label, obj, limit)
 
 
 def _all_equal(values: list[Any]) -> bool:

@@ -21,17 +21,10 @@ def count_processors() -> int:
         allowed = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
         allowed = os.cpu_count() or 1
-    quota = _read_quota()
-    return max(1, min(allowed, quota) if quota else allowed)
-
-
-def _read_quota() -> int | None:
-    """Return how many processors a container may keep busy, rounded up, if it is limited."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return -(-int(limit) // int(period))
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+        allowed = min(allowed, -(-int(limit) // int(period)))  # of a container, rounded up
+    return max(1, allowed)
 
 
 def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
@@ -55,10 +48,9 @@ def find_shared_memory() -> Path:
 def count_free_bytes(path: Path) -> int | None:
     """Return how many bytes the file system of `path` has room for; None if unknown."""
     try:
-        found = os.statvfs(path)
+        return shutil.disk_usage(path).free
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
 
 
 def find_file_system(path: Path) -> str | None:

@@ -123,8 +123,6 @@ LAUNCHERS = (
     ),
 )
 
-_RESOURCE_MANAGERS = ("SLURM", "Open MPI", "PALS", "MPICH", "LSF")
-
 
 def detect(environ: Mapping[str, str]) -> Topology:
     """Return this process's place, as the innermost launcher in `environ` gives it.
@@ -302,9 +300,10 @@ def _read_run_id(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
 def _started_one_per_node(outer: Topology, inner: Topology) -> bool:
     """Return whether `outer` may have started one task on each node of `inner`.
 
-    Resource managers are used that way, to start another launcher; the others start the ranks.
+    Resource managers are used that way, to start another launcher; the first two start the ranks.
     """
-    return outer.launcher in _RESOURCE_MANAGERS and outer.world_size == inner.num_nodes
+    starts_ranks = outer.launcher in (_OURS.name, _TORCHRUN.name)
+    return not starts_ranks and outer.world_size == inner.num_nodes
 
 
 def _check_agreement(

@@ -69,11 +69,7 @@ class _State:
         return world
 
 
-def _make(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
-    return cls(place, settings)
-
-
-_state = _State(os.environ, _make)  # of this process
+_state = _State(os.environ, lambda cls, place, settings: cls(place, settings))  # of this process
 _thread_state: ContextVar[_State | None] = ContextVar("syncprims_thread_state", default=None)
 
 
@@ -100,8 +96,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     with state.starting:
         running, limit = state.running, seconds(timeout)
         if running is None:
-            if state.ended is not None and isinstance(state.ended(), ForkedProcess):
-                raise state.ended()
+            if state.ended is _forked:
+                raise _forked()
             return _start(state, backend, limit)
         if not state.provided:
             _check_same(running, backend, limit)
@@ -131,8 +127,8 @@ def current(timeout: float | timedelta | None = None) -> World:
         raise state.ended()
     _exit_hooks.watch_forks()
     with state.starting:
-        running = _get_state().running  # another thread may have been first
-        return running or _start(state, None, None, seconds(timeout))
+        # Another thread may have been first.
+        return state.running or _start(state, None, None, seconds(timeout))
 
 
 def shutdown() -> None:
@@ -142,10 +138,9 @@ def shutdown() -> None:
     start another.
     """
     state = _get_state()
-    if state.running is not None:
-        _end(state, None)
-    elif state.ended is not None and isinstance(state.ended(), ForkedProcess):
+    if state.ended is _forked:
         state.ended = state.topology = None
+    _end(state, None)
 
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:

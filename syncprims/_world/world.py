@@ -27,7 +27,7 @@ from syncprims.errors import (
 )
 from syncprims.interface import Note
 
-from .group import Group, close_group, rounds_of, set_group_timeout
+from .group import Group, close_group, rounds_of
 from .version import version
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class World:
         board = self._backend.board(members)
         # The first round of all ranks is the start, which no user has asked for.
         own = int(len(members) == self.world_size)
-        facts = board, self.rank, self.settings, self._deadlocks, self.topology.local_rank, own
+        facts = board, self.rank, self.settings, self._deadlocks, self.local_rank, own
         if self._recorder is None:
             return Rounds(*facts)
         from syncprims._protocol.traced_rounds import TracedRounds
@@ -208,14 +208,12 @@ def join_world(world: World) -> None:
 
 def make_group(world: World, ranks: Sequence[int]) -> Group:
     """Return the group of `ranks`, having met all ranks of the world: the same for the same."""
-    members = tuple(
-        sorted(whole_number(r, "a group is made of ranks, whole numbers") for r in ranks)
-    )
+    members = sorted(whole_number(r, "a group is made of ranks, whole numbers") for r in ranks)
     size = world.world_size
     bad = any(not 0 <= rank < size for rank in members)
     if not members or bad or len(set(members)) != len(members):
         raise ValueError(
-            f"group({list(members)}): a group is made of different ranks from 0 to {size - 1}"
+            f"group({members}): a group is made of different ranks from 0 to {size - 1}"
         )
     # Also for a group that exists: else a rank that asks for another one would go unnoticed.
     rounds = rounds_of(world.group)
@@ -249,7 +247,7 @@ def set_world_timeout(world: World, timeout: float) -> None:
     """Make `timeout`, in seconds, the default of every later call of every group."""
     world.timeout = timeout
     for group in world._groups.values():
-        set_group_timeout(group, timeout)
+        group._timeout = timeout
 
 
 def close_world(world: World, why: Callable[[], SyncError]) -> None:
