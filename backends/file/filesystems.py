@@ -107,15 +107,14 @@ def refuse_useless_locks(directory: PrivateDirectory, name: str) -> None:
 
     :raises BackendUnavailable: if it does, or if that is unknown.
     """
-    path, second = directory.path / name, directory.open_file(name, os.O_RDWR)
-    try:
-        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    except OSError as error:
-        raise BackendUnavailable(f"{path} cannot be locked: {error}; {_CURE}") from error
-    finally:
-        os.close(second)
+    path = directory.path / name
+    with directory.opened(name, os.O_RDWR) as second:
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise BackendUnavailable(f"{path} cannot be locked: {error}; {_CURE}") from error
     raise BackendUnavailable(
         f"{path} could be locked twice at the same time: locks do not work on its file system, and "
         f"ranks of this backend prove by locks that they live; {_CURE}"

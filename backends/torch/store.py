@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent import futures
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch.distributed
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 T = TypeVar("T")
+_Request: TypeAlias = "tuple[Callable[[Any], Any], futures.Future[Any]]"
 
 TRY_AGAIN = 0.05  #: seconds between two attempts to reach a store
 _ONE_ATTEMPT = 0.5  # seconds: less than closing a link may take, whose thread is in an attempt
@@ -64,9 +65,7 @@ class StoreLink:
         self._closing = threading.Event()
         self._every = every
         self._beat = beat
-        self._requests: queue.SimpleQueue[
-            tuple[Callable[[Any], Any], futures.Future[Any]] | None
-        ] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy_since: float | None = None
         self.broken: BaseException | None = None  #: why the store will never answer again
@@ -99,17 +98,16 @@ class StoreLink:
         :raises StoreGone: if there is no answer within `timeout` seconds, or no store any more.
         """
         if self.broken is not None:
-            raise StoreGone(_first_line(self.broken))
+            raise StoreGone(first_line(self.broken))
         future = self.submit(work)
         try:
-            error = future.exception(timeout)
+            return future.result(timeout)
         except futures.TimeoutError:
             raise StoreGone(f"no answer for {timeout:g} s") from None
-        if error is None:
-            return future.result()
-        if self.broken is not None:
-            raise StoreGone(_first_line(error)) from error
-        raise error
+        except Exception as error:
+            if self.broken is None:
+                raise
+            raise StoreGone(first_line(error)) from error
 
     def close(self) -> None:
         """End the thread, and with it the connection."""
@@ -123,16 +121,15 @@ class StoreLink:
         store: Any = None
         next_beat = time.monotonic()
         while True:
-            work = future = None
+            beats = self._beat is not None and self.broken is None
+            request: _Request | None = _nothing, futures.Future()  # if a heartbeat is due first
             with contextlib.suppress(queue.Empty):
-                beats = self._beat is not None and self.broken is None
                 wait = max(0.0, next_beat - time.monotonic()) if beats else None
                 request = self._requests.get(timeout=wait)
-                if request is None:
-                    return
-                work, future = request
+            if request is None:
+                return
+            work, future = request
             self._busy_since = time.monotonic()
-            result = error = None
             try:
                 if self.broken is not None:
                     raise StoreGone(str(self.broken))  # a new one: a traceback grows at each raise
@@ -144,19 +141,29 @@ class StoreLink:
                     next_beat = time.monotonic() + self._every
                     with contextlib.suppress(OSError, ValueError):  # the next one may succeed
                         self._beat(store)
-                if work is not None:
-                    result = work(store)
-            except BaseException as raised:
-                error = raised
+                result = work(store)
+            except BaseException as error:
                 # What torch raises when the connection has failed, and for nothing else here.
                 if isinstance(error, RuntimeError) and self.broken is None:
                     self.broken = error
-            self._busy_since = None
-            if future is not None:
-                future.set_result(result) if error is None else future.set_exception(error)
+                self._busy_since = None
+                future.set_exception(error)
+            else:
+                self._busy_since = None
+                future.set_result(result)
 
 
-def _first_line(error: BaseException) -> str:
+def _nothing(store: Any) -> None:
+    """Ask nothing."""
+
+
+def read_key(store: Any, key: str) -> bytes:
+    """Return the value of `key` at once; empty if it has none."""
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's text."""
     return str(error).partition("\n")[0]
 
 
@@ -219,7 +226,7 @@ class StoreEndpoint:
             )
         except RuntimeError as error:
             raise BackendUnavailable(
-                f"rank 0 cannot serve the store at {self.address}: {_first_line(error)}. Set "
+                f"rank 0 cannot serve the store at {self.address}: {first_line(error)}. Set "
                 f"MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same "
                 f"on all ranks"
             ) from error
