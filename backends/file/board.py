@@ -179,7 +179,7 @@ class SharedMemoryBoard(Board):
         while True:
             seen = memory[row]
             if seen == all_equal:
-                notes = (note,) * count
+                notes: tuple[Note, ...] | None = (note,) * count
                 if begin:
                     policy.record(time.monotonic() - begin, weight=4)
             elif seen[::_WIDTH] == all_here:

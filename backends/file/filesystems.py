@@ -87,13 +87,10 @@ def refuse_remote(path: Path, fd: int) -> None:
     except OSError:
         return  # no such file on this system: to try the lock must be enough
     found = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
+    number = int(found[1]) if found else None
     device = os.fstat(fd).st_dev
-    mount = find_mount(
-        text,
-        os.path.realpath(path),
-        f"{os.major(device)}:{os.minor(device)}",
-        int(found[1]) if found else None,
-    )
+    shown = f"{os.major(device)}:{os.minor(device)}"
+    mount = find_mount(text, os.path.realpath(path), shown, number)
     if mount is not None and mount.remote:
         raise BackendUnavailable(
             f"{path} is on a file system of type {mount.type}, mounted at {mount.point}: locks "

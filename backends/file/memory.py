@@ -12,6 +12,7 @@ its word and its body prove each other whole, round included. A half-written or 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -312,14 +313,14 @@ def _agree_on_size(fd: int, directory: PrivateDirectory, name: str, count: int) 
 
 def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
     """Allocate the largest size there is space for. Other members may do so at this moment."""
-    for wanted in _WINDOW_SIZES:
-        size = max(wanted, count * _LEAST_PER_MEMBER)
-        try:
+    *larger, least = [max(size, count * _LEAST_PER_MEMBER) for size in _WINDOW_SIZES]
+    for size in larger:
+        with contextlib.suppress(OSError):
             _allocate(fd, size)
-        except OSError as error:
-            if wanted == _WINDOW_SIZES[-1]:
-                action = f"making room for {size} bytes that arrays pass through"
-                raise no_room(error, action, directory.path / name) from error
-        else:
             return size
-    raise AssertionError("unreachable: there are sizes to try")
+    try:
+        _allocate(fd, least)
+    except OSError as error:
+        action = f"making room for {least} bytes that arrays pass through"
+        raise no_room(error, action, directory.path / name) from error
+    return least

@@ -22,7 +22,7 @@ from ..file.backend import FileBackend, board_name
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
-from .host_state import BEATS, Heartbeat, HostState
+from .host_state import BEATS, Heartbeat
 from .rendezvous import HostGroup, Placement, Rendezvous, unreachable
 from .store import (
     TRY_AGAIN,
@@ -136,15 +136,12 @@ class TorchBackend(Backend):
         self._placement = placement
         host = placement.host_of[top.rank]
         ranks = placement.hosts[host].ranks
-        slot, count = ranks.index(top.rank), len(ranks)
+        slot, count, nodes = ranks.index(top.rank), len(ranks), len(placement.hosts)
         if top.launcher == "torch.distributed":  # which knows no hosts
             self.topology = top = top._replace(
-                local_rank=slot,
-                local_world_size=count,
-                node_rank=host,
-                num_nodes=len(placement.hosts),
+                local_rank=slot, local_world_size=count, node_rank=host, num_nodes=nodes
             )
-        if len(placement.hosts) == 1:
+        if nodes == 1:
             self._local = FileBackend(top._replace(run_id=placement.token), settings)
             self._close_links()
             return
@@ -185,15 +182,12 @@ class TorchBackend(Backend):
         if len(local) == len(members):
             return self._local.open_board(local, name, slots)
         own = self._local.open_board(local, f"{name}-here", slots)
-        rank = self.topology.rank
-        with self._local.locked_directory() as directory:
-            state = HostState(directory, name, len(local), local.index(rank))
-        prefix = f"{self._placement.token}/{name}"
-        board = TwoLevelBoard(members, own, state, prefix, self._connection)
-        index, count = board.members.index(rank), len(members)
+        with self._local.locked_directory():
+            board = TwoLevelBoard(members, name, own, self._connection)
+        prefix = f"{self._placement.token}/{name}/gloo"
+        index, count = board.members.index(self.topology.rank), len(members)
         interfaces = self.settings.gloo_interfaces
-        endpoint = self._connection.endpoint
-        board.engine = GlooEngine(endpoint, f"{prefix}/gloo", index, count, interfaces)
+        board.engine = GlooEngine(self._connection.endpoint, prefix, index, count, interfaces)
         self._boards.append(board)
         return board
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.interface import Board, Label, Note, Status
@@ -18,7 +19,7 @@ from syncprims.interface import Board, Label, Note, Status
 from ..file.board import FIRST_NAP, LONGEST_NAP
 from ..file.memory import Fence
 from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes
-from .host_state import ELSEWHERE
+from .host_state import ELSEWHERE, HostState
 from .store import StoreGone, first_line, read_key
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..file.board import SharedMemoryBoard
     from ..file.liveness import Liveness
-    from .host_state import Heartbeat, HostState
+    from .host_state import Heartbeat
     from .rendezvous import Placement
     from .store import StoreEndpoint, StoreLink
 
@@ -70,22 +71,23 @@ class TwoLevelBoard(Board):
     def __init__(
         self,
         members: Sequence[int],
+        name: str,
         local: SharedMemoryBoard,
-        state: HostState,
-        prefix: str,
         connection: HostConnection,
     ) -> None:
+        """Open the board `name`; under the run's lock."""
         super().__init__(members)
         self.local = local  #: of the members on this host
-        self._state = state
+        count, index = len(local.members), local.members.index(local.rank)
+        self._state = HostState(connection.liveness.directory, name, count, index)
         self._connection = connection
-        self._prefix = prefix
+        self._prefix = f"{connection.placement.token}/{name}"
         self._hosts: dict[int, list[int]] = {}  # host -> its members
         for member in self.members:
             self._hosts.setdefault(connection.placement.host_of[member], []).append(member)
         index = {member: number for number, member in enumerate(self.members)}
         hosts = {host: [index[m] for m in members] for host, members in self._hosts.items()}
-        self.decisions = Decisions(prefix, hosts)
+        self.decisions = Decisions(self._prefix, hosts)
         self._elsewhere: dict[int, bytes] = {}  # decisions that are too large for the host state
         self._last: dict[int, Label] = {}  # of the last round, by member
         self._asked_for = 0  # the latest round whose decision this rank has requested
@@ -132,7 +134,8 @@ class TwoLevelBoard(Board):
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Sleep until the oldest uncollected round is decided."""
         number = self.collected + 1
-        begin = now = self.now()
+        now = self.now()
+        until = math.inf if timeout is None else now + timeout
         nap, slept = FIRST_NAP, False
         self._state.set_waiting(number)
         try:
@@ -140,15 +143,12 @@ class TwoLevelBoard(Board):
                 decision = self._decision(number)
                 if decision is not None:
                     return self._take(number, decision)
-                if self._state.local_verdict() is not None:
+                if self._state.local_verdict() is not None or now >= until:
                     return None
                 if slept and self.local.is_in_vain(number):
                     return None
-                if timeout is not None and now - begin >= timeout:
-                    return None
                 self._help(number, now)
-                left = nap if timeout is None else min(nap, timeout - (now - begin))
-                self._connection.liveness.doorbell.sleep(left)
+                self._connection.liveness.doorbell.sleep(min(nap, until - now))
                 slept, nap, now = True, min(2 * nap, LONGEST_NAP), self.now()
         finally:
             with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked

@@ -134,7 +134,7 @@ class GlooEngine(Engine):
 def _own_address(towards: str) -> str:
     """Return this host's address on the route to another; nothing is sent."""
     address = _address_towards(towards)
-    if ipaddress.ip_address(address).is_loopback and not _is_loopback(towards):
+    if _is_loopback(address) and not _is_loopback(towards):
         # It is this host, by a name that others cannot use: then its address to the world.
         with contextlib.suppress(OSError):
             return _address_towards(_ELSEWHERE)
@@ -149,12 +149,9 @@ def _address_towards(host: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
+    return host == "localhost"
 
 
 def _tensor(data: memoryview) -> Any:
@@ -212,11 +209,10 @@ class NcclEngine(DeviceEngine):
         if self._group is None:
             if not dist.is_initialized():
                 self._open_default()
-            self._group = (
-                dist.group.WORLD
-                if self._everybody
-                else dist.new_group(list(self._members), use_local_synchronization=True)
-            )
+            self._group = dist.group.WORLD
+            if not self._everybody:
+                members = list(self._members)
+                self._group = dist.new_group(members, use_local_synchronization=True)
         return self._group
 
 
@@ -237,10 +233,8 @@ class DefaultGroup:
         options: dict[str, Any] = {"backend": "gloo"}
         if device is not None:
             options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", device)}
-        rank, world_size = topology.rank, topology.world_size
-        dist.init_process_group(
-            **options, store=store, rank=rank, world_size=world_size, timeout=_LONG
-        )
+        options |= {"store": store, "rank": topology.rank, "world_size": topology.world_size}
+        dist.init_process_group(**options, timeout=_LONG)
         self._opened = True
 
     def close(self, *, normally: bool) -> None:

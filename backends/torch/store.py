@@ -36,6 +36,7 @@ _FOREVER = timedelta(days=365)  # a wait ends with its answer; deadlines are the
 #: Seconds that a thread gets to end. One that waits on a link that was cut never does, and stays
 #: in C++ until the process ends.
 _CLOSE_TIMEOUT = 1.0
+_CURE = "MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
 
 
 class StoreGone(Exception):
@@ -226,9 +227,8 @@ class StoreEndpoint:
             )
         except RuntimeError as error:
             raise BackendUnavailable(
-                f"rank 0 cannot serve the store at {self.address}: {first_line(error)}. Set "
-                f"MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same "
-                f"on all ranks"
+                f"rank 0 cannot serve the store at {self.address}: {first_line(error)}. Set {_CURE}"
+                f", the same on all ranks"
             ) from error
 
 
@@ -242,14 +242,12 @@ def check_findable(topology: Topology, settings: Settings) -> None:
     if topology.num_nodes > 1:
         raise ConfigurationError(
             f"{topology.launcher} started {topology.num_nodes} nodes, and nothing says where their "
-            f"ranks meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port "
-            f"there, the same on all ranks, or start them with torchrun"
+            f"ranks meet: set {_CURE}, the same on all ranks, or start them with torchrun"
         )
     if topology.run_id is None:
         raise ConfigurationError(
             f"{topology.launcher} says neither where the ranks of this run meet nor what it is "
-            f"called: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, "
-            f"or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
+            f"called: set {_CURE}, or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
         )
 
 
