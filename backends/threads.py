@@ -7,7 +7,7 @@ and whether a rank can ever continue is known and not guessed.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Backend, Board, Note, Settings, Status, Topology
@@ -27,11 +27,9 @@ class RankScheduler(Protocol):
 
     def step(self, rank: int) -> None:
         """Run another rank first, or not."""
-        ...
 
     def wait(self, rank: int, ready: Callable[[], bool], until: float) -> None:
         """Run other ranks until ``ready()``, or until the time is `until`."""
-        ...
 
 
 class Room:
@@ -41,10 +39,9 @@ class Room:
         self.scheduler = scheduler
         self.boards: dict[tuple[int, ...], _SharedBoard] = {}
         self.waiting: dict[int, ThreadBoard] = {}  #: ranks that wait, and where
-        self.states: list[State] = ["unknown"] * world_size
+        #: of each rank: the state, how it ended, and the failure it left
+        self.states: list[tuple[State, str, bytes]] = [("unknown", "", b"")] * world_size
         self.any_ended = False
-        self._details = [""] * world_size
-        self._failures = [b""] * world_size
         self.words = [b""] * world_size  #: that ranks have published
 
     def backend(self, topology: Topology, settings: Settings) -> ThreadBackend:
@@ -53,18 +50,13 @@ class Room:
 
     def lose(self, rank: int, detail: str) -> None:
         """Show `rank` to the others as dead from now on, whatever it still does."""
-        self.states[rank], self._details[rank] = "lost", detail
+        self.states[rank] = "lost", detail, b""
         self.any_ended = True
-
-    def state(self, rank: int) -> tuple[State, str, bytes]:
-        """Return the state of `rank`, how it ended, and the failure it left."""
-        return self.states[rank], self._details[rank], self._failures[rank]
 
     def leave(self, rank: int, failure: bytes | None) -> None:
         """Show to the others how `rank` has ended."""
-        if self.states[rank] == "alive":
-            self.states[rank] = "finished" if failure is None else "failed"
-            self._failures[rank] = failure or b""
+        if self.states[rank][0] == "alive":
+            self.states[rank] = "finished" if failure is None else "failed", "", failure or b""
             self.any_ended = True
 
 
@@ -80,13 +72,6 @@ class _SharedBoard:
         self.verdict: bytes | None = None
 
 
-def _for_tests() -> ConfigurationError:
-    return ConfigurationError(
-        "backend 'threads' is for tests, where ranks are threads of one process: "
-        "syncprims.testing.run_world starts them. For real ranks choose 'file' or 'torch'"
-    )
-
-
 class ThreadBackend(Backend):
     """A rank that is a thread."""
 
@@ -96,15 +81,18 @@ class ThreadBackend(Backend):
 
     def __init__(self, topology: Topology, settings: Settings, room: Room | None = None) -> None:
         if room is None:
-            raise _for_tests()
+            self.check(topology, settings)
         super().__init__(topology, settings)
         self._room = room
-        room.states[topology.rank] = "alive"
+        room.states[topology.rank] = "alive", "", b""
 
     @classmethod
-    def check(cls, topology: Topology, settings: Settings) -> None:
+    def check(cls, topology: Topology, settings: Settings) -> NoReturn:
         """Refuse: only a test starts such ranks."""
-        raise _for_tests()
+        raise ConfigurationError(
+            "backend 'threads' is for tests, where ranks are threads of one process: "
+            "syncprims.testing.run_world starts them. For real ranks choose 'file' or 'torch'"
+        )
 
     @classmethod
     def room(cls, scheduler: RankScheduler, world_size: int) -> Room:
@@ -165,10 +153,7 @@ class ThreadBoard(Board):
                 self._room.waiting.pop(self._rank, None)
         if not self._is_complete():
             return None
-        self.collected += 1
-        return self._take(self.collected)
-
-    def _take(self, number: int) -> tuple[Note, ...]:
+        number = self.collected = self.collected + 1
         shared = self._shared
         notes = shared.rounds[number]
         readers = shared.readers[number] = shared.readers.get(number, 0) + 1
@@ -188,11 +173,11 @@ class ThreadBoard(Board):
             return True
         if not self._room.any_ended:
             return False
-        states, missing = self._room.states, self.missing()
+        missing = self.missing()
+        states = ((member, self._room.states[member][0]) for member in self.members)
         return any(
-            states[member] in ("lost", "failed")
-            or (states[member] == "finished" and member in missing)
-            for member in self.members
+            state in ("lost", "failed") or (state == "finished" and member in missing)
+            for member, state in states
         )
 
     def _settled(self) -> bool:
@@ -207,7 +192,7 @@ class ThreadBoard(Board):
         """Return what is known of `rank`."""
         last = self._shared.last.get(rank)
         label = last.label if last is not None else None
-        return Status(self._shared.posted[rank], label, *self._room.state(rank))
+        return Status(self._shared.posted[rank], label, *self._room.states[rank])
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""

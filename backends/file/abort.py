@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _PAUSE = 0.001
 _VOID = "void"
-_TEXT_TIMEOUT = 0.1  # seconds until a text must be whole, once its intent is there
 
 
 class Aborts:
@@ -53,7 +52,7 @@ class Aborts:
             if 0 < intended <= number and intended not in self._void:
                 author = self._decide(intended, member)
                 if author is not None:
-                    return self._text(author)
+                    return self._cells.read_text(author)
         return None
 
     def _decide(self, number: int, member: int) -> int | None:
@@ -74,9 +73,3 @@ class Aborts:
         if self._cells.read_intents()[self._index] == number:
             self._cells.write_intent(self._index, 0)
         return None
-
-    def _text(self, index: int) -> bytes:
-        deadline = time.monotonic() + _TEXT_TIMEOUT
-        while (text := self._cells.read_text(index)) is None and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
-        return text or b""

@@ -53,7 +53,6 @@ class FileBackend(Backend):
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
         self._boards: list[SharedMemoryBoard] = []
-        self._directory: PrivateDirectory  # of this world
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
@@ -87,9 +86,8 @@ class FileBackend(Backend):
         self, members: Sequence[int], name: str, slots: Sequence[int]
     ) -> SharedMemoryBoard:
         """Return the board `name` of members whose liveness slots are `slots`."""
-        rank = members[slots.index(self.topology.rank)]
-        with self.locked_directory() as directory:
-            board = SharedMemoryBoard(directory, name, members, rank, self.liveness, slots)
+        with self.locked_directory():
+            board = SharedMemoryBoard(name, members, self.liveness, slots)
         self._boards.append(board)
         return board
 
@@ -97,7 +95,7 @@ class FileBackend(Backend):
     def locked_directory(self) -> Generator[PrivateDirectory]:
         """Hold the run's lock: meanwhile no other rank creates a file in this world's directory."""
         with self._explained_os_errors(), _locked(self._base, self._run_path.name):
-            yield self._directory
+            yield self.liveness.directory
 
     def is_broken(self) -> bool:
         """Return whether a group of this rank is broken."""
@@ -122,10 +120,6 @@ class FileBackend(Backend):
         ):
             _remove_ended(self._base, run)
 
-    def path_for(self, name: str) -> Path:
-        """Return the path of a file in the directory of this world."""
-        return self._directory.path / name
-
     def publish(self, word: bytes) -> None:
         """Make `word` readable for others."""
         self.liveness.publish(word)
@@ -144,7 +138,7 @@ class FileBackend(Backend):
         for board in self._boards:
             board.close()
         self._boards.clear()
-        self._directory.close()
+        self.liveness.directory.close()
 
     @contextlib.contextmanager
     def _explained_os_errors(self) -> Generator[None]:
@@ -185,12 +179,12 @@ class FileBackend(Backend):
 
     def _join_world(self, run: PrivateDirectory, name: str) -> None:
         top = self.topology
-        self._directory = run.sub(name)
+        directory = run.sub(name)
         try:
-            self._check_world_size()
-            self.liveness = Liveness(self._directory, top.rank, top.world_size)
+            self._check_world_size(directory)
+            self.liveness = Liveness(directory, top.rank, top.world_size)
         except BaseException:
-            self._directory.close()
+            directory.close()
             raise
         with contextlib.suppress(OSError, SyncError):  # then the next rank does it
             _remove_ended(self._base, run, keep=name)
@@ -213,10 +207,10 @@ class FileBackend(Backend):
             missing=dead,
         )
 
-    def _check_world_size(self) -> None:
+    def _check_world_size(self, directory: PrivateDirectory) -> None:
         """Refuse a world of another number of ranks, and abort it for those that have joined it."""
         top = self.topology
-        found = world_size_of(self._directory)
+        found = world_size_of(directory)
         if found is None or found == top.world_size:
             return
         error = ConfigurationError(
@@ -224,7 +218,7 @@ class FileBackend(Backend):
             f"before it with world_size={found}; start all ranks of a run with one world size",
             rank=top.rank,
         )
-        abort_from_outside(self._directory, board_name(range(found)), found, errors.dump(error))
+        abort_from_outside(directory, board_name(range(found)), found, errors.dump(error))
         raise error
 
 
@@ -283,12 +277,8 @@ def _acquire(base: PrivateDirectory, lock: str, timeout: float) -> int:
         time.sleep(_LOCK_PAUSE)
 
 
-def open_base(settings: Settings) -> PrivateDirectory:
-    """Open the directory that contains those of the runs."""
-    return PrivateDirectory.open(_base_path(settings))
-
-
-def _base_path(settings: Settings) -> Path:
+def base_path(settings: Settings) -> Path:
+    """Return the directory that contains those of the runs."""
     return Path(settings.directory or default_base(settings.runtime_directory)).absolute()
 
 
@@ -307,7 +297,7 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
     if safe != name:
         digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=6)
         safe = f"{safe}-{digest.hexdigest()}"
-    return _base_path(settings) / f"{_PREFIX}{safe}"
+    return base_path(settings) / f"{_PREFIX}{safe}"
 
 
 def board_name(members: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ from .memory import (
     SharedWindow,
     word_of,
 )
+from .private_dir import no_room
 from .wakeup import SpinPolicy
 
 if TYPE_CHECKING:
@@ -50,16 +51,10 @@ _WIDTH = WORD.size
 
 
 class SharedMemoryBoard(Board):
-    """The board of `members` in a file of `directory`, seen from `rank`."""
+    """The board of `members` in the file `name`, seen from the one whose slot `liveness` holds."""
 
     def __init__(
-        self,
-        directory: PrivateDirectory,
-        name: str,
-        members: Sequence[int],
-        rank: int,
-        liveness: Liveness,
-        slots: Sequence[int],
+        self, name: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int]
     ) -> None:
         """Open the board, creating it if this is the first member; under the run's lock.
 
@@ -67,24 +62,23 @@ class SharedMemoryBoard(Board):
         """
         super().__init__(members)
         self.slots = tuple(slots)
-        self._slot_of = dict(zip(self.members, self.slots, strict=True))
-        self._directory = directory
         self._name = name
         self._liveness = liveness
         self._doorbell = liveness.doorbell
         self._spin_policy = SpinPolicy()
         self._window: SharedWindow | None = None
-        self._index = self.members.index(rank)
+        self._index = self.slots.index(liveness.rank)
+        self.rank = self.members[self._index]  #: this one
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
         self._mine = [(Note(Label("?")), b"")] * CELLS  # own latest notes, and their words
         # Notes without payload, and how they are written. By identity: a label compares slowly.
         self._bare: dict[int, tuple[Note, int, int, bytes]] = {}
         self._bodies: dict[bytes, tuple[int, bytes]] = {}  # by label: the check, and the body
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
-        self._spill = _Spill(directory, name)
-        self._cells = Cells(directory, name, len(self.members))
+        self._spill = _Spill(liveness.directory, name)
+        self._cells = Cells(liveness.directory, name, len(self.members))
         self._memory = self._cells.memory
-        self._aborts = Aborts(self._cells, directory, name, self._index)
+        self._aborts = Aborts(self._cells, liveness.directory, name, self._index)
         self._rows = self._cells.rows
         self._own = [self._cells.word_at(cell, self._index) for cell in range(CELLS)]
         self._asleep = self._cells.asleep
@@ -162,7 +156,7 @@ class SharedMemoryBoard(Board):
         flags = CONTENT | (FLAG if flag else 0)
         if len(start) + len(content) > BODY_SIZE:
             flags |= SPILLED
-            self._spill.write(self.members[self._index], number, content)
+            self._spill.write(self.rank, number, content)
             content = b""
         self._written[cell] = None
         self._cells.write_body(cell, self._index, start + content)
@@ -185,32 +179,26 @@ class SharedMemoryBoard(Board):
         while True:
             seen = memory[row]
             if seen == all_equal:
-                # The notes first, then the intents: abort.py says why.
-                if memory[intents] != self._no_intents:
-                    break
+                notes: tuple[Note, ...] | None = (note,) * count
                 if begin:
                     policy.record(time.monotonic() - begin, weight=4)
-                self.collected = number
-                if self._spill.written or number == 1:
-                    self._tidy(number)
-                return (note,) * count
-            if seen[::_WIDTH] == all_here:
+            elif seen[::_WIDTH] == all_here:
                 notes = self.notes(number)
-                if notes is None or memory[intents] != self._no_intents:
-                    break
-                self.collected = number
-                if self._spill.written or number == 1:
-                    self._tidy(number)
-                return notes
-            if not looks:
-                if policy.sleeps or self._waiting_for == number:
-                    break
-                if not number & 3:  # some of the waits are enough
-                    begin = time.monotonic()
-            elif looks == _LOOKS:
+            elif looks == _LOOKS or (not looks and (policy.sleeps or self._waiting_for == number)):
                 break
-            looks += 1
-            os.sched_yield()
+            else:
+                if not looks and not number & 3:  # some of the waits are enough
+                    begin = time.monotonic()
+                looks += 1
+                os.sched_yield()
+                continue
+            # The notes first, then the intents: abort.py says why.
+            if notes is None or memory[intents] != self._no_intents:
+                break
+            self.collected = number
+            if self._spill.written or number == 1:
+                self._tidy(number)
+            return notes
         return self._collect_slowly(number, timeout)
 
     def _collect_slowly(self, number: int, timeout: float | None) -> Sequence[Note] | None:
@@ -321,11 +309,6 @@ class SharedMemoryBoard(Board):
 
     # -- for the two-level board ------------------------------------------------------------------
 
-    @property
-    def rank(self) -> int:
-        """The member that sees the board from here."""
-        return self.members[self._index]
-
     def posted_note(self, number: int) -> Note:
         """Return the note that this rank has posted to a recent round."""
         return self._mine[number % CELLS][0]
@@ -353,7 +336,7 @@ class SharedMemoryBoard(Board):
         """Return what is known of `rank`: its rounds from its cells, its state from its slot."""
         index = self.members.index(rank)
         # The state first: then everything that it posted before its end is visible.
-        state = self._liveness.state(self._slot_of[rank])
+        state = self._liveness.state(self.slots[index])
         word = self._cells.last_word(index)
         number, _, _ = WORD.unpack(word)
         body = self._cells.read_body(number % CELLS, index, word) if number else None
@@ -372,7 +355,7 @@ class SharedMemoryBoard(Board):
         """Return the memory that arrays pass through; the first call creates it."""
         if self._window is None:
             name, count = f"{self._name}-window", len(self.members)
-            self._window = SharedWindow(self._directory, name, count)
+            self._window = SharedWindow(self._liveness.directory, name, count)
         return self._window.window
 
     def close(self) -> None:
@@ -400,12 +383,8 @@ class _Spill:
             self._directory.write(name, content)
         except OSError as error:
             self._directory.remove(name)
-            raise OSError(
-                error.errno,
-                f"{error.strerror}, writing {len(content)} bytes for the other ranks; free some "
-                f"space, or set SYNCPRIMS_DIR to a place with more",
-                str(self._directory.path / name),
-            ) from error
+            action = f"writing {len(content)} bytes for the other ranks"
+            raise no_room(error, action, self._directory.path / name) from error
         self.written.append((number, name))
 
     def read(self, rank: int, number: int) -> bytes:

@@ -87,13 +87,10 @@ def refuse_remote(path: Path, fd: int) -> None:
     except OSError:
         return  # no such file on this system: to try the lock must be enough
     found = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
+    number = int(found[1]) if found else None
     device = os.fstat(fd).st_dev
-    mount = find_mount(
-        text,
-        os.path.realpath(path),
-        f"{os.major(device)}:{os.minor(device)}",
-        int(found[1]) if found else None,
-    )
+    shown = f"{os.major(device)}:{os.minor(device)}"
+    mount = find_mount(text, os.path.realpath(path), shown, number)
     if mount is not None and mount.remote:
         raise BackendUnavailable(
             f"{path} is on a file system of type {mount.type}, mounted at {mount.point}: locks "
@@ -107,15 +104,14 @@ def refuse_useless_locks(directory: PrivateDirectory, name: str) -> None:
 
     :raises BackendUnavailable: if it does, or if that is unknown.
     """
-    path, second = directory.path / name, directory.open_file(name, os.O_RDWR)
-    try:
-        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    except OSError as error:
-        raise BackendUnavailable(f"{path} cannot be locked: {error}; {_CURE}") from error
-    finally:
-        os.close(second)
+    path = directory.path / name
+    with directory.opened(name, os.O_RDWR) as second:
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise BackendUnavailable(f"{path} cannot be locked: {error}; {_CURE}") from error
     raise BackendUnavailable(
         f"{path} could be locked twice at the same time: locks do not work on its file system, and "
         f"ranks of this backend prove by locks that they live; {_CURE}"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from syncprims import errors
 from syncprims.errors import Failure, PeerFailed, describe_exit
 
-from .memory import RECORD_HEAD, map_file, read_header, read_record, write_record
+from .memory import RECORD_HEAD, await_record, map_file, read_header, write_record
 from .processes import ProcessIdentity, ProcessWatch
 from .wakeup import Doorbell
 
@@ -56,8 +56,8 @@ class Liveness:
         :raises ConfigurationError: if the file is of another version or number of ranks.
         :raises OSError: if the file cannot be written, as on a full disk.
         """
-        self._directory = directory
-        self._rank = rank
+        self.directory = directory  #: of the world
+        self.rank = rank  #: whose slot this is
         self._world_size = world_size
         self._watches: dict[int, ProcessWatch] = {}
         self._finished_at: dict[int, float] = {}
@@ -107,7 +107,7 @@ class Liveness:
     def watch_all(self) -> None:
         """Watch every other rank, while all are known to live."""
         for rank in range(self._world_size):
-            if rank != self._rank:
+            if rank != self.rank:
                 self._watch(rank)
                 self.doorbell.connect(rank)
 
@@ -115,7 +115,7 @@ class Liveness:
         """Return the watch on `rank`; None while it has not joined, or cannot be watched."""
         watch = self._watches.get(rank)
         if watch is None:
-            state, *who = self._read_entry(rank)
+            state, *who = _ENTRY.unpack_from(self._memory, _slot(rank))
             # One that has finished too: its exit code may still come.
             if state not in (_ALIVE, _FINISHED):
                 return None
@@ -135,7 +135,7 @@ class Liveness:
         found: list[tuple[int, State]] = []
         for rank in ranks:
             watched = rank in self._watches and rank not in closed
-            if rank == self._rank or (watched and self._read_state(rank) == _ALIVE):
+            if rank == self.rank or (watched and self._read_state(rank) == _ALIVE):
                 continue  # the common case, for one system call in all
             state = self.state(rank)[0]
             if state not in ("alive", "unknown"):
@@ -156,9 +156,9 @@ class Liveness:
         # before and after. It may be just joining (its lock comes before its state) or leaving.
         before = self._read_state(rank)
         # Not only once all have joined: a rank that dies while others still join is named as well.
-        watch = self._watch(rank) if rank != self._rank else None
+        watch = self._watch(rank) if rank != self.rank else None
         ended = watch is not None and watch.has_ended()
-        gone = ended or (rank != self._rank and is_unlocked(self._directory, rank))
+        gone = ended or (rank != self.rank and is_unlocked(self.directory, rank))
         after = self._read_state(rank)
         if after == _EMPTY:
             return "unknown", "", b""
@@ -176,10 +176,8 @@ class Liveness:
     ) -> tuple[State, str, bytes]:
         """Distinguish a normal end from ``raise SystemExit(3)``, for which Python has no hook."""
         since = self._finished_at.setdefault(rank, time.monotonic())
-        if watch is not None and not ended:
-            if time.monotonic() - since < _EXIT_GRACE:
-                return "alive", "", b""
-            return "finished", "", b""  # it called shutdown() and continued with something else
+        if watch is not None and not ended and time.monotonic() - since < _EXIT_GRACE:
+            return "alive", "", b""  # after that, it called shutdown() and does something else
         status = _await_exit_status(watch) if ended else None
         if not status:
             return "finished", "", b""
@@ -192,7 +190,7 @@ class Liveness:
 
     def is_alive(self, rank: int) -> bool:
         """Return whether `rank` has joined and lives."""
-        return self._read_state(rank) == _ALIVE and not is_unlocked(self._directory, rank)
+        return self._read_state(rank) == _ALIVE and not is_unlocked(self.directory, rank)
 
     def has_finished(self, rank: int) -> bool:
         """Return whether `rank` has published a normal end."""
@@ -200,37 +198,26 @@ class Liveness:
 
     def is_lost(self, rank: int) -> bool:
         """Return whether `rank` is gone and has published no end."""
-        # The state is read again, since the rank may publish its end while it ends.
-        alive = self._read_state(rank) == _ALIVE
-        return alive and is_unlocked(self._directory, rank) and self._read_state(rank) == _ALIVE
+        if self._read_state(rank) != _ALIVE or not is_unlocked(self.directory, rank):
+            return False
+        return self._read_state(rank) == _ALIVE  # it may have published its end meanwhile
 
     # -- bytes ----------------------------------------------------------------------------------
-
-    def _read_entry(self, rank: int) -> tuple[int, int, int, int]:
-        return _ENTRY.unpack_from(self._memory, _slot(rank))
 
     def _read_state(self, rank: int) -> int:
         return self._memory[_slot(rank)]
 
     def _write_state(self, state: int) -> None:
         # In one piece: packing in place would clear the bytes first, and others would see that.
-        at = _slot(self._rank)
+        at = _slot(self.rank)
         self._memory[at : at + _ENTRY.size] = _ENTRY.pack(state, *ProcessIdentity.own())
 
     def _write_text(self, at: int, size: int, text: bytes) -> None:
         fits = len(text) <= size - RECORD_HEAD
-        write_record(self._memory, _slot(self._rank) + at, text if fits else b"")
+        write_record(self._memory, _slot(self.rank) + at, text if fits else b"")
 
     def _read_text(self, rank: int, at: int, size: int) -> bytes:
-        """Return the text at `at`; one that is being written is waited for, briefly."""
-        deadline = time.monotonic() + 0.1
-        while True:
-            text = read_record(self._memory, _slot(rank) + at, size)
-            if text is not None:
-                return text
-            if time.monotonic() > deadline:
-                return b""
-            time.sleep(0.0005)
+        return await_record(self._memory, _slot(rank) + at, size)
 
 
 def _await_exit_status(watch: ProcessWatch | None) -> int | None:
@@ -245,17 +232,12 @@ def _await_exit_status(watch: ProcessWatch | None) -> int | None:
 
 def world_size_of(directory: PrivateDirectory) -> int | None:
     """Return the number of ranks the world in `directory` has; None if unknown or damaged."""
-    try:
-        fd = directory.open_file(_FILE, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
+    with contextlib.suppress(FileNotFoundError), directory.opened(_FILE, os.O_RDONLY) as fd:
         magic, world_size = read_header(fd)
         # A number that does not fit the size of the file is damaged, and might be absurd.
-        right = magic == _MAGIC and os.fstat(fd).st_size == _slot(world_size)
-    finally:
-        os.close(fd)
-    return world_size if right else None
+        if magic == _MAGIC and os.fstat(fd).st_size == _slot(world_size):
+            return world_size
+    return None
 
 
 def joined(directory: PrivateDirectory) -> dict[int, bool]:
@@ -268,16 +250,13 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
 def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
     """Return whether no process holds the lock of `rank`: its process is gone."""
     try:
-        fd = directory.open_file(_lock_name(rank), os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    try:
-        # Shared, so that two ranks that check at the same moment do not see each other.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
+            # Shared, so that two ranks that check at the same moment do not see each other.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    finally:
-        os.close(fd)
+    except FileNotFoundError:
+        pass
     return True
 
 

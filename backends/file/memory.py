@@ -12,17 +12,23 @@ its word and its body prove each other whole, round included. A half-written or 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
 import threading
+import time
 import zlib
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Board, Window
 
+from .private_dir import no_room
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .private_dir import PrivateDirectory
 
 #: A member posts at most `depth` notes ahead of what it has collected. So a rank that has collected
@@ -41,6 +47,7 @@ _HEADER = struct.Struct("<32sI")  # magic, number of ranks
 HEADER_SIZE = 64
 _RECORD = struct.Struct("<II")  # length, checksum
 RECORD_HEAD = _RECORD.size
+_RECORD_TIMEOUT = 0.1  # seconds until a record that is being written must be whole
 _CACHE_LINE = 64
 ROUND_FACTOR, FLAGS_FACTOR, MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
 
@@ -50,11 +57,8 @@ _WINDOW_SIZES, _LEAST_PER_MEMBER = (8 << 20, 2 << 20, 1 << 19), 64 << 10
 
 def word_of(number: int, flags: int, body_check: int) -> bytes:
     """Return the word of a note: equal for equal notes, and never equal for different rounds."""
-    return WORD.pack(number, flags, _check_of(number, flags, body_check))
-
-
-def _check_of(number: int, flags: int, body_check: int) -> int:
-    return (body_check + number * ROUND_FACTOR + flags * FLAGS_FACTOR) & MASK
+    check = body_check + number * ROUND_FACTOR + flags * FLAGS_FACTOR
+    return WORD.pack(number, flags, check & MASK)
 
 
 class Cells:
@@ -104,14 +108,14 @@ class Cells:
         The content is the label, the length of the payload, the length of the failure, the
         checksum of these two, and the bytes that begin with them. Those are not yet proved.
         """
-        number, flags, expected = WORD.unpack(word)
+        number, flags, _ = WORD.unpack(word)
         at = self._body_at(cell, index)
         body = self.memory[at : at + _SHORT_BODY]  # another processor's cache holds each line
         text, payload, failure, check = HEAD.unpack_from(body)
         end = HEAD.size + text
         if end + payload + failure > _SHORT_BODY:
             body = self.memory[at : at + BODY_SIZE]
-        if _check_of(number, flags, zlib.crc32(body[:end])) != expected:
+        if word_of(number, flags, zlib.crc32(body[:end])) != word:
             return None
         return body[HEAD.size : end], payload, failure, check, body[end:]
 
@@ -147,9 +151,9 @@ class Cells:
         at = self._texts_at + index * _TEXT_SIZE
         write_record(self.memory, at, text[: _TEXT_SIZE - RECORD_HEAD])
 
-    def read_text(self, index: int) -> bytes | None:
-        """Return the verdict of `index`, or None while it is not whole."""
-        return read_record(self.memory, self._texts_at + index * _TEXT_SIZE, _TEXT_SIZE)
+    def read_text(self, index: int) -> bytes:
+        """Return the verdict of `index`, as :func:`await_record`."""
+        return await_record(self.memory, self._texts_at + index * _TEXT_SIZE, _TEXT_SIZE)
 
     def close(self) -> None:
         """Unmap the file."""
@@ -177,18 +181,15 @@ def map_file(
     :raises ConfigurationError: if the file is something else, or has another version or count.
     :raises OSError: if there is no space for it.
     """
-    fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
-    try:
+    with directory.opened(name, os.O_RDWR | os.O_CREAT) as fd:
         if os.pread(fd, _HEADER.size, 0) in (b"", bytes(_HEADER.size)):
             _allocate(fd, size)
             os.pwrite(fd, _HEADER.pack(magic, count), 0)
         found = read_header(fd)
         # To touch what is missing from a file that was cut off would kill the process.
         if found != (magic, count) or os.fstat(fd).st_size != size:
-            raise _unusable(directory, name, magic, count, found[0])
+            raise _unusable(directory.path / name, magic, count, found[0])
         return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
 
 
 def read_header(fd: int) -> tuple[bytes, int]:
@@ -200,10 +201,7 @@ def read_header(fd: int) -> tuple[bytes, int]:
     return magic.rstrip(b"\0"), count
 
 
-def _unusable(
-    directory: PrivateDirectory, name: str, magic: bytes, count: int, found: bytes
-) -> ConfigurationError:
-    path = directory.path / name
+def _unusable(path: Path, magic: bytes, count: int, found: bytes) -> ConfigurationError:
     family = magic.rstrip(b"0123456789")
     if found != magic and found.startswith(family):
         return ConfigurationError(
@@ -242,7 +240,32 @@ def read_record(memory: mmap.mmap, at: int, size: int) -> bytes | None:
     return data if zlib.crc32(data) == check else None
 
 
+def await_record(memory: mmap.mmap, at: int, size: int) -> bytes:
+    """Return the record at `at`; one that is being written is waited for, briefly."""
+    deadline = time.monotonic() + _RECORD_TIMEOUT
+    while (data := read_record(memory, at, size)) is None:
+        if time.monotonic() > deadline:
+            return b""
+        time.sleep(0.0005)
+    return data
+
+
 # -- the window -------------------------------------------------------------------------------
+
+
+class Fence:
+    """A memory barrier."""
+
+    def __init__(self) -> None:
+        # This lock is always held. To release and acquire it is a full fence, on weakly ordered
+        # processors too (a release, then an acquire; either alone would let stores pass).
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self) -> None:
+        """Order the loads and stores before this call before those after it."""
+        self._lock.release()
+        self._lock.acquire()
 
 
 class SharedWindow:
@@ -258,26 +281,15 @@ class SharedWindow:
         :raises ConfigurationError: if the file is something else.
         :raises OSError: if there is no space for the smallest window.
         """
-        fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
-        try:
+        with directory.opened(name, os.O_RDWR | os.O_CREAT) as fd:
             size = _agree_on_size(fd, directory, name, count)
             if os.fstat(fd).st_size < size:  # to touch what is missing would kill the process
                 raise ConfigurationError(
                     f"{directory.path / name} has been cut off; end what is left of the run"
                 )
             self._map = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
         self._memory = memoryview(self._map)
-        # This lock is always held. To release and acquire it is a full fence, on weakly ordered
-        # processors too (a release, then an acquire; either alone would let stores pass).
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self.window = Window(self._memory, self._fence)
-
-    def _fence(self) -> None:
-        self._lock.release()
-        self._lock.acquire()
+        self.window = Window(self._memory, Fence())
 
     def close(self) -> None:
         """Unmap the file, or leave that to the end of the process if a view is still in use."""
@@ -301,18 +313,14 @@ def _agree_on_size(fd: int, directory: PrivateDirectory, name: str, count: int) 
 
 def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
     """Allocate the largest size there is space for. Other members may do so at this moment."""
-    for wanted in _WINDOW_SIZES:
-        size = max(wanted, count * _LEAST_PER_MEMBER)
-        try:
+    *larger, least = [max(size, count * _LEAST_PER_MEMBER) for size in _WINDOW_SIZES]
+    for size in larger:
+        with contextlib.suppress(OSError):
             _allocate(fd, size)
-        except OSError as error:
-            if wanted == _WINDOW_SIZES[-1]:
-                raise OSError(
-                    error.errno,
-                    f"{error.strerror}, making room for {size} bytes that arrays pass through; "
-                    f"free some space, or set SYNCPRIMS_DIR to a place with more",
-                    str(directory.path / name),
-                ) from error
-        else:
             return size
-    raise AssertionError("unreachable: there are sizes to try")
+    try:
+        _allocate(fd, least)
+    except OSError as error:
+        action = f"making room for {least} bytes that arrays pass through"
+        raise no_room(error, action, directory.path / name) from error
+    return least

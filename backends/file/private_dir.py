@@ -14,8 +14,12 @@ import os
 import stat
 import tempfile
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 _DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_DIR = os.O_RDONLY | _DIRECTORY
@@ -90,7 +94,18 @@ class PrivateDirectory:
     @classmethod
     def _checked(cls, path: Path, fd: int, forbidden: int) -> PrivateDirectory:
         try:
-            _check(path, os.fstat(fd), forbidden)
+            found = os.fstat(fd)
+            if found.st_uid != os.geteuid():
+                raise ConfigurationError(
+                    f"{path} belongs to user {found.st_uid}, and this process runs as user "
+                    f"{os.geteuid()}: its owner could forge what ranks send each other; {_CURE}"
+                )
+            mode = stat.S_IMODE(found.st_mode)
+            if mode & forbidden:
+                raise ConfigurationError(
+                    f"{path} has mode {mode:04o}, which lets others in: they could forge what "
+                    f"ranks send each other; run `chmod 700 {path}`, or {_CURE}"
+                )
         except BaseException:
             os.close(fd)
             raise
@@ -127,6 +142,15 @@ class PrivateDirectory:
             os.close(fd)
             raise
         return fd
+
+    @contextlib.contextmanager
+    def opened(self, name: str, flags: int) -> Generator[int]:
+        """Yield a descriptor of the file `name` inside, as :meth:`open_file`, and close it."""
+        fd = self.open_file(name, flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def read(self, name: str) -> bytes:
         """Return the content of the file `name` inside; checked as by :meth:`open_file`."""
@@ -304,18 +328,10 @@ def _check_passage(path: Path, at: Path, found: os.stat_result, trusted: set[int
 # -- what is wrong --------------------------------------------------------------------------------
 
 
-def _check(path: Path, found: os.stat_result, forbidden: int) -> None:
-    if found.st_uid != os.geteuid():
-        raise ConfigurationError(
-            f"{path} belongs to user {found.st_uid}, and this process runs as user "
-            f"{os.geteuid()}: its owner could forge what ranks send each other; {_CURE}"
-        )
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & forbidden:
-        raise ConfigurationError(
-            f"{path} has mode {mode:04o}, which lets others in: they could forge what ranks send "
-            f"each other; run `chmod 700 {path}`, or {_CURE}"
-        )
+def no_room(error: OSError, action: str, path: Path) -> OSError:
+    """Return `error`, which came while `action` was done at `path`, with what the user can do."""
+    text = f"{error.strerror}, {action}; free some space, or set SYNCPRIMS_DIR to a place with more"
+    return OSError(error.errno, text, str(path))
 
 
 def _not_ours(path: Path) -> ConfigurationError:

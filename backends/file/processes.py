@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import struct
@@ -80,8 +81,6 @@ class ProcessWatch:
 
     def _reaped_status(self) -> int | None:
         """Ask the pidfd: since Linux 6.15 it remembers how a reaped process ended."""
-        import fcntl
-
         # struct pidfd_info, first version: mask, cgroup, eleven ids, exit code. pidfd(2) ioctl 11.
         wants_exit, size = 1 << 3, 64
         request = (3 << 30) | (size << 16) | (0xFF << 8) | 11

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -22,9 +22,17 @@ from ..file.backend import FileBackend, board_name
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
-from .host_state import BEATS, Heartbeat, HostState
+from .host_state import BEATS, Heartbeat
 from .rendezvous import HostGroup, Placement, Rendezvous, unreachable
-from .store import TRY_AGAIN, StoreEndpoint, StoreGone, StoreLink, check_findable, find_store
+from .store import (
+    TRY_AGAIN,
+    StoreEndpoint,
+    StoreGone,
+    StoreLink,
+    check_findable,
+    find_store,
+    read_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,7 +54,6 @@ class TorchBackend(Backend):
     spans_hosts = True
     detects_death = True
     has_process_group = True
-    needs: ClassVar[str | None] = None  #: the engine that was chosen by name
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.check(topology, settings)
@@ -80,12 +87,20 @@ class TorchBackend(Backend):
                 "this build of torch has no torch.distributed; install another, or use "
                 "SYNCPRIMS_BACKEND=file on one host"
             )
-        if cls.needs == "nccl" and not torch.cuda.is_available():
+        if cls.name == "nccl" and not torch.cuda.is_available():
             raise BackendUnavailable(
                 f"backend 'nccl' needs a CUDA device, and rank {topology.rank} has none; use "
                 f"SYNCPRIMS_BACKEND=torch, which takes NCCL only where there is one"
             )
-        _check_default_group(topology)
+        if dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            if (rank, world_size) != (topology.rank, topology.world_size):
+                raise ConfigurationError(
+                    f"torch.distributed is initialized with rank={rank} and "
+                    f"world_size={world_size}, and {topology.launcher} says rank={topology.rank} "
+                    f"and world_size={topology.world_size}; initialize it as the launcher says, or "
+                    f"unset the launcher's variables"
+                )
         if topology.world_size > 1:
             check_findable(topology, settings)
 
@@ -103,7 +118,14 @@ class TorchBackend(Backend):
         top, settings = self.topology, self.settings
         deadline = time.monotonic() + settings.join_timeout
         while True:
-            links = self._connect(endpoint)
+            requests = StoreLink(  # which is asked first, so that only one of the two has to wait
+                "requests",
+                endpoint.connect,
+                await_served=endpoint.await_served,
+                every=settings.heartbeat / BEATS,
+                beat=self._beat,
+            )
+            links = self._links = requests, StoreLink("waits", endpoint.connect)
             try:
                 placement = Rendezvous(links, endpoint, top, settings, deadline).run()
                 break
@@ -114,15 +136,12 @@ class TorchBackend(Backend):
         self._placement = placement
         host = placement.host_of[top.rank]
         ranks = placement.hosts[host].ranks
-        slot, count = ranks.index(top.rank), len(ranks)
+        slot, count, nodes = ranks.index(top.rank), len(ranks), len(placement.hosts)
         if top.launcher == "torch.distributed":  # which knows no hosts
             self.topology = top = top._replace(
-                local_rank=slot,
-                local_world_size=count,
-                node_rank=host,
-                num_nodes=len(placement.hosts),
+                local_rank=slot, local_world_size=count, node_rank=host, num_nodes=nodes
             )
-        if len(placement.hosts) == 1:
+        if nodes == 1:
             self._local = FileBackend(top._replace(run_id=placement.token), settings)
             self._close_links()
             return
@@ -133,7 +152,7 @@ class TorchBackend(Backend):
             with self._local.locked_directory() as directory:
                 heartbeat = Heartbeat(directory, placement.token, host, settings.heartbeat)
             self._connection = HostConnection(
-                self._local.liveness, placement, host, endpoint.address, *links, heartbeat
+                self._local.liveness, placement, host, endpoint, *links, heartbeat
             )
             try:
                 links[0].ask(heartbeat.beat, settings.join_timeout)
@@ -142,17 +161,6 @@ class TorchBackend(Backend):
         except BaseException:
             self._local.close()
             raise
-
-    def _connect(self, endpoint: StoreEndpoint) -> tuple[StoreLink, StoreLink]:
-        requests = StoreLink(  # which is asked first, so that only one of the two has to wait
-            "requests",
-            endpoint.connect,
-            await_served=endpoint.await_served,
-            every=self.settings.heartbeat / BEATS,
-            beat=self._beat,
-        )
-        links = self._links = requests, StoreLink("waits", endpoint.connect)
-        return links
 
     # -- boards ---------------------------------------------------------------------------------
 
@@ -167,7 +175,6 @@ class TorchBackend(Backend):
     def _board(self, members: Sequence[int]) -> Board:
         if self._connection is None:
             return self._local.board(members)
-        assert self._endpoint is not None
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
         slots = [here.index(rank) for rank in local]
@@ -175,14 +182,12 @@ class TorchBackend(Backend):
         if len(local) == len(members):
             return self._local.open_board(local, name, slots)
         own = self._local.open_board(local, f"{name}-here", slots)
-        rank = self.topology.rank
-        with self._local.locked_directory() as directory:
-            state = HostState(directory, name, len(local), local.index(rank))
-        prefix = f"{self._placement.token}/{name}"
-        board = TwoLevelBoard(members, own, state, prefix, self._connection)
-        index, count = board.members.index(rank), len(members)
+        with self._local.locked_directory():
+            board = TwoLevelBoard(members, name, own, self._connection)
+        prefix = f"{self._placement.token}/{name}/gloo"
+        index, count = board.members.index(self.topology.rank), len(members)
         interfaces = self.settings.gloo_interfaces
-        board.engine = GlooEngine(self._endpoint, f"{prefix}/gloo", index, count, interfaces)
+        board.engine = GlooEngine(self._connection.endpoint, prefix, index, count, interfaces)
         self._boards.append(board)
         return board
 
@@ -192,8 +197,8 @@ class TorchBackend(Backend):
         Where each rank sees one device, these may be different ones (``srun --gpus-per-task``) or
         the same. To choose NCCL by name says that they differ; if not, NCCL itself refuses them.
         """
-        if self.needs is not None:
-            return self.needs == "nccl"
+        if self.name != "torch":
+            return self.name == "nccl"
         return all(self._placement.hosts[host].devices for host in hosts)
 
     def open_process_group(self) -> None:
@@ -204,11 +209,13 @@ class TorchBackend(Backend):
     def _open_default(self) -> None:
         """Open torch's default group, and choose its device if it is to be NCCL's."""
         top = self.topology
-        if self._connection is not None:
-            assert self._endpoint is not None
-            store = dist.PrefixStore(f"{self._placement.token}/default", self._endpoint.connect())
+        connection = self._connection
+        if connection is not None:
+            prefix = f"{self._placement.token}/default"
+            store = dist.PrefixStore(prefix, connection.endpoint.connect())
         else:
-            store = dist.FileStore(str(self._local.path_for("default-group")), top.world_size)
+            path = self._local.liveness.directory.path / "default-group"
+            store = dist.FileStore(str(path), top.world_size)
         device: int | None = None
         if self._may_use_nccl(range(len(self._placement.hosts))):
             cuda = torch.cuda
@@ -237,13 +244,9 @@ class TorchBackend(Backend):
         now = time.monotonic()
         if rank not in self._published or now - self._published[rank][0] >= _READ_EVERY:
             key = self._key("word", rank)
-
-            def read(store: Any) -> bytes:
-                return bytes(store.get(key)) if store.check([key]) else b""
-
             word = b""
             with contextlib.suppress(StoreGone):
-                word = connection.requests.ask(read, _LEAVING)
+                word = connection.requests.ask(lambda store: read_key(store, key), _LEAVING)
             self._published[rank] = now, word
         return self._published[rank][1]
 
@@ -281,15 +284,16 @@ class TorchBackend(Backend):
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish on all hosts how this rank ends. A rank that serves the store leaves last."""
-        connection, endpoint = self._connection, self._endpoint
+        connection = self._connection
         normally = failure is None and not (
             self._local.is_broken() or any(board.is_broken for board in self._boards)
         )
         if connection is not None:
-            assert endpoint is not None
             with contextlib.suppress(StoreGone, RuntimeError):
-                connection.requests.ask(lambda store: self._publish_end(store, failure), _LEAVING)
-            if endpoint.served_by_rank_0 and self.topology.rank == 0:
+                connection.requests.ask(
+                    lambda store: self._publish_end(store, connection, failure), _LEAVING
+                )
+            if connection.endpoint.served_by_rank_0 and self.topology.rank == 0:
                 with contextlib.suppress(StoreGone, RuntimeError):
                     self._await_others(connection, failed=failure is not None)
         self._close_links()
@@ -303,9 +307,8 @@ class TorchBackend(Backend):
             self._local.close(failure)
             self._release()
 
-    def _publish_end(self, store: Any, failure: bytes | None) -> None:
-        assert self._connection is not None
-        liveness, ranks = self._connection.liveness, self._connection.ranks
+    def _publish_end(self, store: Any, connection: HostConnection, failure: bytes | None) -> None:
+        liveness, ranks = connection.liveness, connection.ranks
         rank = self.topology.rank
         mates = [slot for slot, other in enumerate(ranks) if other != rank]
         if failure is None and any(liveness.is_alive(slot) for slot in mates):
@@ -378,24 +381,9 @@ class GlooBackend(TorchBackend):
     """The torch backend, with bulk data through Gloo."""
 
     name = "gloo"
-    needs = "gloo"
 
 
 class NcclBackend(TorchBackend):
     """The torch backend, with bulk data through NCCL: every rank has a CUDA device."""
 
     name = "nccl"
-    needs = "nccl"
-
-
-def _check_default_group(topology: Topology) -> None:
-    """Refuse an initialized group that is not this world."""
-    if not dist.is_initialized():
-        return
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (rank, world_size) != (topology.rank, topology.world_size):
-        raise ConfigurationError(
-            f"torch.distributed is initialized with rank={rank} and world_size={world_size}, and "
-            f"{topology.launcher} says rank={topology.rank} and world_size={topology.world_size}; "
-            f"initialize it as the launcher says, or unset the launcher's variables"
-        )

@@ -11,24 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.interface import Board, Label, Note, Status
 
 from ..file.board import FIRST_NAP, LONGEST_NAP
+from ..file.memory import Fence
 from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes
-from .host_state import ELSEWHERE
-from .store import StoreGone
+from .host_state import ELSEWHERE, HostState
+from .store import StoreGone, first_line, read_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ..file.board import SharedMemoryBoard
     from ..file.liveness import Liveness
-    from .host_state import Heartbeat, HostState
+    from .host_state import Heartbeat
     from .rendezvous import Placement
-    from .store import StoreLink
+    from .store import StoreEndpoint, StoreLink
 
 _CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to post should have
 _CONTRIBUTE_AGAIN = 1.0  # and until a contribution may have been lost
@@ -46,7 +47,7 @@ class HostConnection(NamedTuple):
     liveness: Liveness
     placement: Placement
     host: int  #: this one
-    store: str  #: its address, for messages
+    endpoint: StoreEndpoint
     requests: StoreLink  #: for what the store answers at once
     waits: StoreLink  #: for waiting
     heartbeat: Heartbeat
@@ -70,22 +71,23 @@ class TwoLevelBoard(Board):
     def __init__(
         self,
         members: Sequence[int],
+        name: str,
         local: SharedMemoryBoard,
-        state: HostState,
-        prefix: str,
         connection: HostConnection,
     ) -> None:
+        """Open the board `name`; under the run's lock."""
         super().__init__(members)
         self.local = local  #: of the members on this host
-        self._state = state
+        count, index = len(local.members), local.members.index(local.rank)
+        self._state = HostState(connection.liveness.directory, name, count, index)
         self._connection = connection
-        self._prefix = prefix
+        self._prefix = f"{connection.placement.token}/{name}"
         self._hosts: dict[int, list[int]] = {}  # host -> its members
         for member in self.members:
             self._hosts.setdefault(connection.placement.host_of[member], []).append(member)
         index = {member: number for number, member in enumerate(self.members)}
         hosts = {host: [index[m] for m in members] for host, members in self._hosts.items()}
-        self.decisions = Decisions(prefix, hosts)
+        self.decisions = Decisions(self._prefix, hosts)
         self._elsewhere: dict[int, bytes] = {}  # decisions that are too large for the host state
         self._last: dict[int, Label] = {}  # of the last round, by member
         self._asked_for = 0  # the latest round whose decision this rank has requested
@@ -95,9 +97,7 @@ class TwoLevelBoard(Board):
         self._next_look, self._look_every = 0.0, _FIRST_LOOK
         self._ended: dict[int, MemberEnd] = {}
         self._verdict: bytes | None = None
-        # Always held: to release and acquire it orders stores before loads.
-        self._fence = threading.Lock()
-        self._fence.acquire()
+        self._fence = Fence()
 
     # -- post -----------------------------------------------------------------------------------
 
@@ -111,8 +111,7 @@ class TwoLevelBoard(Board):
             raise
         # Two ranks that post at the same time must not both miss the other's note: the loads come
         # after this rank's store. (If they do miss it, one of them waits, and finds out.)
-        self._fence.release()
-        self._fence.acquire()
+        self._fence()
         if self.local.is_full(number):
             self._contribute(number)
 
@@ -124,10 +123,9 @@ class TwoLevelBoard(Board):
 
         def contribute(store: Any) -> None:
             decision = self.decisions.contribute(store, number, self._connection.host, notes)
-            with contextlib.suppress(ValueError):  # closed meanwhile
-                self._state.contributed = number
-                if decision is not None:
-                    self._share(number, decision)
+            self._state.contributed = number
+            if decision is not None:
+                self._share(number, decision)
 
         self._connection.requests.submit(contribute)
 
@@ -136,7 +134,8 @@ class TwoLevelBoard(Board):
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Sleep until the oldest uncollected round is decided."""
         number = self.collected + 1
-        begin = now = self.now()
+        now = self.now()
+        until = math.inf if timeout is None else now + timeout
         nap, slept = FIRST_NAP, False
         self._state.set_waiting(number)
         try:
@@ -144,15 +143,12 @@ class TwoLevelBoard(Board):
                 decision = self._decision(number)
                 if decision is not None:
                     return self._take(number, decision)
-                if self._state.local_verdict() is not None:
+                if self._state.local_verdict() is not None or now >= until:
                     return None
                 if slept and self.local.is_in_vain(number):
                     return None
-                if timeout is not None and now - begin >= timeout:
-                    return None
                 self._help(number, now)
-                left = nap if timeout is None else min(nap, timeout - (now - begin))
-                self._connection.liveness.doorbell.sleep(left)
+                self._connection.liveness.doorbell.sleep(min(nap, until - now))
                 slept, nap, now = True, min(2 * nap, LONGEST_NAP), self.now()
         finally:
             with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked
@@ -178,8 +174,10 @@ class TwoLevelBoard(Board):
             del self._contributed[old]
         self.collected = number
         self.local.advance(number)
-        if 0 < self._awaited < number:
-            self._release(self._awaited)
+        awaited = self._awaited
+        if awaited and awaited + self.depth < number:
+            # This rank waits for a decision that it knows, and that may have been removed.
+            self._connection.requests.submit(lambda store: self.decisions.release(store, awaited))
         return notes
 
     def _help(self, number: int, now: float) -> None:
@@ -210,7 +208,7 @@ class TwoLevelBoard(Board):
 
     def inform(self) -> None:
         """Look at the other hosts now: a deadline has passed, and absent ranks will be named."""
-        with contextlib.suppress(StoreGone):
+        with contextlib.suppress(StoreGone, ValueError):  # it is gone; or closed meanwhile
             self._connection.requests.ask(self._look_at(self.collected + 1), _LAST_LOOK)
 
     def _request_decision(self, number: int) -> None:
@@ -224,18 +222,11 @@ class TwoLevelBoard(Board):
             self._awaited = number
             try:
                 if self.collected < number:
-                    decision = self.decisions.wait(store, number)
-                    with contextlib.suppress(ValueError):  # closed meanwhile
-                        self._share(number, decision)
+                    self._share(number, self.decisions.wait(store, number))
             finally:
                 self._awaited = 0
 
         self._connection.waits.submit(wait)
-
-    def _release(self, number: int) -> None:
-        """End this rank's wait for a decision that it knows, and that may have been removed."""
-        if number + self.depth < self.collected:
-            self._connection.requests.submit(lambda store: self.decisions.release(store, number))
 
     def _share(self, number: int, decision: bytes) -> None:
         """Publish the decision about a round to all ranks of this host."""
@@ -254,8 +245,7 @@ class TwoLevelBoard(Board):
         decision = self.decisions.complete(store, number, pieces)
         if decision is not None:
             # The rank that was counted last is stopped or gone, or was never counted.
-            with contextlib.suppress(ValueError):  # closed meanwhile
-                self._share(number, decision)
+            self._share(number, decision)
             return
         seen: dict[str, list[Any]] = {}
         mine = here[self.local.rank].label
@@ -268,16 +258,13 @@ class TwoLevelBoard(Board):
         looked_at = (missing[turn:] + missing[:turn])[:_MOST_LOOKED_AT]
         connection.heartbeat.look(store, looked_at)
         for host in looked_at:
-            key = f"{self._prefix}/host/{host}"
-            if store.check([key]):
-                seen |= json.loads(store.get(key))
+            seen |= json.loads(read_key(store, f"{self._prefix}/host/{host}") or b"{}")
         if connection.host not in pieces:
             own = {str(rank): [s.rounds, _text(s.label)] for rank, s in here.items()}
             store.set(f"{self._prefix}/host/{connection.host}", json.dumps(own))
         silent = {str(host): connection.heartbeat.silence(host) for host in looked_at}
         report = {"here": list(pieces), "seen": seen, "silent": silent}
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            self._state.publish_report(number, report)
+        self._state.publish_report(number, report)
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`: exact on this host, the latest report on others."""
@@ -307,11 +294,10 @@ class TwoLevelBoard(Board):
         store_host = connection.placement.host_of[0]
         if store_host not in (host, connection.host) and store_host in self._hosts:
             return ""  # nothing is known of it: the store is on another host that is unreachable
-        store = f"the store at {connection.store}, which leads to host {name},"
+        store = f"the store at {connection.endpoint.address}, which leads to host {name},"
         for link in (connection.requests, connection.waits):
             if link.broken is not None:
-                why = str(link.broken).partition("\n")[0]
-                return f"{store} is gone: {why}"
+                return f"{store} is gone: {first_line(link.broken)}"
         silence = connection.requests.silent_for
         return f"{store} has not answered for {silence:.0f} s" if silence >= limit else ""
 

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.interface import Board, Note
 
+from .store import read_key
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -118,8 +120,7 @@ class Decisions:
 
     def contributions(self, store: Any, number: int) -> dict[int, bytes]:
         """Return what each host has contributed to a round so far."""
-        key = self._key(number, "notes")
-        return _pieces(store.get(key)) if store.check([key]) else {}
+        return _pieces(read_key(store, self._key(number, "notes")))
 
     def wait(self, store: Any, number: int) -> bytes:
         """Return the decision about a round, once it is there."""

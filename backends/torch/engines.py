@@ -23,7 +23,7 @@ import torch.distributed
 from syncprims.interface import DeviceEngine, Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from syncprims.interface import Topology
 
@@ -48,12 +48,7 @@ class GlooEngine(Engine):
     """Gloo among the members of one board; it connects for the first transfer."""
 
     def __init__(
-        self,
-        endpoint: StoreEndpoint,
-        prefix: str,
-        index: int,
-        count: int,
-        interfaces: str | None = None,
+        self, endpoint: StoreEndpoint, prefix: str, index: int, count: int, interfaces: str | None
     ) -> None:
         """`interfaces` are names, with commas between; None: the one that leads to the store."""
         self._endpoint = endpoint
@@ -109,15 +104,15 @@ class GlooEngine(Engine):
         if self._closed:
             raise RuntimeError("this engine is closed")
         if self._group is None:
-            store = dist.PrefixStore(self._prefix, self._endpoint.connect())
-            self._group = self._connect(store)
+            self._group = self._connect()
         return self._group
 
-    def _connect(self, store: Any) -> Any:
+    def _connect(self) -> Any:
         """Return a Gloo group on the named interfaces, or on the one that leads to the store.
 
         Gloo itself looks up this host's own name: a loopback address on many hosts.
         """
+        store = dist.PrefixStore(self._prefix, self._endpoint.connect())
         make: Any = dist.ProcessGroupGloo
         try:
             options = make._Options()
@@ -139,7 +134,7 @@ class GlooEngine(Engine):
 def _own_address(towards: str) -> str:
     """Return this host's address on the route to another; nothing is sent."""
     address = _address_towards(towards)
-    if ipaddress.ip_address(address).is_loopback and not _is_loopback(towards):
+    if _is_loopback(address) and not _is_loopback(towards):
         # It is this host, by a name that others cannot use: then its address to the world.
         with contextlib.suppress(OSError):
             return _address_towards(_ELSEWHERE)
@@ -154,12 +149,9 @@ def _address_towards(host: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
+    return host == "localhost"
 
 
 def _tensor(data: memoryview) -> Any:
@@ -217,11 +209,10 @@ class NcclEngine(DeviceEngine):
         if self._group is None:
             if not dist.is_initialized():
                 self._open_default()
-            self._group = (
-                dist.group.WORLD
-                if self._everybody
-                else dist.new_group(list(self._members), use_local_synchronization=True)
-            )
+            self._group = dist.group.WORLD
+            if not self._everybody:
+                members = list(self._members)
+                self._group = dist.new_group(members, use_local_synchronization=True)
         return self._group
 
 
@@ -242,10 +233,8 @@ class DefaultGroup:
         options: dict[str, Any] = {"backend": "gloo"}
         if device is not None:
             options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", device)}
-        rank, world_size = topology.rank, topology.world_size
-        dist.init_process_group(
-            **options, store=store, rank=rank, world_size=world_size, timeout=_LONG
-        )
+        options |= {"store": store, "rank": topology.rank, "world_size": topology.world_size}
+        dist.init_process_group(**options, timeout=_LONG)
         self._opened = True
 
     def close(self, *, normally: bool) -> None:
@@ -262,16 +251,10 @@ class DefaultGroup:
 
 def _keep_gloo() -> bool:
     """Keep all Gloo groups until the process ends; return whether there are no other groups."""
-    backends = list(_backends())
+    # Torch has no public name for either, and the program may have made groups of its own.
+    groups = dist.distributed_c10d._world.pg_map
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
     gloo = [backend for backend in backends if backend._get_backend_name() == "gloo"]
     for backend in gloo:
         _never_destroy(backend)
     return len(gloo) == len(backends)
-
-
-def _backends() -> Iterator[Any]:
-    """Return what carries the data of each group, for each kind of device."""
-    # Torch has no public name for either, and the program may have made groups of its own.
-    for group in dist.distributed_c10d._world.pg_map:
-        for device in group._device_types:
-            yield group._get_backend(device)

@@ -23,8 +23,9 @@ import torch
 
 from syncprims.errors import BackendUnavailable, SyncTimeout
 
-from ..file.backend import open_base
-from .store import TRY_AGAIN, StoreGone
+from ..file.backend import base_path
+from ..file.private_dir import PrivateDirectory
+from .store import TRY_AGAIN, StoreGone, read_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +76,7 @@ class Rendezvous:
         self._prefix = f"world-{topology.world_size}/rendezvous"
         self._epoch = ""  # prefix of the keys of the epoch that this rank is in
         self._missing: list[int] = []  # as last known: the rank that serves the store may go first
-        with contextlib.closing(open_base(settings)) as base:
+        with contextlib.closing(PrivateDirectory.open(base_path(settings))) as base:
             place = _identity(base.fd)
         # To count the devices that this process sees touches none.
         entry = [topology.rank, place, socket.gethostname(), torch.cuda.device_count()]
@@ -131,7 +132,7 @@ class Rendezvous:
                 raise StoreGone("not all ranks have come")
             time.sleep(min(pause, self._left()))
             pause = min(1.2 * pause, _LONGEST_PAUSE)  # many ranks may ask
-            result = self._ask(self._read_result)
+            result = self._ask(lambda store: read_key(store, f"{self._epoch}result"))
             if result:
                 return _decode(result)
             if self._left() < _LEAVING:
@@ -172,10 +173,6 @@ class Rendezvous:
                 result = json.dumps([secrets.token_hex(8), _by_host(entries)])
                 store.compare_set(f"{epoch}result", "", result)
         return epoch
-
-    def _read_result(self, store: Any) -> bytes:
-        key = f"{self._epoch}result"
-        return bytes(store.get(key)) if store.check([key]) else b""
 
     def _find_missing(self, store: Any) -> list[int]:
         entries = _entries(store, self._epoch)

@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent import futures
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch.distributed
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 T = TypeVar("T")
+_Request: TypeAlias = "tuple[Callable[[Any], Any], futures.Future[Any]]"
 
 TRY_AGAIN = 0.05  #: seconds between two attempts to reach a store
 _ONE_ATTEMPT = 0.5  # seconds: less than closing a link may take, whose thread is in an attempt
@@ -35,6 +36,7 @@ _FOREVER = timedelta(days=365)  # a wait ends with its answer; deadlines are the
 #: Seconds that a thread gets to end. One that waits on a link that was cut never does, and stays
 #: in C++ until the process ends.
 _CLOSE_TIMEOUT = 1.0
+_CURE = "MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
 
 
 class StoreGone(Exception):
@@ -64,9 +66,7 @@ class StoreLink:
         self._closing = threading.Event()
         self._every = every
         self._beat = beat
-        self._requests: queue.SimpleQueue[
-            tuple[Callable[[Any], Any], futures.Future[Any]] | None
-        ] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy_since: float | None = None
         self.broken: BaseException | None = None  #: why the store will never answer again
@@ -99,17 +99,16 @@ class StoreLink:
         :raises StoreGone: if there is no answer within `timeout` seconds, or no store any more.
         """
         if self.broken is not None:
-            raise StoreGone(_first_line(self.broken))
+            raise StoreGone(first_line(self.broken))
         future = self.submit(work)
         try:
-            error = future.exception(timeout)
+            return future.result(timeout)
         except futures.TimeoutError:
             raise StoreGone(f"no answer for {timeout:g} s") from None
-        if error is None:
-            return future.result()
-        if self.broken is not None:
-            raise StoreGone(_first_line(error)) from error
-        raise error
+        except Exception as error:
+            if self.broken is None:
+                raise
+            raise StoreGone(first_line(error)) from error
 
     def close(self) -> None:
         """End the thread, and with it the connection."""
@@ -123,16 +122,15 @@ class StoreLink:
         store: Any = None
         next_beat = time.monotonic()
         while True:
-            work = future = None
+            beats = self._beat is not None and self.broken is None
+            request: _Request | None = _nothing, futures.Future()  # if a heartbeat is due first
             with contextlib.suppress(queue.Empty):
-                beats = self._beat is not None and self.broken is None
                 wait = max(0.0, next_beat - time.monotonic()) if beats else None
                 request = self._requests.get(timeout=wait)
-                if request is None:
-                    return
-                work, future = request
+            if request is None:
+                return
+            work, future = request
             self._busy_since = time.monotonic()
-            result = error = None
             try:
                 if self.broken is not None:
                     raise StoreGone(str(self.broken))  # a new one: a traceback grows at each raise
@@ -144,19 +142,29 @@ class StoreLink:
                     next_beat = time.monotonic() + self._every
                     with contextlib.suppress(OSError, ValueError):  # the next one may succeed
                         self._beat(store)
-                if work is not None:
-                    result = work(store)
-            except BaseException as raised:
-                error = raised
+                result = work(store)
+            except BaseException as error:
                 # What torch raises when the connection has failed, and for nothing else here.
                 if isinstance(error, RuntimeError) and self.broken is None:
                     self.broken = error
-            self._busy_since = None
-            if future is not None:
-                future.set_result(result) if error is None else future.set_exception(error)
+                self._busy_since = None
+                future.set_exception(error)
+            else:
+                self._busy_since = None
+                future.set_result(result)
 
 
-def _first_line(error: BaseException) -> str:
+def _nothing(store: Any) -> None:
+    """Ask nothing."""
+
+
+def read_key(store: Any, key: str) -> bytes:
+    """Return the value of `key` at once; empty if it has none."""
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's text."""
     return str(error).partition("\n")[0]
 
 
@@ -219,9 +227,8 @@ class StoreEndpoint:
             )
         except RuntimeError as error:
             raise BackendUnavailable(
-                f"rank 0 cannot serve the store at {self.address}: {_first_line(error)}. Set "
-                f"MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same "
-                f"on all ranks"
+                f"rank 0 cannot serve the store at {self.address}: {first_line(error)}. Set {_CURE}"
+                f", the same on all ranks"
             ) from error
 
 
@@ -235,14 +242,12 @@ def check_findable(topology: Topology, settings: Settings) -> None:
     if topology.num_nodes > 1:
         raise ConfigurationError(
             f"{topology.launcher} started {topology.num_nodes} nodes, and nothing says where their "
-            f"ranks meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port "
-            f"there, the same on all ranks, or start them with torchrun"
+            f"ranks meet: set {_CURE}, the same on all ranks, or start them with torchrun"
         )
     if topology.run_id is None:
         raise ConfigurationError(
             f"{topology.launcher} says neither where the ranks of this run meet nor what it is "
-            f"called: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, "
-            f"or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
+            f"called: set {_CURE}, or, on one host, SYNCPRIMS_RUN_ID, the same on all ranks"
         )
 
 
