@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims.errors import ConfigurationError
 
-from .options import BY_KEY, OPTIONS
+from .options import BY_KEY, FLAG_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,15 +42,18 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("no_python",), "the script is a Python script, or with -m a module"),
     (("env",), "set the variable before the command: NAME=VALUE syncprims run ..."),
-    (("tee", "log_dir", "role", "rdzv_conf", "monitor_interval"), _TORCHRUN),
+    (("tee", "t", "log_dir", "role", "rdzv_conf", "monitor_interval"), _TORCHRUN),
 )
-_SHORT = {"-t": "tee"}
 
 #: Values by which accelerate's flags and files turn a thing off.
 _OFF: tuple[object, ...] = ({}, [], False, None, "", "no", "NO")
 
-#: Keys of accelerate's file that are no flags.
-_FILE_ONLY = ("compute_environment", "distributed_type", "use_cpu")
+#: Our key for every key of accelerate's file that has one.
+_OWN_KEYS = {"use_cpu": "cpu"} | {
+    flag[2:].replace("-", "_"): option.key
+    for option in FLAG_OPTIONS
+    for flag in (option.flag, *option.also)
+}
 _PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
@@ -62,9 +65,8 @@ def is_accelerate_file(values: Mapping[str, object]) -> bool:
 def refusal(key: str) -> str:
     """Return why `key` has no equivalent and what to do instead; empty if it is unknown."""
     for family, answer in REFUSED:
-        for name in family:
-            if key == name or (name.endswith("_") and key.startswith(name)):
-                return answer
+        if any(key == name or (name.endswith("_") and key.startswith(name)) for name in family):
+            return answer
     return ""
 
 
@@ -77,21 +79,21 @@ def suggest(key: str, known: Sequence[str]) -> str:
 # -- the command line --------------------------------------------------------------------------
 
 
-def _spellings() -> dict[str, tuple[str, bool]]:
-    """Return for every flag the one that the parser knows, and whether a value follows it."""
-    known = {"-h": ("-h", False), "--help": ("--help", False), "--config": ("--config", True)}
-    known["--config-file"] = known["--config"]
-    for option in OPTIONS:
-        if option.key not in ("script", "args"):
-            names = (option.flag, *option.also, *([option.short] if option.short else []))
-            known |= dict.fromkeys(names, (option.flag, option.metavar is not None))
-    return known
+#: For every flag the one that the parser knows, and what its value is called; None: it takes none.
+_FLAGS: dict[str, tuple[str, str | None]] = {
+    **dict.fromkeys(("-h", "--help"), ("--help", None)),
+    **dict.fromkeys(("--config", "--config-file"), ("--config", "FILE")),
+    **{
+        name: (option.flag, option.metavar)
+        for option in FLAG_OPTIONS
+        for name in (option.flag, *option.also, *option.short)
+    },
+}
 
 
-_FLAGS = _spellings()
-
-
-def translate(line: Sequence[str], more: Mapping[str, tuple[str, bool]] | None = None) -> list[str]:
+def translate(
+    line: Sequence[str], more: Mapping[str, tuple[str, str | None]] | None = None
+) -> list[str]:
     """Return a command line of ``syncprims run`` with its flags in our own spelling.
 
     Long flags may be written with ``_`` for ``-``, as in accelerate. The script's own arguments are
@@ -115,28 +117,23 @@ def translate(line: Sequence[str], more: Mapping[str, tuple[str, bool]] | None =
             if name == "--dynamo-backend" and (value or "".join(rest[:1])) in ("no", "NO"):
                 rest = rest[not equals :]
                 continue
-            raise _unknown_flag(written.partition("=")[0], name, list(known))
-        flag, takes_value = known[name]
-        if not takes_value:
+            flag = written.partition("=")[0]
+            if why := refusal(name.lstrip("-").replace("-", "_")):
+                raise ConfigurationError(f"{flag} has no equivalent here: {why}")
+            raise ConfigurationError(
+                f"there is no flag {flag}{suggest(name, list(known))} `syncprims run --help` has "
+                f"them all"
+            )
+        flag, metavar = known[name]
+        if metavar is None:
             if equals:
                 raise ConfigurationError(f"{name} takes no value, and {written!r} gives it one")
             translated.append(flag)
         elif equals or rest:
             translated.append(f"{flag}={value if equals else rest.pop(0)}")
         else:
-            option = BY_KEY.get(flag[2:].replace("-", "_"))
-            metavar = option.metavar if option else "FILE"
             raise ConfigurationError(f"{name} needs a value: {name} {metavar}")
     return translated + rest
-
-
-def _unknown_flag(written: str, name: str, known: Sequence[str]) -> ConfigurationError:
-    why = refusal(_SHORT.get(name, name.removeprefix("--").replace("-", "_")))
-    if why:
-        return ConfigurationError(f"{written} has no equivalent here: {why}")
-    return ConfigurationError(
-        f"there is no flag {written}{suggest(name, known)} `syncprims run --help` has them all"
-    )
 
 
 # -- the file ----------------------------------------------------------------------------------
@@ -163,12 +160,11 @@ def convert_file(values: Mapping[str, object], path: str) -> dict[str, Any]:
     for key, value in values.items():
         if key in ("compute_environment", "distributed_type") or value is None:
             continue
-        own = _own_key("cpu" if key == "use_cpu" else key)
-        if own is not None:
+        if own := _OWN_KEYS.get(key):
             if value is not False and (key, value) != ("num_processes", -1):
                 converted[own] = value
         elif not (why := refusal(key)):
-            known = [*_FILE_ONLY, *BY_KEY, "gpu_ids", "num_machines"]
+            known = ["compute_environment", "distributed_type", *_OWN_KEYS]
             raise ConfigurationError(
                 f"{path}: there is no key {key!r}{suggest(key, known)} the file looks like "
                 f"accelerate's, whose keys are understood or answered, and this is none of them"
@@ -187,13 +183,6 @@ def _is_off(value: object) -> bool:
         parts: list[object] = list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
         return all(part in _OFF for part in parts)
     return value in _OFF
-
-
-def _own_key(key: str) -> str | None:
-    if key in BY_KEY and key not in ("script", "args"):
-        return key
-    flag = "--" + key.replace("_", "-")
-    return next((option.key for option in OPTIONS if flag in option.also), None)
 
 
 def notes(values: Mapping[str, object]) -> list[str]:

@@ -6,6 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from syncprims.doctor.findings import count_of, findings, grouped, listed, processor_count
+
 from .console import Style, argument_type, table
 from .options import seconds
 
@@ -44,7 +46,6 @@ def add_arguments(parser: CommandParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Examine the job on every rank, and print the result on rank 0."""
     from syncprims import init
-    from syncprims.doctor.findings import findings
     from syncprims.doctor.measurements import examine
 
     with init() as world:
@@ -61,13 +62,10 @@ def run(options: argparse.Namespace) -> int:
 
 def report(job: dict[str, Any], found: Sequence[Finding], style: Style) -> list[str]:
     """Return the lines of the report: the ranks, the measurements, and the findings."""
-    ranks, nodes, launcher = job["world_size"], job["num_nodes"], job["ranks"][0]["launcher"]
+    ranks, nodes = count_of(job["world_size"], "rank"), count_of(job["num_nodes"], "node")
+    launcher = job["ranks"][0]["launcher"].replace("none", "no launcher")
     lines = [
-        style(
-            "bold",
-            f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, backend "
-            f"{job['backend']}, started by {launcher.replace('none', 'no launcher')}",
-        ),
+        style("bold", f"{ranks} on {nodes}, backend {job['backend']}, started by {launcher}"),
         *table(_place_rows(job["ranks"][0])),
         "",
         style("bold", "Who shares what"),
@@ -109,15 +107,11 @@ def _place_rows(first: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _machine_rows(ranks: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    from syncprims.doctor.findings import by_machine, listed, processor_count
-
     rows: list[tuple[str, ...]] = [
         ("host", "node", "ranks", "share memory", "processors", "threads", "load")
     ]
-    for those in by_machine(ranks):
-        memories: dict[str, list[int]] = {}
-        for facts in those:
-            memories.setdefault(facts["memory"], []).append(facts["rank"])
+    for those in grouped(ranks, "machine"):
+        memories = [listed(one["rank"] for one in each) for each in grouped(those, "memory")]
         processors = processor_count(those)
         threads = sorted({str(facts["threads"] or "not set") for facts in those})
         rows.append(
@@ -125,7 +119,7 @@ def _machine_rows(ranks: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 ", ".join(dict.fromkeys(facts["host"] for facts in those)),
                 listed({facts["node"] for facts in those}),
                 listed(facts["rank"] for facts in those),
-                " / ".join(map(listed, memories.values())) if len(those) > 1 else "-",
+                " / ".join(memories) if len(those) > 1 else "-",
                 f"{processors} ({processors / len(those):.3g} per rank)",
                 f"{' or '.join(threads)} per rank",
                 f"{those[0]['load']:.1f}",

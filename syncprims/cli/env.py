@@ -52,7 +52,8 @@ SETTINGS = (
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
 _PREFIX = "SYNCPRIMS_"
-_SET_BY_RUN = ["ERROR_FILE"]
+_NAMES = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
+_SET_BY_RUN = "SYNCPRIMS_ERROR_FILE"
 
 
 class WorldPreview(NamedTuple):
@@ -109,13 +110,8 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     elif place is None or place.world_size == 1:
         lines = [style("bold", f"A world of one would start: backend {world.backend}.")]
     else:
-        lines = [
-            style(
-                "bold",
-                f"Rank {place.rank} of {place.world_size} would start: backend {world.backend}, "
-                f"started by {place.launcher}.",
-            )
-        ]
+        first = f"Rank {place.rank} of {place.world_size} would start: backend {world.backend}"
+        lines = [style("bold", f"{first}, started by {place.launcher}.")]
     rows: list[tuple[str, str, str]] = []
     if world.chosen_by:
         rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
@@ -178,13 +174,12 @@ def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables with our prefix that are not ours, and the nearest that is."""
-    ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *LAUNCHERS[0].variables]
+    ours = [*_NAMES, *LAUNCHERS[0].variables]
     known = [name.removeprefix(_PREFIX) for name in ours if name.startswith(_PREFIX)]
     found: dict[str, str | None] = {}
     for name in sorted(environ):
-        rest = name.removeprefix(_PREFIX)
-        if rest not in (name, *known, *_SET_BY_RUN):
-            nearest = difflib.get_close_matches(rest, known, 1)
+        if name.startswith(_PREFIX) and name not in (*ours, _SET_BY_RUN):
+            nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             found[name] = _PREFIX + nearest[0] if nearest else None
     return found
 
@@ -204,9 +199,7 @@ def _here() -> dict[str, str]:
 
 def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the same for programs; a variable that is not set is null."""
-    names = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
-    for launcher in LAUNCHERS:
-        names += launcher.variables
+    names = [*_NAMES, *(name for launcher in LAUNCHERS for name in launcher.variables)]
     error = world.error
     return {
         "backend": world.backend,

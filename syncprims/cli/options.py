@@ -32,9 +32,9 @@ class Option(NamedTuple):
     section: str
     help: str
     metavar: str | None = None  #: None: it is a switch
-    short: str | None = None
+    short: tuple[str, ...] = ()
     also: tuple[str, ...] = ()  #: flags of accelerate launch with the same meaning
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | None = None
     note: str = ""  #: why it changes nothing here
     example: str = "false"  #: how a file shows it while it is not set
 
@@ -55,7 +55,7 @@ def integer(least: int, what: str) -> Callable[[object], int]:
             number = int(str(value))
         except ValueError:
             number = least - 1
-        if number < least or isinstance(value, bool):
+        if number < least:
             raise ValueError(f"{value!r} is not {what} from {least} up")
         return number
 
@@ -105,7 +105,7 @@ def seconds(value: object) -> float:
         number = float(str(value))
     except ValueError:
         number = 0.0
-    if not number > 0 or isinstance(value, bool):
+    if not number > 0:
         raise ValueError(f"{value!r} is not a number of seconds above 0")
     return number
 
@@ -147,7 +147,7 @@ class Options:
     # fmt: off
     ranks: int | None = _option(integer(1, "a number of ranks"), RANKS,
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
-        "N", "-n", example="4")
+        "N", ("-n",), example="4")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
@@ -179,7 +179,7 @@ class Options:
         example='"node0:29500"')
     max_restarts: int | None = _option(integer(0, "a number of restarts"), NODES,
         "how often to restart all ranks after one has failed (default: 0)", "N", example="0")
-    module: bool = _option(switch, SCRIPT, "the script is a module, as in python -m", short="-m")
+    module: bool = _option(switch, SCRIPT, "the script is a module, as in python -m", short=("-m",))
     script: str | None = _option(word, SCRIPT, "the script to run", "SCRIPT",
         example='"train.py"')
     args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS",
@@ -194,7 +194,7 @@ class Options:
         "static needs --node-rank, c10d does not", "NAME", choices=("static", "c10d"))
     debug: bool = _option(switch, ACCELERATE, "changes nothing",
         note="shapes and calls are compared on every run")
-    quiet: bool = _option(switch, ACCELERATE, "changes nothing", short="-q",
+    quiet: bool = _option(switch, ACCELERATE, "changes nothing", short=("-q",),
         note="only the rank that failed first is shown in any case")
     same_network: bool = _option(switch, ACCELERATE, "changes nothing",
         note="--rendezvous is the address in any network")
@@ -207,6 +207,8 @@ OPTIONS = tuple(
     Option(one.name, *one.metadata["option"], **one.metadata["more"]) for one in fields(Options)
 )
 BY_KEY = {option.key: option for option in OPTIONS}
+#: All but the script and its arguments, which have no flag.
+FLAG_OPTIONS = tuple(option for option in OPTIONS if option.key not in ("script", "args"))
 
 
 def plain_value(key: str, value: Any) -> Any:
@@ -226,17 +228,15 @@ def add_options(parser: CommandParser) -> None:
         "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
     )
     groups: dict[str, Any] = {}
-    for option in OPTIONS:
-        if option.key in ("script", "args"):
-            continue
+    for option in FLAG_OPTIONS:
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
         about: dict[str, Any] = {"action": "store_true"}
         if option.metavar is not None:
-            about = {"metavar": option.metavar, "type": argument_type(option.read)}
-            about["choices"] = option.choices or None
+            about = {"metavar": option.metavar, "choices": option.choices}
+            about["type"] = argument_type(option.read)
         groups[option.section].add_argument(
-            *([option.short] if option.short else []),
+            *option.short,
             option.flag,
             dest=option.key,
             default=argparse.SUPPRESS,

@@ -114,8 +114,8 @@ def plan_launch(
     return LaunchPlan([sys.executable, "-u", *script], ranks, variables, torchrun)
 
 
-def torchrun_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of torchrun.
+def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of torchrun, and what the ranks' environments have in common.
 
     An outer launcher's variables say the place of this process, not that of the ranks.
     """
@@ -204,7 +204,20 @@ def _backend(
 
 
 def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, str]) -> list[str]:
-    host, port = _rendezvous(options, nodes)
+    if options.rendezvous is not None:
+        host, port = options.rendezvous
+        if options.main_process_ip not in (None, host):
+            raise ConfigurationError(
+                f"--rendezvous {host}:{port} contradicts --main_process_ip "
+                f"{options.main_process_ip}; drop one of them"
+            )
+    elif options.main_process_ip is not None:
+        host, port = options.main_process_ip, options.main_process_port or _DEFAULT_PORT
+    else:
+        raise ConfigurationError(
+            f"{nodes} nodes have to meet: say where with --rendezvous HOST:PORT, an address of "
+            f"node 0 and a free port there, the same on every node"
+        )
     line = [sys.executable, "-m", "torch.distributed.run"]
     line += ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     if options.max_restarts:
@@ -223,22 +236,6 @@ def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, st
         name = environ.get("SYNCPRIMS_RUN_ID") or "syncprims"
         line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", name]
     return line
-
-
-def _rendezvous(options: Options, nodes: int) -> tuple[str, int]:
-    if options.rendezvous is not None:
-        if options.main_process_ip not in (None, options.rendezvous[0]):
-            raise ConfigurationError(
-                f"--rendezvous {options.rendezvous[0]}:{options.rendezvous[1]} contradicts "
-                f"--main_process_ip {options.main_process_ip}; drop one of them"
-            )
-        return options.rendezvous
-    if options.main_process_ip is None:
-        raise ConfigurationError(
-            f"{nodes} nodes have to meet: say where with --rendezvous HOST:PORT, an address of "
-            f"node 0 and a free port there, the same on every node"
-        )
-    return options.main_process_ip, options.main_process_port or _DEFAULT_PORT
 
 
 def _check_variable(key: str, value: str, name: str, environ: Mapping[str, str]) -> None:

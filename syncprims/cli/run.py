@@ -12,7 +12,7 @@ from syncprims.errors import ConfigurationError
 
 from . import accelerate_config, config
 from .options import BY_KEY, add_options, values_of
-from .plan import merge, plan_launch, torchrun_environment
+from .plan import launch_environment, merge, plan_launch
 
 if TYPE_CHECKING:
     import argparse
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     if plan.torchrun:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execve(plan.torchrun[0], plan.torchrun, torchrun_environment(plan, environ))
+        os.execve(plan.torchrun[0], plan.torchrun, launch_environment(plan, environ))
     from .launcher import launch
 
     return launch(plan, environ)

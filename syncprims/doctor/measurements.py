@@ -1,22 +1,37 @@
-"""What the ranks measure together: round trips, bandwidth, and the offsets of their clocks."""
+"""What each rank knows of itself, and what all measure together.
+
+They measure round trips, bandwidth, and the offsets of their clocks.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
 import statistics
 import sys
 import time
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.world import get_node_group
-
-from .facts import own_facts
+from syncprims._world.host import (
+    count_free_bytes,
+    count_processors,
+    find_file_system,
+    find_shared_memory,
+    find_visible_gpus,
+)
+from syncprims._world.world import get_meeting_place, get_node_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from syncprims import World
 
+#: Packages of which all ranks should have the same release.
+COMPARED = ("syncprims", "torch", "numpy")
 SIZES = (64 << 10, 1 << 20, 16 << 20)  # bytes
 _SMALL = {"step": 1, "loss": 0.5, "name": "doctor"}
 _CLOCK_ROUNDS = 100
@@ -37,6 +52,61 @@ def examine(world: World, environ: Mapping[str, str], seconds: float) -> dict[st
         "bandwidth": bandwidth(world, seconds) if world.world_size > 1 else [],
         "clocks": clock_offsets(world),
     }
+
+
+# -- one rank and its machine ------------------------------------------------------------------
+
+
+def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what this rank knows of itself, in values that JSON can hold."""
+    meeting_place = get_meeting_place(world)
+    place = Path(meeting_place) if meeting_place.startswith("/") else None
+    memory = find_shared_memory()
+    existing = next(path for path in (place, *place.parents) if path.exists()) if place else memory
+    return {
+        "rank": world.rank,
+        "node": world.node_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "machine": _machine(),
+        "memory": f"{memory.stat().st_dev}:{memory.stat().st_ino}",
+        "launcher": world.topology.launcher,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in COMPARED},
+        "processors": count_processors(),
+        "allowed": sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
+        "load": os.getloadavg()[0],
+        "threads": _threads(environ),
+        "gpus": find_visible_gpus(environ),
+        "meeting_place": meeting_place,
+        "file_system": find_file_system(place) if place else None,
+        "room": count_free_bytes(existing),
+        "shared_memory": {"path": str(memory), "free": count_free_bytes(memory)},
+    }
+
+
+def _machine() -> str:
+    """Return an identifier of this kernel, which containers of one machine share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _threads(environ: Mapping[str, str]) -> int | None:
+    """Return how many threads the math libraries start by ``OMP_NUM_THREADS``; None if not set."""
+    count = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(count) if count.isdecimal() and int(count) > 0 else None
+
+
+# -- round trips and bandwidth -----------------------------------------------------------------
 
 
 def latency(world: World, seconds: float) -> list[dict[str, Any]]:
@@ -92,23 +162,18 @@ def _bulk_rows(
     on_device = where == "cuda"
     synchronize = sys.modules["torch"].cuda.synchronize if on_device else lambda: None
 
-    def broadcast() -> None:
-        world.group.broadcast(array, out=out)
-        synchronize()
-
-    def all_reduce() -> None:
-        world.group.all_reduce(array, out=out)
+    def transfer(call: Callable[..., object]) -> None:
+        call(array, out=out)
         synchronize()
 
     rows: list[dict[str, Any]] = []
-    for function in (broadcast, all_reduce):
-        mine = statistics.median(_timed(world, function, seconds, least=3, most=200))
+    for call in (world.group.broadcast, world.group.all_reduce):
+        times = _timed(world, partial(transfer, call), seconds, least=3, most=200)
+        mine = statistics.median(times)
         took = max(world.group.all_gather(mine))
-        size = array.nbytes
-        rows.append(
-            {"call": function.__name__, "where": where, "bytes": size, "ms": took * 1e3,
-             "gb_per_s": size / took / 1e9}
-        )  # fmt: skip
+        rate = array.nbytes / took / 1e9
+        figures = {"bytes": array.nbytes, "ms": took * 1e3, "gb_per_s": rate}
+        rows.append({"call": call.__name__, "where": where, **figures})
     return rows
 
 

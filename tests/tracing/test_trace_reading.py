@@ -15,7 +15,8 @@ import pytest
 from support.traces import SECOND, Planted
 
 from syncprims._protocol.trace_file import SEGMENT, START, Recorder
-from syncprims.cli.trace import write_tables
+from syncprims.cli.console import Style
+from syncprims.cli.trace import report
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.tracing import chrome
 from syncprims.tracing.analysis import analyse, seconds_text
@@ -440,12 +441,12 @@ def test_a_terminal_is_written_to_without_codes_where_nobody_wants_colour(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     analysis = analysis_of(planted)
-    write_tables(analysis, coloured := Terminal(), os.environ, every_row=False)
+    coloured = "\n".join(report(analysis, Style(Terminal(), os.environ), every_row=False))
     monkeypatch.setenv("NO_COLOR", "1")
-    write_tables(analysis, plain := Terminal(), os.environ, every_row=False)
-    assert "\033[" in coloured.getvalue()
-    assert "\033" not in plain.getvalue()
-    assert "Rank 2 is the straggler" in plain.getvalue()
+    plain = "\n".join(report(analysis, Style(Terminal(), os.environ), every_row=False))
+    assert "\033[" in coloured
+    assert "\033" not in plain
+    assert "Rank 2 is the straggler" in plain
 
 
 def test_a_recorder_survives_threads(tmp_path: Path) -> None:
