@@ -1,4 +1,16 @@
-"""``syncprims config``, and the file that describes a run: YAML, TOML or JSON."""
+"""Write a file for `syncprims run --config`.
+
+Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
+file has every key, with a comment.
+
+examples:
+  syncprims config                                    on a terminal: asks, and writes run.yaml
+  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
+  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
+  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
+
+All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +33,6 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-HELP = "write a file for `syncprims run --config`"
-DESCRIPTION = """\
-Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
-file has every key, with a comment."""
-EPILOG = """\
-examples:
-  syncprims config                                    on a terminal: asks, and writes run.yaml
-  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
-  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
-  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
-
-All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
 
 _OUTPUT = "--output", "FILE"
 _OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", None)}

@@ -1,4 +1,17 @@
-"""``syncprims doctor``: measure a running job, and print what is wrong with it."""
+"""Measure a job from inside, and print what to improve.
+
+Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
+far clocks are apart, and which versions differ; then what is wrong, and the cure.
+
+examples:
+  syncprims run -n 4 -m syncprims doctor
+  torchrun --nproc-per-node 4 -m syncprims doctor
+  srun -n 8 python -m syncprims doctor
+  syncprims doctor                                  one rank, alone
+
+Start it as you start the job: by the same launcher, with the same variables. Every rank takes part
+and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims.doctor.findings import count_of, findings, grouped, listed, processor_count
 
-from .console import Style, argument_type, table
+from .console import Style, table
 from .options import seconds
 
 if TYPE_CHECKING:
@@ -19,26 +32,12 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-HELP = "measure a job from inside, and print what to improve"
-DESCRIPTION = """\
-Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
-far clocks are apart, and which versions differ; then what is wrong, and the cure."""
-EPILOG = """\
-examples:
-  syncprims run -n 4 -m syncprims doctor
-  torchrun --nproc-per-node 4 -m syncprims doctor
-  srun -n 8 python -m syncprims doctor
-  syncprims doctor                                  one rank, alone
-
-Start it as you start the job: by the same launcher, with the same variables. Every rank takes part
-and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2."""
-
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
     parser.add_argument(
-        "--seconds", type=argument_type(seconds), default=0.2, metavar="S",
+        "--seconds", type=seconds, default=0.2, metavar="S",
         help="how long each measurement takes, about (default: 0.2)",
     )  # fmt: skip
 

@@ -1,4 +1,10 @@
-"""``syncprims env``: print which world would start, from which variables, and why."""
+"""Show which world would start here, and why.
+
+Show which world a program would start if it ran here, and which variables, set or not, decide that.
+If they contradict each other, show the error.
+
+exit code: 0 if a world would start, 2 if starting it would be an error.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +33,6 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-HELP = "show which world would start here, and why"
-DESCRIPTION = """\
-Show which world a program would start if it ran here, and which variables, set or not, decide that.
-If they contradict each other, show the error."""
-EPILOG = "exit code: 0 if a world would start, 2 if starting it would be an error."
 
 #: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (

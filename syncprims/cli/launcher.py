@@ -178,22 +178,20 @@ class _LaunchedRun:
         self, rank: int, source: IO[bytes], sink: TextIO, tail: collections.deque[str] | None
     ) -> None:
         """Pass on what a rank writes, line by line; a progress bar's returns end a line too."""
-        begun: list[bytes] = []  # of a line that has not ended
+        begun = b""  # a line that has not ended
         after_return = False  # its newline may come in the next chunk
         while chunk := _read_burst(source.fileno()):
             if after_return:
                 chunk = chunk.removeprefix(b"\n")
             after_return = chunk.endswith(b"\r")
-            first, *more = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-            begun.append(first)
-            if more:
-                self._write(rank, [b"".join(begun), *more[:-1]], sink, tail)
-                begun = [more[-1]]
-            elif sum(map(len, begun)) > _LONGEST_LINE:
-                self._write(rank, [b"".join(begun)], sink, tail)
-                begun = []
-        if any(begun):
-            self._write(rank, [b"".join(begun)], sink, tail)
+            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            *lines, begun = (begun + chunk).split(b"\n")
+            if len(begun) > _LONGEST_LINE:
+                lines, begun = [*lines, begun], b""
+            if lines:
+                self._write(rank, lines, sink, tail)
+        if begun:
+            self._write(rank, [begun], sink, tail)
         source.close()
 
     def _write(

@@ -6,8 +6,6 @@ import argparse
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .console import argument_type
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -28,7 +26,7 @@ class Option(NamedTuple):
     """One option: ``--the-key VALUE`` on a command line, ``the_key: value`` in a file."""
 
     key: str
-    read: Callable[[object], Any]  #: returns the value of what was written, or raises ValueError
+    read: Callable[[object], Any]  #: returns the value of what was written, or raises InvalidValue
     section: str
     help: str
     metavar: str | None = None  #: None: it is a switch
@@ -47,6 +45,10 @@ class Option(NamedTuple):
 # -- reading one value -------------------------------------------------------------------------
 
 
+class InvalidValue(argparse.ArgumentTypeError, ValueError):
+    """What was written is not a value of the option; argparse shows the text."""
+
+
 def integer(least: int, what: str) -> Callable[[object], int]:
     """Return a reader of whole numbers from `least` up."""
 
@@ -56,7 +58,7 @@ def integer(least: int, what: str) -> Callable[[object], int]:
         except ValueError:
             number = least - 1
         if number < least:
-            raise ValueError(f"{value!r} is not {what} from {least} up")
+            raise InvalidValue(f"{value!r} is not {what} from {least} up")
         return number
 
     return read
@@ -68,7 +70,7 @@ def one_of(*choices: str) -> Callable[[object], str]:
     def read(value: object) -> str:
         word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
         if word not in choices:
-            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
+            raise InvalidValue(f"{value!r} is not one of {', '.join(choices)}")
         return word
 
     return read
@@ -77,25 +79,25 @@ def one_of(*choices: str) -> Callable[[object], str]:
 def word(value: object) -> str:
     """Read a word that is not empty."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is not a word")
+        raise InvalidValue(f"{value!r} is not a word")
     return value
 
 
 def words(value: object) -> tuple[str, ...]:
     """Read a list of words, as a script gets them."""
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{value!r} is not a list")
+        raise InvalidValue(f"{value!r} is not a list")
     items: list[object] = list(value)  # pyright: ignore[reportUnknownArgumentType]
     for item in items:
         if isinstance(item, (list, dict)) or item is None:
-            raise ValueError(f"{item!r} in it is not a word")
+            raise InvalidValue(f"{item!r} in it is not a word")
     return tuple(str(item) for item in items)
 
 
 def switch(value: object) -> bool:
     """Read true or false."""
     if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
+        raise InvalidValue(f"{value!r} is neither true nor false")
     return value
 
 
@@ -106,7 +108,7 @@ def seconds(value: object) -> float:
     except ValueError:
         number = 0.0
     if not number > 0:
-        raise ValueError(f"{value!r} is not a number of seconds above 0")
+        raise InvalidValue(f"{value!r} is not a number of seconds above 0")
     return number
 
 
@@ -117,9 +119,9 @@ def device_ids(value: object) -> tuple[str, ...]:
     parts = tuple(value.split(",")) if isinstance(value, str) else words(value)
     ids = tuple(part.strip() for part in parts)
     if isinstance(value, bool) or not all(ids) or ("all" in ids and len(ids) > 1):
-        raise ValueError(f"{value!r} is neither 'all' nor ids with commas between, as in 0,1")
+        raise InvalidValue(f"{value!r} is neither 'all' nor ids with commas between, as in 0,1")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{value!r} names a device twice")
+        raise InvalidValue(f"{value!r} names a device twice")
     return ids
 
 
@@ -128,7 +130,7 @@ def address(value: object) -> tuple[str, int]:
     host, colon, port = str(value).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{value!r} is not host:port, as in node0:29500")
+        raise InvalidValue(f"{value!r} is not host:port, as in node0:29500")
     return host, int(port)
 
 
@@ -233,8 +235,7 @@ def add_options(parser: CommandParser) -> None:
             groups[option.section] = parser.add_argument_group(option.section)
         about: dict[str, Any] = {"action": "store_true"}
         if option.metavar is not None:
-            about = {"metavar": option.metavar, "choices": option.choices}
-            about["type"] = argument_type(option.read)
+            about = {"metavar": option.metavar, "type": option.read, "choices": option.choices}
         groups[option.section].add_argument(
             *option.short,
             option.flag,

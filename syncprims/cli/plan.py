@@ -27,14 +27,12 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-#: Keys of which one, set by a flag, hides the other in the file.
+#: Keys of which one, set by a flag, hides the others in the file.
 _EXCLUSIVE = (
-    ("ranks", "num_processes"),
-    ("gpus", "multi_gpu"),
-    ("cpu", "gpus"),
-    ("cpu", "multi_gpu"),
-    ("rendezvous", "main_process_ip"),
-    ("rendezvous", "main_process_port"),
+    {"ranks", "num_processes"},
+    {"cpu", "gpus", "multi_gpu"},
+    {"rendezvous", "main_process_ip"},
+    {"rendezvous", "main_process_port"},
 )
 
 
@@ -52,7 +50,7 @@ def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
 
     So do other names of the same thing: ``--num-processes`` overrides the file's ``ranks``.
     """
-    hidden = {other for pair in _EXCLUSIVE for key in pair if key in flags for other in pair}
+    hidden = set[str]().union(*(keys for keys in _EXCLUSIVE if keys & flags.keys()))
     if "script" in flags:
         hidden |= {"args", "module"}  # they belong to the file's script
     kept = {key: value for key, value in file.items() if key not in hidden}

@@ -1,4 +1,10 @@
-"""``syncprims trace``: print which rank made others wait in a traced run, and draw it."""
+"""Show which rank made others wait in a run with SYNCPRIMS_TRACE.
+
+Read what a run with SYNCPRIMS_TRACE=DIR has recorded: which rank made others wait, where and for
+how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +23,6 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-HELP = "show which rank made others wait in a run with SYNCPRIMS_TRACE"
-DESCRIPTION = """\
-Read what a run with SYNCPRIMS_TRACE=DIR has recorded: which rank made others wait, where and for
-how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
-EPILOG = "exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2."
 _MOST_ROWS = 20  # of the first table
 
 

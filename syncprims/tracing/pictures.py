@@ -240,9 +240,7 @@ def draw_page(analysis: Analysis, path: Path) -> None:
     edges = np.linspace(0, shown.length, _BINS + 1)
     intervals = [interval for row in shown.rows for interval in (row.waits, row.late)]
     lengths = np.concatenate([np.empty(0), *(end - begin for begin, end, _ in intervals)])
-    shortest = 0.0
-    if len(lengths) > _MOST_INTERVALS:
-        shortest = float(np.sort(lengths)[-_MOST_INTERVALS])
+    shortest = np.sort(lengths)[-_MOST_INTERVALS:].min(initial=np.inf)
     rows: list[dict[str, Any]] = []
     for row in shown.rows:
         entry: dict[str, Any] = {
