@@ -36,17 +36,14 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("use_xpu", "ipex_"), "choose the device in the script"),
     (("aws_",), "there is no SageMaker launcher; run `syncprims run` in the job itself"),
     (("mpirun_",), "start the ranks by mpirun itself: its variables are understood"),
-    (
-        ("enable_cpu_affinity",),
-        "bind the ranks by taskset or numactl, or torchrun's --numa-binding",
-    ),
+    (("enable_cpu_affinity",), "bind the ranks by taskset, numactl or torchrun's --numa-binding"),
     (("no_python",), "the script is a Python script, or with -m a module"),
     (("env",), "set the variable before the command: NAME=VALUE syncprims run ..."),
     (("tee", "t", "log_dir", "role", "rdzv_conf", "monitor_interval"), _TORCHRUN),
 )
 
 #: Values by which accelerate's flags and files turn a thing off.
-_OFF: tuple[object, ...] = ({}, [], False, None, "", "no", "NO")
+_OFF: tuple[object, ...] = ([], False, None, "", "no", "NO")
 
 #: Our key for every key of accelerate's file that has one.
 _OWN_KEYS = {"use_cpu": "cpu"} | {
@@ -74,6 +71,10 @@ def suggest(key: str, known: Sequence[str]) -> str:
     """Return ``; did you mean X?`` for the known name nearest to `key`, else ``;``."""
     found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ";"
+
+
+def _no_equivalent(what: str, why: str) -> ConfigurationError:
+    return ConfigurationError(f"{what} has no equivalent here: {why}")
 
 
 # -- the command line --------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def translate(
                 continue
             flag = written.partition("=")[0]
             if why := refusal(name.lstrip("-").replace("-", "_")):
-                raise ConfigurationError(f"{flag} has no equivalent here: {why}")
+                raise _no_equivalent(flag, why)
             raise ConfigurationError(
                 f"there is no flag {flag}{suggest(name, list(known))} `syncprims run --help` has "
                 f"them all"
@@ -146,16 +147,11 @@ def convert_file(values: Mapping[str, object], path: str) -> dict[str, Any]:
     """
     kind = str(values.get("distributed_type") or "NO")
     if kind not in _PLAIN_TYPES:
-        raise ConfigurationError(
-            f"{path}: distributed_type: {kind} has no equivalent here: "
-            f"{_XLA if kind in ('XLA', 'TPU') else _SHARDED}. Understood are: "
-            f"{', '.join(_PLAIN_TYPES)}"
-        )
-    if values.get("compute_environment") not in (None, "LOCAL_MACHINE"):
-        raise ConfigurationError(
-            f"{path}: compute_environment: {values['compute_environment']} has no equivalent here: "
-            f"{refusal('aws_')}"
-        )
+        why = f"{_XLA if kind in ('XLA', 'TPU') else _SHARDED}. Understood are: "
+        raise _no_equivalent(f"{path}: distributed_type: {kind}", why + ", ".join(_PLAIN_TYPES))
+    where = values.get("compute_environment")
+    if where not in (None, "LOCAL_MACHINE"):
+        raise _no_equivalent(f"{path}: compute_environment: {where}", refusal("aws_"))
     converted: dict[str, Any] = {}
     for key, value in values.items():
         if key in ("compute_environment", "distributed_type") or value is None:
@@ -170,7 +166,7 @@ def convert_file(values: Mapping[str, object], path: str) -> dict[str, Any]:
                 f"accelerate's, whose keys are understood or answered, and this is none of them"
             )
         elif not _is_off(value):
-            raise ConfigurationError(f"{path}: {key} has no equivalent here: {why}")
+            raise _no_equivalent(f"{path}: {key}", why)
     if converted.get("cpu"):
         converted.pop("gpus", None)  # accelerate writes gpu_ids: all in any case
     elif kind == "MULTI_GPU":
@@ -179,10 +175,8 @@ def convert_file(values: Mapping[str, object], path: str) -> dict[str, Any]:
 
 
 def _is_off(value: object) -> bool:
-    if isinstance(value, dict):
-        parts: list[object] = list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-        return all(part in _OFF for part in parts)
-    return value in _OFF
+    parts: list[object] = list(value.values()) if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    return all(part in _OFF for part in parts)
 
 
 def notes(values: Mapping[str, object]) -> list[str]:

@@ -13,8 +13,9 @@ import json
 import platform
 import socket
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from syncprims._world.backends import choose_backend
 from syncprims._world.host import count_processors
@@ -57,14 +58,15 @@ _NAMES = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
 _SET_BY_RUN = "SYNCPRIMS_ERROR_FILE"
 
 
-class WorldPreview(NamedTuple):
+@dataclass
+class WorldPreview:
     """The world that would start, or the error that would be raised."""
 
     backend: str | None
-    chosen_by: str
-    place: Topology | None
-    settings: Settings | None
-    error: SyncError | None
+    chosen_by: str = ""
+    place: Topology | None = None
+    settings: Settings | None = None
+    error: SyncError | None = None
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -85,18 +87,16 @@ def run(options: argparse.Namespace) -> int:
 
 def preview(environ: Mapping[str, str]) -> WorldPreview:
     """Return the world that `environ` describes, without joining it or waiting for anything."""
-    place = settings = None
-    backend, chosen_by = environ.get("SYNCPRIMS_BACKEND") or None, ""
-    error: SyncError | None = None
+    world = WorldPreview(environ.get("SYNCPRIMS_BACKEND") or None)
     try:
-        settings = read_settings(environ)
-        place = detect(environ)
+        world.settings = read_settings(environ)
+        world.place = detect(environ)
         choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
-        backend, chosen_by = choice.backend, choice.chosen_by
-        choice.load().check(choice.topology, settings)
-    except SyncError as found:
-        error = found
-    return WorldPreview(backend, chosen_by, place, settings, error)
+        world.backend, world.chosen_by = choice.backend, choice.chosen_by
+        choice.load().check(choice.topology, world.settings)
+    except SyncError as error:
+        world.error = error
+    return world
 
 
 # -- text for people ----------------------------------------------------------------------

@@ -80,8 +80,7 @@ def _read_burst(fd: int) -> bytes:
     poll = select.poll()  # `select` itself takes no descriptor from 1024 up
     poll.register(fd, select.POLLIN)
     while data and len(data) < 65536 and time.monotonic() < deadline and poll.poll(10):
-        more = os.read(fd, 65536)
-        if not more:
+        if not (more := os.read(fd, 65536)):
             break
         data += more
     return data

@@ -71,7 +71,19 @@ def plan_launch(
         )
     gpus = _gpus(options, environ)
     ranks, nodes = _size(options, gpus)
-    variables = {"SYNCPRIMS_BACKEND": _backend(options, environ, ranks, nodes, gpus)}
+    variables: dict[str, str] = {}
+    for key in ("backend", "mixed_precision", "timeout", "trace"):
+        value = getattr(options, key)
+        if value is None:
+            continue
+        text = str(value).removesuffix(".0") if key == "timeout" else value
+        name = f"SYNCPRIMS_{key.upper()}"
+        variables[name] = text
+        if environ.get(name) not in (None, "", text):
+            raise ConfigurationError(
+                f"{BY_KEY[key].flag} {text} contradicts {name}={environ[name]}; drop one of them"
+            )
+    variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes, gpus)
     if options.cpu:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif gpus is not None:
@@ -83,12 +95,6 @@ def plan_launch(
             )
         if gpus != ("all",):
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    for key in ("mixed_precision", "timeout", "trace"):
-        value = getattr(options, key)
-        if value is not None:
-            name = f"SYNCPRIMS_{key.upper()}"
-            variables[name] = str(value).removesuffix(".0") if key == "timeout" else value
-            _check_variable(key, variables[name], name, environ)
     if options.threads is not None:
         variables |= dict.fromkeys(THREAD_VARIABLES, str(options.threads))
     elif ranks > 1 and not environ.get("OMP_NUM_THREADS"):
@@ -171,8 +177,6 @@ def _backend(
     nodes: int,
     gpus: tuple[str, ...] | None,
 ) -> str:
-    if options.backend is not None:
-        _check_variable("backend", options.backend, "SYNCPRIMS_BACKEND", environ)
     default = "file" if nodes == 1 else "torch"
     if gpus is not None:
         default = "nccl"  # backend torch would silently work without devices
@@ -234,11 +238,3 @@ def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, st
         name = environ.get("SYNCPRIMS_RUN_ID") or "syncprims"
         line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", name]
     return line
-
-
-def _check_variable(key: str, value: str, name: str, environ: Mapping[str, str]) -> None:
-    """Raise if a variable of ours, which the flag would set, has another value."""
-    if environ.get(name, "") not in ("", value):
-        raise ConfigurationError(
-            f"{BY_KEY[key].flag} {value} contradicts {name}={environ[name]}; drop one of them"
-        )

@@ -16,13 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.host import (
-    count_free_bytes,
-    count_processors,
-    find_file_system,
-    find_shared_memory,
-    find_visible_gpus,
-)
+from syncprims._world import host
 from syncprims._world.world import get_meeting_place, get_node_group
 
 if TYPE_CHECKING:
@@ -61,7 +55,7 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what this rank knows of itself, in values that JSON can hold."""
     meeting_place = get_meeting_place(world)
     place = Path(meeting_place) if meeting_place.startswith("/") else None
-    memory = find_shared_memory()
+    memory = host.find_shared_memory()
     existing = next(path for path in (place, *place.parents) if path.exists()) if place else memory
     return {
         "rank": world.rank,
@@ -73,15 +67,15 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "launcher": world.topology.launcher,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in COMPARED},
-        "processors": count_processors(),
+        "processors": host.count_processors(),
         "allowed": sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
         "load": os.getloadavg()[0],
         "threads": _threads(environ),
-        "gpus": find_visible_gpus(environ),
+        "gpus": host.find_visible_gpus(environ),
         "meeting_place": meeting_place,
-        "file_system": find_file_system(place) if place else None,
-        "room": count_free_bytes(existing),
-        "shared_memory": {"path": str(memory), "free": count_free_bytes(memory)},
+        "file_system": host.find_file_system(place) if place else None,
+        "room": host.count_free_bytes(existing),
+        "shared_memory": {"path": str(memory), "free": host.count_free_bytes(memory)},
     }
 
 

@@ -69,9 +69,8 @@ def timeline(analysis: Analysis) -> Timeline:
         arrived = np.where(group.waited > 0, group.since, np.inf).min(axis=1, initial=np.inf)
         for index, member in enumerate(group.members):
             mine = (group.late == index) & np.isfinite(arrived)
-            late.setdefault(member, []).append(
-                np.stack([arrived[mine], group.last[mine], group.call[mine]])
-            )
+            found = np.stack([arrived[mine], group.last[mine], group.call[mine]])
+            late.setdefault(member, []).append(found)
         for at in np.argsort(-waited, kind="stable")[:400]:
             if waited[at] > 0:
                 call = analysis.run.names.calls[int(group.call[at])]
@@ -243,10 +242,7 @@ def draw_page(analysis: Analysis, path: Path) -> None:
     shortest = np.sort(lengths)[-_MOST_INTERVALS:].min(initial=np.inf)
     rows: list[dict[str, Any]] = []
     for row in shown.rows:
-        entry: dict[str, Any] = {
-            "rank": row.rank, "name": row.name, "note": row.note, "failed": row.failed,
-            "begin": row.begin, "end": row.end,
-        }  # fmt: skip
+        entry = dict(vars(row))
         for key, (begin, end, call) in (("waits", row.waits), ("late", row.late)):
             long = end - begin >= shortest
             times = np.round([begin[long], end[long]], 9).tolist()
