@@ -54,11 +54,6 @@ _OWN_KEYS = {"use_cpu": "cpu"} | {
 _PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
-def is_accelerate_file(values: Mapping[str, object]) -> bool:
-    """Return whether a file was written by ``accelerate config``."""
-    return any(key in values for key in ("compute_environment", "distributed_type", "num_machines"))
-
-
 def refusal(key: str) -> str:
     """Return why `key` has no equivalent and what to do instead; empty if it is unknown."""
     for family, answer in REFUSED:
@@ -140,11 +135,13 @@ def translate(
 # -- the file ----------------------------------------------------------------------------------
 
 
-def convert_file(values: Mapping[str, object], path: str) -> dict[str, Any]:
-    """Return the values of accelerate's file under our keys.
+def convert_file(values: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the values of accelerate's file under our keys, and those of any other file as is.
 
     :raises ConfigurationError: naming the key that has no equivalent, or that is unknown.
     """
+    if values.keys().isdisjoint(("compute_environment", "distributed_type", "num_machines")):
+        return values
     kind = str(values.get("distributed_type") or "NO")
     if kind not in _PLAIN_TYPES:
         why = f"{_XLA if kind in ('XLA', 'TPU') else _SHARDED}. Understood are: "

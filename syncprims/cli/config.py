@@ -157,9 +157,7 @@ def read(path: str) -> dict[str, Any]:
     :raises ConfigurationError: if the file cannot be read, or a key or value is wrong; naming the
         file, the key, and the nearest known key.
     """
-    written = _parse(Path(path))
-    if accelerate_config.is_accelerate_file(written):
-        written = accelerate_config.convert_file(written, path)
+    written = accelerate_config.convert_file(_parse(Path(path)), path)
     values: dict[str, Any] = {}
     for key, value in written.items():
         option = BY_KEY.get(key.replace("-", "_"))

@@ -51,11 +51,9 @@ def run(options: argparse.Namespace) -> int:
         job = examine(world, options.environ, options.seconds)
         if world.rank == 0:
             found = findings(job)
-            if options.json:
-                whole = {**job, "findings": [one._asdict() for one in found]}
-                print(json.dumps(whole, indent=2))  # noqa: T201
-            else:
-                print("\n".join(report(job, found, Style(sys.stdout, options.environ))))  # noqa: T201
+            text = "\n".join(report(job, found, Style(sys.stdout, options.environ)))
+            whole = {**job, "findings": [one._asdict() for one in found]}
+            print(json.dumps(whole, indent=2) if options.json else text)  # noqa: T201
     return 0
 
 

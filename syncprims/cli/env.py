@@ -78,10 +78,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the world that would start."""
     environ: Mapping[str, str] = options.environ
     world = preview(environ)
-    if options.json:
-        print(json.dumps(as_json(world, environ), indent=2))  # noqa: T201
-    else:
-        print("\n".join(report(world, environ, Style(sys.stdout, environ))))  # noqa: T201
+    text = "\n".join(report(world, environ, Style(sys.stdout, environ)))
+    print(json.dumps(as_json(world, environ), indent=2) if options.json else text)  # noqa: T201
     return 0 if world.error is None else 2
 
 

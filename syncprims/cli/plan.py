@@ -73,8 +73,7 @@ def plan_launch(
     ranks, nodes = _size(options, gpus)
     variables: dict[str, str] = {}
     for key in ("backend", "mixed_precision", "timeout", "trace"):
-        value = getattr(options, key)
-        if value is None:
+        if (value := getattr(options, key)) is None:
             continue
         text = str(value).removesuffix(".0") if key == "timeout" else value
         name = f"SYNCPRIMS_{key.upper()}"

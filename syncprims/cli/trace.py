@@ -105,23 +105,25 @@ def _caveats(analysis: Analysis) -> list[str]:
 
 def _write_files(analysis: Analysis, options: argparse.Namespace) -> tuple[int, list[str]]:
     """Write the trace and the pictures; return the exit code and a line for each file."""
-    from syncprims.tracing import chrome, pictures
+    from syncprims.tracing import pictures
 
     code, written = 0, list[str]()
 
-    def write_trace(analysis: Analysis, path: Path) -> str:
-        left_out = chrome.write_chrome_trace(analysis, path)
-        return f" (without the {left_out} shortest waits)" if left_out else ""
-
     for path, write, what in (
-        (options.dir / "trace.json", write_trace, "for ui.perfetto.dev or chrome://tracing"),
+        (
+            options.dir / "trace.json",
+            pictures.write_chrome_trace,
+            "for ui.perfetto.dev or chrome://tracing",
+        ),
         (options.png, pictures.draw_image, "the timeline"),
         (options.html, pictures.draw_page, "the timeline, for a browser"),
     ):
         if path is None:
             continue
         try:
-            written.append(f"{path}: {what}{write(analysis, path) or ''}")
+            left_out = write(analysis, path)
+            less = f" (without the {left_out} shortest waits)" if left_out else ""
+            written.append(f"{path}: {what}{less}")
         except OSError as error:
             print(f"syncprims: cannot write {path}: {error}", file=sys.stderr)  # noqa: T201
             code = 1

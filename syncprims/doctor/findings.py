@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -52,9 +51,9 @@ def findings(job: dict[str, Any]) -> list[Finding]:
 
 def grouped(ranks: Rows, key: str) -> list[Rows]:
     """Return the facts of ranks that have the same `key` together, in the order of lowest ranks."""
-    groups: dict[Any, Rows] = defaultdict(list)
+    groups: dict[Any, Rows] = {}
     for facts in ranks:
-        groups[facts[key]].append(facts)
+        groups.setdefault(facts[key], []).append(facts)
     return list(groups.values())
 
 

@@ -113,13 +113,12 @@ def latency(world: World, seconds: float) -> list[dict[str, Any]]:
         groups.append(("node", get_node_group(world)))
     rows: list[dict[str, Any]] = []
     for name, group in groups:
-        calls: list[tuple[str, Callable[[], object]]] = [
+        for call, function in (
             ("barrier", partial(group.barrier, "doctor")),
             ("flag", partial(group.any_rank, False)),
             ("broadcast of a small object", partial(group.broadcast, _SMALL)),
             ("all_gather of small objects", partial(group.all_gather, _SMALL)),
-        ]
-        for call, function in calls:
+        ):
             times = sorted(_timed(world, function, seconds, least=20, most=5000))
             mine = [statistics.median(times), times[int(len(times) * 0.99)]]
             all_times: list[list[float]] = world.group.all_gather(mine)

@@ -85,7 +85,6 @@ class TraceRun:
     """The traces of one run."""
 
     name: str
-    path: Path
     names: NameTable = field(default_factory=NameTable)
     ranks: list[RankTrace] = field(default_factory=list[RankTrace])
     complaints: list[str] = field(default_factory=list[str])
@@ -134,7 +133,7 @@ def read_run(folder: Path) -> TraceRun:
 
     :raises ConfigurationError: if nothing can be read.
     """
-    run = TraceRun(folder.name, folder)
+    run = TraceRun(folder.name)
     paths = list(folder.glob("rank-*.trace"))
     for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
         found = _read_file(path, run)

@@ -18,7 +18,7 @@ from syncprims._protocol.trace_file import SEGMENT, START, Recorder
 from syncprims.cli.console import Style
 from syncprims.cli.trace import report
 from syncprims.errors import BackendUnavailable, ConfigurationError
-from syncprims.tracing import chrome
+from syncprims.tracing import pictures
 from syncprims.tracing.analysis import analyse, seconds_text
 from syncprims.tracing.pictures import LATE, WAITS, draw_image, draw_page
 from syncprims.tracing.reading import find_runs, read_run
@@ -307,9 +307,9 @@ def test_the_chrome_trace_is_as_its_format_says(planted: Planted) -> None:
 def test_a_long_trace_keeps_its_longest_waits(
     planted: Planted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(chrome, "MOST_SLICES", 30)
+    monkeypatch.setattr(pictures, "MOST_SLICES", 30)
     path = tmp_path / "short.json"
-    assert chrome.write_chrome_trace(analysis_of(planted), path) == 18
+    assert pictures.write_chrome_trace(analysis_of(planted), path) == 18
     slices = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert sum(e["dur"] > 9e5 for e in slices) == 30
 
