@@ -55,7 +55,6 @@ SETTINGS = (
 )
 _PREFIX = "SYNCPRIMS_"
 _NAMES = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
-_SET_BY_RUN = "SYNCPRIMS_ERROR_FILE"
 
 
 @dataclass
@@ -177,7 +176,7 @@ def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
     known = [name.removeprefix(_PREFIX) for name in ours if name.startswith(_PREFIX)]
     found: dict[str, str | None] = {}
     for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in (*ours, _SET_BY_RUN):
+        if name.startswith(_PREFIX) and name not in (*ours, "SYNCPRIMS_ERROR_FILE"):
             nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             found[name] = _PREFIX + nearest[0] if nearest else None
     return found

@@ -18,6 +18,7 @@ from .console import Style, table
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from syncprims.tracing.analysis import Analysis, LateArrivals
 
@@ -80,27 +81,25 @@ def _other_runs(folders: list[Path], folder: Path) -> str:
     return f" ({which}; --run shows {shown})"
 
 
-def _caveats(analysis: Analysis) -> list[str]:
+def _caveats(analysis: Analysis) -> Iterator[str]:
     """Return what makes the figures less certain."""
-    caveats: list[str] = []
     alignment = analysis.alignment
     if alignment.guessed:
-        caveats.append(
+        yield (
             f"the clocks of {', '.join(alignment.guessed)} were set by the calendar, since they "
             f"share no round with the others: waits between them may be wrong"
         )
     elif alignment.hosts:
-        caveats.append(
+        yield (
             f"the clocks of {len(alignment.hosts) + 1} hosts were aligned by their rounds, to "
             f"within {alignment.error * 1e3:.3g} ms"
         )
     dropped = [rank.rank for rank in analysis.run.ranks if rank.dropped]
     if dropped:
-        caveats.append(
+        yield (
             f"ranks {dropped} have recorded more rounds than SYNCPRIMS_TRACE_LIMIT holds: the "
             f"oldest are gone"
         )
-    return caveats
 
 
 def _write_files(analysis: Analysis, options: argparse.Namespace) -> tuple[int, list[str]]:

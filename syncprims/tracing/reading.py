@@ -134,8 +134,7 @@ def read_run(folder: Path) -> TraceRun:
     :raises ConfigurationError: if nothing can be read.
     """
     run = TraceRun(folder.name)
-    paths = list(folder.glob("rank-*.trace"))
-    for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
+    for path in sorted(folder.glob("rank-*.trace"), key=lambda path: (len(path.name), path.name)):
         found = _read_file(path, run)
         if found is not None:
             run.ranks.append(found)
