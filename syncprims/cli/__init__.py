@@ -16,8 +16,8 @@ from .console import CommandParser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: In the order in which ``--help`` shows them. A command is a module with `HELP`, `DESCRIPTION`,
-#: `EPILOG`, `add_arguments` and `run`.
+#: In the order of ``--help``. A command is a module with `add_arguments` and `run`.
+#: Its docstring is its help: a summary, a description, and what comes after the flags.
 COMMANDS = (run, config, env, doctor, trace, completion)
 
 EPILOG = """\
@@ -67,12 +67,11 @@ def parser() -> CommandParser:
     commands = root.add_subparsers(metavar="COMMAND", title="commands", required=True)
     root.set_defaults(parser=root, commands=commands.choices)
     for module in COMMANDS:
-        command = commands.add_parser(
-            module.__name__.rpartition(".")[2],
-            help=module.HELP,
-            description=module.DESCRIPTION,
-            epilog=module.EPILOG,
-        )
+        name = module.__name__.rpartition(".")[2]
+        summary, _, text = (module.__doc__ or "").partition("\n\n")
+        summary = summary[:1].lower() + summary[1:].rstrip(".")
+        description, _, epilog = text.partition("\n\n")
+        command = commands.add_parser(name, help=summary, description=description, epilog=epilog)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return root

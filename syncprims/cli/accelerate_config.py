@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims.errors import ConfigurationError
 
-from .options import BY_KEY, OPTIONS
+from .options import BY_KEY, FLAG_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,35 +36,29 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("use_xpu", "ipex_"), "choose the device in the script"),
     (("aws_",), "there is no SageMaker launcher; run `syncprims run` in the job itself"),
     (("mpirun_",), "start the ranks by mpirun itself: its variables are understood"),
-    (
-        ("enable_cpu_affinity",),
-        "bind the ranks by taskset or numactl, or torchrun's --numa-binding",
-    ),
+    (("enable_cpu_affinity",), "bind the ranks by taskset, numactl or torchrun's --numa-binding"),
     (("no_python",), "the script is a Python script, or with -m a module"),
     (("env",), "set the variable before the command: NAME=VALUE syncprims run ..."),
-    (("tee", "log_dir", "role", "rdzv_conf", "monitor_interval"), _TORCHRUN),
+    (("tee", "t", "log_dir", "role", "rdzv_conf", "monitor_interval"), _TORCHRUN),
 )
-_SHORT = {"-t": "tee"}
 
 #: Values by which accelerate's flags and files turn a thing off.
-_OFF: tuple[object, ...] = ({}, [], False, None, "", "no", "NO")
+_OFF: tuple[object, ...] = ([], False, None, "", "no", "NO")
 
-#: Keys of accelerate's file that are no flags.
-_FILE_ONLY = ("compute_environment", "distributed_type", "use_cpu")
+#: Our key for every key of accelerate's file that has one.
+_OWN_KEYS = {"use_cpu": "cpu"} | {
+    flag[2:].replace("-", "_"): option.key
+    for option in FLAG_OPTIONS
+    for flag in (option.flag, *option.also)
+}
 _PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
-
-
-def is_accelerate_file(values: Mapping[str, object]) -> bool:
-    """Return whether a file was written by ``accelerate config``."""
-    return any(key in values for key in ("compute_environment", "distributed_type", "num_machines"))
 
 
 def refusal(key: str) -> str:
     """Return why `key` has no equivalent and what to do instead; empty if it is unknown."""
     for family, answer in REFUSED:
-        for name in family:
-            if key == name or (name.endswith("_") and key.startswith(name)):
-                return answer
+        if any(key == name or (name.endswith("_") and key.startswith(name)) for name in family):
+            return answer
     return ""
 
 
@@ -74,24 +68,28 @@ def suggest(key: str, known: Sequence[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ";"
 
 
+def _no_equivalent(what: str, why: str) -> ConfigurationError:
+    return ConfigurationError(f"{what} has no equivalent here: {why}")
+
+
 # -- the command line --------------------------------------------------------------------------
 
 
-def _spellings() -> dict[str, tuple[str, bool]]:
-    """Return for every flag the one that the parser knows, and whether a value follows it."""
-    known = {"-h": ("-h", False), "--help": ("--help", False), "--config": ("--config", True)}
-    known["--config-file"] = known["--config"]
-    for option in OPTIONS:
-        if option.key not in ("script", "args"):
-            names = (option.flag, *option.also, *([option.short] if option.short else []))
-            known |= dict.fromkeys(names, (option.flag, option.metavar is not None))
-    return known
+#: For every flag the one that the parser knows, and what its value is called; None: it takes none.
+_FLAGS: dict[str, tuple[str, str | None]] = {
+    **dict.fromkeys(("-h", "--help"), ("--help", None)),
+    **dict.fromkeys(("--config", "--config-file"), ("--config", "FILE")),
+    **{
+        name: (option.flag, option.metavar)
+        for option in FLAG_OPTIONS
+        for name in (option.flag, *option.also, *option.short)
+    },
+}
 
 
-_FLAGS = _spellings()
-
-
-def translate(line: Sequence[str], more: Mapping[str, tuple[str, bool]] | None = None) -> list[str]:
+def translate(
+    line: Sequence[str], more: Mapping[str, tuple[str, str | None]] | None = None
+) -> list[str]:
     """Return a command line of ``syncprims run`` with its flags in our own spelling.
 
     Long flags may be written with ``_`` for ``-``, as in accelerate. The script's own arguments are
@@ -115,66 +113,57 @@ def translate(line: Sequence[str], more: Mapping[str, tuple[str, bool]] | None =
             if name == "--dynamo-backend" and (value or "".join(rest[:1])) in ("no", "NO"):
                 rest = rest[not equals :]
                 continue
-            raise _unknown_flag(written.partition("=")[0], name, list(known))
-        flag, takes_value = known[name]
-        if not takes_value:
+            flag = written.partition("=")[0]
+            if why := refusal(name.lstrip("-").replace("-", "_")):
+                raise _no_equivalent(flag, why)
+            raise ConfigurationError(
+                f"there is no flag {flag}{suggest(name, list(known))} `syncprims run --help` has "
+                f"them all"
+            )
+        flag, metavar = known[name]
+        if metavar is None:
             if equals:
                 raise ConfigurationError(f"{name} takes no value, and {written!r} gives it one")
             translated.append(flag)
         elif equals or rest:
             translated.append(f"{flag}={value if equals else rest.pop(0)}")
         else:
-            option = BY_KEY.get(flag[2:].replace("-", "_"))
-            metavar = option.metavar if option else "FILE"
             raise ConfigurationError(f"{name} needs a value: {name} {metavar}")
     return translated + rest
-
-
-def _unknown_flag(written: str, name: str, known: Sequence[str]) -> ConfigurationError:
-    why = refusal(_SHORT.get(name, name.removeprefix("--").replace("-", "_")))
-    if why:
-        return ConfigurationError(f"{written} has no equivalent here: {why}")
-    return ConfigurationError(
-        f"there is no flag {written}{suggest(name, known)} `syncprims run --help` has them all"
-    )
 
 
 # -- the file ----------------------------------------------------------------------------------
 
 
-def convert_file(values: Mapping[str, object], path: str) -> dict[str, Any]:
-    """Return the values of accelerate's file under our keys.
+def convert_file(values: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the values of accelerate's file under our keys, and those of any other file as is.
 
     :raises ConfigurationError: naming the key that has no equivalent, or that is unknown.
     """
+    if values.keys().isdisjoint(("compute_environment", "distributed_type", "num_machines")):
+        return values
     kind = str(values.get("distributed_type") or "NO")
     if kind not in _PLAIN_TYPES:
-        raise ConfigurationError(
-            f"{path}: distributed_type: {kind} has no equivalent here: "
-            f"{_XLA if kind in ('XLA', 'TPU') else _SHARDED}. Understood are: "
-            f"{', '.join(_PLAIN_TYPES)}"
-        )
-    if values.get("compute_environment") not in (None, "LOCAL_MACHINE"):
-        raise ConfigurationError(
-            f"{path}: compute_environment: {values['compute_environment']} has no equivalent here: "
-            f"{refusal('aws_')}"
-        )
+        why = f"{_XLA if kind in ('XLA', 'TPU') else _SHARDED}. Understood are: "
+        raise _no_equivalent(f"{path}: distributed_type: {kind}", why + ", ".join(_PLAIN_TYPES))
+    where = values.get("compute_environment")
+    if where not in (None, "LOCAL_MACHINE"):
+        raise _no_equivalent(f"{path}: compute_environment: {where}", refusal("aws_"))
     converted: dict[str, Any] = {}
     for key, value in values.items():
         if key in ("compute_environment", "distributed_type") or value is None:
             continue
-        own = _own_key("cpu" if key == "use_cpu" else key)
-        if own is not None:
+        if own := _OWN_KEYS.get(key):
             if value is not False and (key, value) != ("num_processes", -1):
                 converted[own] = value
         elif not (why := refusal(key)):
-            known = [*_FILE_ONLY, *BY_KEY, "gpu_ids", "num_machines"]
+            known = ["compute_environment", "distributed_type", *_OWN_KEYS]
             raise ConfigurationError(
                 f"{path}: there is no key {key!r}{suggest(key, known)} the file looks like "
                 f"accelerate's, whose keys are understood or answered, and this is none of them"
             )
         elif not _is_off(value):
-            raise ConfigurationError(f"{path}: {key} has no equivalent here: {why}")
+            raise _no_equivalent(f"{path}: {key}", why)
     if converted.get("cpu"):
         converted.pop("gpus", None)  # accelerate writes gpu_ids: all in any case
     elif kind == "MULTI_GPU":
@@ -183,17 +172,8 @@ def convert_file(values: Mapping[str, object], path: str) -> dict[str, Any]:
 
 
 def _is_off(value: object) -> bool:
-    if isinstance(value, dict):
-        parts: list[object] = list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-        return all(part in _OFF for part in parts)
-    return value in _OFF
-
-
-def _own_key(key: str) -> str | None:
-    if key in BY_KEY and key not in ("script", "args"):
-        return key
-    flag = "--" + key.replace("_", "-")
-    return next((option.key for option in OPTIONS if flag in option.also), None)
+    parts: list[object] = list(value.values()) if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    return all(part in _OFF for part in parts)
 
 
 def notes(values: Mapping[str, object]) -> list[str]:

@@ -1,4 +1,15 @@
-"""``syncprims completion``: print a shell's completion script, which the library shtab writes."""
+"""Print a script that makes a shell complete these commands.
+
+Print a script that makes the shell complete commands, flags and values.
+
+bash:  syncprims completion bash > ~/.local/share/bash-completion/completions/syncprims
+zsh:   syncprims completion zsh > ~/.zfunc/_syncprims     (with ~/.zfunc in $fpath)
+fish:  syncprims completion fish > ~/.config/fish/completions/syncprims.fish
+tcsh:  syncprims completion tcsh > ~/.syncprims.completion.csh (and source it)
+
+For this shell only: eval "$(syncprims completion bash)". It needs a package:
+pip install 'syncprims[completion]'.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +23,6 @@ if TYPE_CHECKING:
     from .console import CommandParser
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-HELP = "print a script that makes a shell complete these commands"
-DESCRIPTION = "Print a script that makes the shell complete commands, flags and values."
-EPILOG = """\
-bash:  syncprims completion bash > ~/.local/share/bash-completion/completions/syncprims
-zsh:   syncprims completion zsh > ~/.zfunc/_syncprims     (with ~/.zfunc in $fpath)
-fish:  syncprims completion fish > ~/.config/fish/completions/syncprims.fish
-tcsh:  syncprims completion tcsh > ~/.syncprims.completion.csh (and source it)
-
-For this shell only: eval "$(syncprims completion bash)". It needs a package:
-pip install 'syncprims[completion]'."""
 
 #: What shtab completes for an argument with this placeholder.
 _FILES = {"FILE": "file", "SCRIPT [ARGS...]": "file", "DIR": "directory"}

@@ -1,8 +1,21 @@
-"""``syncprims config``, and the file that describes a run: YAML, TOML or JSON."""
+"""Write a file for `syncprims run --config`.
+
+Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
+file has every key, with a comment.
+
+examples:
+  syncprims config                                    on a terminal: asks, and writes run.yaml
+  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
+  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
+  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
+
+All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -20,21 +33,16 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-HELP = "write a file for `syncprims run --config`"
-DESCRIPTION = """\
-Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
-file has every key, with a comment."""
-EPILOG = """\
-examples:
-  syncprims config                                    on a terminal: asks, and writes run.yaml
-  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
-  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
-  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
 
-All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
-
-_OUTPUT = "--output", True  # takes a value
-_OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", False)}
+_OUTPUT = "--output", "FILE"
+_OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", None)}
+#: The module and its function that parse a file with this suffix; imported when it is read.
+_PARSERS = {
+    ".yaml": ("yaml", "safe_load"),
+    ".yml": ("yaml", "safe_load"),
+    ".toml": ("tomllib", "loads"),
+    ".json": ("json", "loads"),
+}
 #: The questions on a terminal, by key.
 QUESTIONS = (
     ("nodes", "How many machines"),
@@ -63,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the file."""
     flags = values_of(options)
     script = flags.get("script")
-    if script and "module" not in flags and Path(script).suffix in SUFFIXES:
+    if script and "module" not in flags and Path(script).suffix in _PARSERS:
         raise ConfigurationError(
             f"{script} stands where the script does, and is no Python: name the file to write with "
             f"-o {script}, one to read with --config {script}"
@@ -149,9 +157,7 @@ def read(path: str) -> dict[str, Any]:
     :raises ConfigurationError: if the file cannot be read, or a key or value is wrong; naming the
         file, the key, and the nearest known key.
     """
-    written = _parse(Path(path))
-    if accelerate_config.is_accelerate_file(written):
-        written = accelerate_config.convert_file(written, path)
+    written = accelerate_config.convert_file(_parse(Path(path)), path)
     values: dict[str, Any] = {}
     for key, value in written.items():
         option = BY_KEY.get(key.replace("-", "_"))
@@ -169,8 +175,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    parse = _PARSERS.get(path.suffix)
-    if parse is None:
+    if path.suffix not in _PARSERS:
         raise ConfigurationError(
             f"{path}: a file that describes a run is called *.yaml, *.toml or *.json"
         )
@@ -180,8 +185,9 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigurationError(
             f"{path} cannot be read: {error}; `syncprims config` writes such a file"
         ) from error
+    module, function = _PARSERS[path.suffix]
     try:
-        values = parse(text)
+        values: object = getattr(importlib.import_module(module), function)(text)
     except ImportError:
         raise ConfigurationError(
             f"{path}: reading YAML needs a package: pip install 'syncprims[config]'. "
@@ -194,24 +200,6 @@ def _parse(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path}: it has to be keys with values, as in `ranks: 4`")
     return {str(key): value for key, value in values.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    return yaml.safe_load(text)
-
-
-def _toml(text: str) -> Any:
-    import tomllib
-
-    return tomllib.loads(text)
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": _yaml, ".yml": _yaml, ".toml": _toml, ".json": json.loads,
-}  # fmt: skip
-SUFFIXES = frozenset(_PARSERS)  #: of a file that describes a run
 
 
 def render(values: Mapping[str, Any], suffix: str) -> str:

@@ -36,18 +36,6 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` says more\n")
 
 
-def argument_type(read: Callable[[object], Any]) -> Callable[[str], Any]:
-    """Return `read` as a type for argparse, which shows the text of its `ValueError`."""
-
-    def convert(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
 class Style:
     """Colours text if the stream is a terminal and ``NO_COLOR`` is not set."""
 

@@ -1,4 +1,17 @@
-"""``syncprims doctor``: measure a running job, and print what is wrong with it."""
+"""Measure a job from inside, and print what to improve.
+
+Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
+far clocks are apart, and which versions differ; then what is wrong, and the cure.
+
+examples:
+  syncprims run -n 4 -m syncprims doctor
+  torchrun --nproc-per-node 4 -m syncprims doctor
+  srun -n 8 python -m syncprims doctor
+  syncprims doctor                                  one rank, alone
+
+Start it as you start the job: by the same launcher, with the same variables. Every rank takes part
+and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +19,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .console import Style, argument_type, table
+from syncprims.doctor.findings import count_of, findings, grouped, listed, processor_count
+
+from .console import Style, table
 from .options import seconds
 
 if TYPE_CHECKING:
@@ -17,26 +32,12 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-HELP = "measure a job from inside, and print what to improve"
-DESCRIPTION = """\
-Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
-far clocks are apart, and which versions differ; then what is wrong, and the cure."""
-EPILOG = """\
-examples:
-  syncprims run -n 4 -m syncprims doctor
-  torchrun --nproc-per-node 4 -m syncprims doctor
-  srun -n 8 python -m syncprims doctor
-  syncprims doctor                                  one rank, alone
-
-Start it as you start the job: by the same launcher, with the same variables. Every rank takes part
-and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2."""
-
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="the same for programs, as JSON")
     parser.add_argument(
-        "--seconds", type=argument_type(seconds), default=0.2, metavar="S",
+        "--seconds", type=seconds, default=0.2, metavar="S",
         help="how long each measurement takes, about (default: 0.2)",
     )  # fmt: skip
 
@@ -44,30 +45,24 @@ def add_arguments(parser: CommandParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Examine the job on every rank, and print the result on rank 0."""
     from syncprims import init
-    from syncprims.doctor.findings import findings
     from syncprims.doctor.measurements import examine
 
     with init() as world:
         job = examine(world, options.environ, options.seconds)
         if world.rank == 0:
             found = findings(job)
-            if options.json:
-                whole = {**job, "findings": [one._asdict() for one in found]}
-                print(json.dumps(whole, indent=2))  # noqa: T201
-            else:
-                print("\n".join(report(job, found, Style(sys.stdout, options.environ))))  # noqa: T201
+            text = "\n".join(report(job, found, Style(sys.stdout, options.environ)))
+            whole = {**job, "findings": [one._asdict() for one in found]}
+            print(json.dumps(whole, indent=2) if options.json else text)  # noqa: T201
     return 0
 
 
 def report(job: dict[str, Any], found: Sequence[Finding], style: Style) -> list[str]:
     """Return the lines of the report: the ranks, the measurements, and the findings."""
-    ranks, nodes, launcher = job["world_size"], job["num_nodes"], job["ranks"][0]["launcher"]
+    ranks, nodes = count_of(job["world_size"], "rank"), count_of(job["num_nodes"], "node")
+    launcher = job["ranks"][0]["launcher"].replace("none", "no launcher")
     lines = [
-        style(
-            "bold",
-            f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, backend "
-            f"{job['backend']}, started by {launcher.replace('none', 'no launcher')}",
-        ),
+        style("bold", f"{ranks} on {nodes}, backend {job['backend']}, started by {launcher}"),
         *table(_place_rows(job["ranks"][0])),
         "",
         style("bold", "Who shares what"),
@@ -109,15 +104,11 @@ def _place_rows(first: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _machine_rows(ranks: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    from syncprims.doctor.findings import by_machine, listed, processor_count
-
     rows: list[tuple[str, ...]] = [
         ("host", "node", "ranks", "share memory", "processors", "threads", "load")
     ]
-    for those in by_machine(ranks):
-        memories: dict[str, list[int]] = {}
-        for facts in those:
-            memories.setdefault(facts["memory"], []).append(facts["rank"])
+    for those in grouped(ranks, "machine"):
+        memories = [listed(one["rank"] for one in each) for each in grouped(those, "memory")]
         processors = processor_count(those)
         threads = sorted({str(facts["threads"] or "not set") for facts in those})
         rows.append(
@@ -125,7 +116,7 @@ def _machine_rows(ranks: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 ", ".join(dict.fromkeys(facts["host"] for facts in those)),
                 listed({facts["node"] for facts in those}),
                 listed(facts["rank"] for facts in those),
-                " / ".join(map(listed, memories.values())) if len(those) > 1 else "-",
+                " / ".join(memories) if len(those) > 1 else "-",
                 f"{processors} ({processors / len(those):.3g} per rank)",
                 f"{' or '.join(threads)} per rank",
                 f"{those[0]['load']:.1f}",

@@ -1,4 +1,10 @@
-"""``syncprims env``: print which world would start, from which variables, and why."""
+"""Show which world would start here, and why.
+
+Show which world a program would start if it ran here, and which variables, set or not, decide that.
+If they contradict each other, show the error.
+
+exit code: 0 if a world would start, 2 if starting it would be an error.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,9 @@ import json
 import platform
 import socket
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from syncprims._world.backends import choose_backend
 from syncprims._world.host import count_processors
@@ -27,11 +34,6 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
-HELP = "show which world would start here, and why"
-DESCRIPTION = """\
-Show which world a program would start if it ran here, and which variables, set or not, decide that.
-If they contradict each other, show the error."""
-EPILOG = "exit code: 0 if a world would start, 2 if starting it would be an error."
 
 #: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (
@@ -52,17 +54,18 @@ SETTINGS = (
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
 _PREFIX = "SYNCPRIMS_"
-_SET_BY_RUN = ["ERROR_FILE"]
+_NAMES = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
 
 
-class WorldPreview(NamedTuple):
+@dataclass
+class WorldPreview:
     """The world that would start, or the error that would be raised."""
 
     backend: str | None
-    chosen_by: str
-    place: Topology | None
-    settings: Settings | None
-    error: SyncError | None
+    chosen_by: str = ""
+    place: Topology | None = None
+    settings: Settings | None = None
+    error: SyncError | None = None
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -74,27 +77,23 @@ def run(options: argparse.Namespace) -> int:
     """Print the world that would start."""
     environ: Mapping[str, str] = options.environ
     world = preview(environ)
-    if options.json:
-        print(json.dumps(as_json(world, environ), indent=2))  # noqa: T201
-    else:
-        print("\n".join(report(world, environ, Style(sys.stdout, environ))))  # noqa: T201
+    text = "\n".join(report(world, environ, Style(sys.stdout, environ)))
+    print(json.dumps(as_json(world, environ), indent=2) if options.json else text)  # noqa: T201
     return 0 if world.error is None else 2
 
 
 def preview(environ: Mapping[str, str]) -> WorldPreview:
     """Return the world that `environ` describes, without joining it or waiting for anything."""
-    place = settings = None
-    backend, chosen_by = environ.get("SYNCPRIMS_BACKEND") or None, ""
-    error: SyncError | None = None
+    world = WorldPreview(environ.get("SYNCPRIMS_BACKEND") or None)
     try:
-        settings = read_settings(environ)
-        place = detect(environ)
+        world.settings = read_settings(environ)
+        world.place = detect(environ)
         choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
-        backend, chosen_by = choice.backend, choice.chosen_by
-        choice.load().check(choice.topology, settings)
-    except SyncError as found:
-        error = found
-    return WorldPreview(backend, chosen_by, place, settings, error)
+        world.backend, world.chosen_by = choice.backend, choice.chosen_by
+        choice.load().check(choice.topology, world.settings)
+    except SyncError as error:
+        world.error = error
+    return world
 
 
 # -- text for people ----------------------------------------------------------------------
@@ -109,13 +108,8 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     elif place is None or place.world_size == 1:
         lines = [style("bold", f"A world of one would start: backend {world.backend}.")]
     else:
-        lines = [
-            style(
-                "bold",
-                f"Rank {place.rank} of {place.world_size} would start: backend {world.backend}, "
-                f"started by {place.launcher}.",
-            )
-        ]
+        first = f"Rank {place.rank} of {place.world_size} would start: backend {world.backend}"
+        lines = [style("bold", f"{first}, started by {place.launcher}.")]
     rows: list[tuple[str, str, str]] = []
     if world.chosen_by:
         rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
@@ -178,13 +172,12 @@ def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables with our prefix that are not ours, and the nearest that is."""
-    ours = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS), *LAUNCHERS[0].variables]
+    ours = [*_NAMES, *LAUNCHERS[0].variables]
     known = [name.removeprefix(_PREFIX) for name in ours if name.startswith(_PREFIX)]
     found: dict[str, str | None] = {}
     for name in sorted(environ):
-        rest = name.removeprefix(_PREFIX)
-        if rest not in (name, *known, *_SET_BY_RUN):
-            nearest = difflib.get_close_matches(rest, known, 1)
+        if name.startswith(_PREFIX) and name not in (*ours, "SYNCPRIMS_ERROR_FILE"):
+            nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             found[name] = _PREFIX + nearest[0] if nearest else None
     return found
 
@@ -204,9 +197,7 @@ def _here() -> dict[str, str]:
 
 def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the same for programs; a variable that is not set is null."""
-    names = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
-    for launcher in LAUNCHERS:
-        names += launcher.variables
+    names = [*_NAMES, *(name for launcher in LAUNCHERS for name in launcher.variables)]
     error = world.error
     return {
         "backend": world.backend,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import os
 import select
@@ -23,8 +24,10 @@ from typing import IO, TYPE_CHECKING, TextIO
 
 from syncprims import errors
 from syncprims._world.host import free_port, scratch_directory
-from syncprims._world.launchers import list_rank_variables, make_rank_variables
+from syncprims._world.launchers import make_rank_variables
 from syncprims.errors import describe_exit
+
+from .plan import launch_environment
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -46,10 +49,7 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
     :raises OSError: if all ranks succeeded, and part of their output was lost.
     """
     with _received_signals() as received, scratch_directory("syncprims-run-") as scratch:
-        # An outer launcher's variables say the place of this process, not that of the ranks.
-        outer = list_rank_variables()
-        common = {k: v for k, v in environ.items() if k not in outer}
-        common |= plan.variables
+        common = launch_environment(plan, environ)
         common["SYNCPRIMS_RUN_ID"] = uuid.uuid4().hex
         common.setdefault("SYNCPRIMS_DIR", str(scratch / "board"))
         common["MASTER_ADDR"] = "127.0.0.1"
@@ -80,8 +80,7 @@ def _read_burst(fd: int) -> bytes:
     poll = select.poll()  # `select` itself takes no descriptor from 1024 up
     poll.register(fd, select.POLLIN)
     while data and len(data) < 65536 and time.monotonic() < deadline and poll.poll(10):
-        more = os.read(fd, 65536)
-        if not more:
+        if not (more := os.read(fd, 65536)):
             break
         data += more
     return data
@@ -114,7 +113,7 @@ class _RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signum)
 
-    @property
+    @functools.cached_property
     def failure(self) -> errors.Failure | None:
         """What the rank reported of its end, if anything."""
         try:
@@ -122,6 +121,12 @@ class _RankProcess:
         except (OSError, ValueError):
             return None
         return error.failures.get(self.rank)
+
+    @property
+    def summary(self) -> str:
+        """How the process ended, and with which error, if it has reported one."""
+        how = f"({describe_exit(self.process.returncode)})"
+        return how if self.failure is None else f"{how}: {self.failure.headline}"
 
 
 class _LaunchedRun:
@@ -140,7 +145,8 @@ class _LaunchedRun:
             for rank in range(plan.ranks):
                 self._start(plan, rank, common, scratch)
         except BaseException:
-            self._signal(self._ranks, signal.SIGKILL)
+            for one in self._ranks:
+                one.send(signal.SIGKILL)
             raise
 
     def _start(self, plan: LaunchPlan, rank: int, common: Mapping[str, str], scratch: Path) -> None:
@@ -171,22 +177,20 @@ class _LaunchedRun:
         self, rank: int, source: IO[bytes], sink: TextIO, tail: collections.deque[str] | None
     ) -> None:
         """Pass on what a rank writes, line by line; a progress bar's returns end a line too."""
-        begun: list[bytes] = []  # of a line that has not ended
+        begun = b""  # a line that has not ended
         after_return = False  # its newline may come in the next chunk
         while chunk := _read_burst(source.fileno()):
             if after_return:
                 chunk = chunk.removeprefix(b"\n")
             after_return = chunk.endswith(b"\r")
-            first, *more = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-            begun.append(first)
-            if more:
-                self._write(rank, [b"".join(begun), *more[:-1]], sink, tail)
-                begun = [more[-1]]
-            elif sum(map(len, begun)) > _LONGEST_LINE:
-                self._write(rank, [b"".join(begun)], sink, tail)
-                begun = []
-        if any(begun):
-            self._write(rank, [b"".join(begun)], sink, tail)
+            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            *lines, begun = (begun + chunk).split(b"\n")
+            if len(begun) > _LONGEST_LINE:
+                lines, begun = [*lines, begun], b""
+            if lines:
+                self._write(rank, lines, sink, tail)
+        if begun:
+            self._write(rank, [begun], sink, tail)
         source.close()
 
     def _write(
@@ -214,8 +218,8 @@ class _LaunchedRun:
             self._watch()
         finally:
             # Ended ranks are still zombies, so this kills what they started, and nothing else.
-            self._signal(self._ranks, signal.SIGKILL)
             for one in self._ranks:
+                one.send(signal.SIGKILL)
                 one.process.wait()
             deadline = time.monotonic() + GRACE
             for thread in self._threads:
@@ -259,34 +263,22 @@ class _LaunchedRun:
     def _stop(self, running: list[_RankProcess], signum: int) -> None:
         for one in running:
             one.stopped = True
-        self._signal(running, signum)
-
-    def _signal(self, ranks: list[_RankProcess], signum: int) -> None:
-        for one in ranks:
             one.send(signum)
 
     # -- reporting ------------------------------------------------------------------------------
 
     def _report(self) -> int:
         """Print which rank failed first and why, then the others; return the first one's code."""
-        failures = {one.rank: one.failure for one in self._failed}
 
         def is_consequence(one: _RankProcess) -> bool:
-            failure = failures[one.rank]
-            return failure is not None and failure.consequence
-
-        def summary(one: _RankProcess) -> str:
-            failure = failures[one.rank]
-            how = f"({describe_exit(one.process.returncode)})"
-            return how if failure is None else f"{how}: {failure.headline}"
+            return one.failure is not None and one.failure.consequence
 
         # The sort is stable: within each kind in the order in which they ended.
         root, *others = sorted(self._failed, key=is_consequence)
-        lines = [f"syncprims run: rank {root.rank} failed first {summary(root)}"]
-        failure = failures[root.rank]
-        shown = failure.traceback.rstrip().splitlines() if failure is not None else root.tail
+        lines = [f"syncprims run: rank {root.rank} failed first {root.summary}"]
+        shown = root.failure.traceback.rstrip().splitlines() if root.failure else root.tail
         lines += [f"  | {line}" for line in shown]
-        lines += [f"then rank {one.rank} {summary(one)}" for one in others]
+        lines += [f"then rank {one.rank} {one.summary}" for one in others]
         stopped = [str(one.rank) for one in self._ranks if one.stopped]
         if stopped:
             lines.append(f"still running then, and ended: rank {', '.join(stopped)}")

@@ -6,8 +6,6 @@ import argparse
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .console import argument_type
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -28,13 +26,13 @@ class Option(NamedTuple):
     """One option: ``--the-key VALUE`` on a command line, ``the_key: value`` in a file."""
 
     key: str
-    read: Callable[[object], Any]  #: returns the value of what was written, or raises ValueError
+    read: Callable[[object], Any]  #: returns the value of what was written, or raises InvalidValue
     section: str
     help: str
     metavar: str | None = None  #: None: it is a switch
-    short: str | None = None
+    short: tuple[str, ...] = ()
     also: tuple[str, ...] = ()  #: flags of accelerate launch with the same meaning
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | None = None
     note: str = ""  #: why it changes nothing here
     example: str = "false"  #: how a file shows it while it is not set
 
@@ -47,6 +45,10 @@ class Option(NamedTuple):
 # -- reading one value -------------------------------------------------------------------------
 
 
+class InvalidValue(argparse.ArgumentTypeError, ValueError):
+    """What was written is not a value of the option; argparse shows the text."""
+
+
 def integer(least: int, what: str) -> Callable[[object], int]:
     """Return a reader of whole numbers from `least` up."""
 
@@ -55,8 +57,8 @@ def integer(least: int, what: str) -> Callable[[object], int]:
             number = int(str(value))
         except ValueError:
             number = least - 1
-        if number < least or isinstance(value, bool):
-            raise ValueError(f"{value!r} is not {what} from {least} up")
+        if number < least:
+            raise InvalidValue(f"{value!r} is not {what} from {least} up")
         return number
 
     return read
@@ -68,7 +70,7 @@ def one_of(*choices: str) -> Callable[[object], str]:
     def read(value: object) -> str:
         word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
         if word not in choices:
-            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
+            raise InvalidValue(f"{value!r} is not one of {', '.join(choices)}")
         return word
 
     return read
@@ -77,25 +79,25 @@ def one_of(*choices: str) -> Callable[[object], str]:
 def word(value: object) -> str:
     """Read a word that is not empty."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is not a word")
+        raise InvalidValue(f"{value!r} is not a word")
     return value
 
 
 def words(value: object) -> tuple[str, ...]:
     """Read a list of words, as a script gets them."""
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{value!r} is not a list")
+        raise InvalidValue(f"{value!r} is not a list")
     items: list[object] = list(value)  # pyright: ignore[reportUnknownArgumentType]
     for item in items:
         if isinstance(item, (list, dict)) or item is None:
-            raise ValueError(f"{item!r} in it is not a word")
+            raise InvalidValue(f"{item!r} in it is not a word")
     return tuple(str(item) for item in items)
 
 
 def switch(value: object) -> bool:
     """Read true or false."""
     if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
+        raise InvalidValue(f"{value!r} is neither true nor false")
     return value
 
 
@@ -105,8 +107,8 @@ def seconds(value: object) -> float:
         number = float(str(value))
     except ValueError:
         number = 0.0
-    if not number > 0 or isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a number of seconds above 0")
+    if not number > 0:
+        raise InvalidValue(f"{value!r} is not a number of seconds above 0")
     return number
 
 
@@ -117,9 +119,9 @@ def device_ids(value: object) -> tuple[str, ...]:
     parts = tuple(value.split(",")) if isinstance(value, str) else words(value)
     ids = tuple(part.strip() for part in parts)
     if isinstance(value, bool) or not all(ids) or ("all" in ids and len(ids) > 1):
-        raise ValueError(f"{value!r} is neither 'all' nor ids with commas between, as in 0,1")
+        raise InvalidValue(f"{value!r} is neither 'all' nor ids with commas between, as in 0,1")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{value!r} names a device twice")
+        raise InvalidValue(f"{value!r} names a device twice")
     return ids
 
 
@@ -128,7 +130,7 @@ def address(value: object) -> tuple[str, int]:
     host, colon, port = str(value).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{value!r} is not host:port, as in node0:29500")
+        raise InvalidValue(f"{value!r} is not host:port, as in node0:29500")
     return host, int(port)
 
 
@@ -147,7 +149,7 @@ class Options:
     # fmt: off
     ranks: int | None = _option(integer(1, "a number of ranks"), RANKS,
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
-        "N", "-n", example="4")
+        "N", ("-n",), example="4")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
@@ -179,7 +181,7 @@ class Options:
         example='"node0:29500"')
     max_restarts: int | None = _option(integer(0, "a number of restarts"), NODES,
         "how often to restart all ranks after one has failed (default: 0)", "N", example="0")
-    module: bool = _option(switch, SCRIPT, "the script is a module, as in python -m", short="-m")
+    module: bool = _option(switch, SCRIPT, "the script is a module, as in python -m", short=("-m",))
     script: str | None = _option(word, SCRIPT, "the script to run", "SCRIPT",
         example='"train.py"')
     args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS",
@@ -194,7 +196,7 @@ class Options:
         "static needs --node-rank, c10d does not", "NAME", choices=("static", "c10d"))
     debug: bool = _option(switch, ACCELERATE, "changes nothing",
         note="shapes and calls are compared on every run")
-    quiet: bool = _option(switch, ACCELERATE, "changes nothing", short="-q",
+    quiet: bool = _option(switch, ACCELERATE, "changes nothing", short=("-q",),
         note="only the rank that failed first is shown in any case")
     same_network: bool = _option(switch, ACCELERATE, "changes nothing",
         note="--rendezvous is the address in any network")
@@ -207,6 +209,8 @@ OPTIONS = tuple(
     Option(one.name, *one.metadata["option"], **one.metadata["more"]) for one in fields(Options)
 )
 BY_KEY = {option.key: option for option in OPTIONS}
+#: All but the script and its arguments, which have no flag.
+FLAG_OPTIONS = tuple(option for option in OPTIONS if option.key not in ("script", "args"))
 
 
 def plain_value(key: str, value: Any) -> Any:
@@ -226,17 +230,14 @@ def add_options(parser: CommandParser) -> None:
         "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
     )
     groups: dict[str, Any] = {}
-    for option in OPTIONS:
-        if option.key in ("script", "args"):
-            continue
+    for option in FLAG_OPTIONS:
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
         about: dict[str, Any] = {"action": "store_true"}
         if option.metavar is not None:
-            about = {"metavar": option.metavar, "type": argument_type(option.read)}
-            about["choices"] = option.choices or None
+            about = {"metavar": option.metavar, "type": option.read, "choices": option.choices}
         groups[option.section].add_argument(
-            *([option.short] if option.short else []),
+            *option.short,
             option.flag,
             dest=option.key,
             default=argparse.SUPPRESS,

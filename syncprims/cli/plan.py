@@ -27,14 +27,12 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-#: Keys of which one, set by a flag, hides the other in the file.
+#: Keys of which one, set by a flag, hides the others in the file.
 _EXCLUSIVE = (
-    ("ranks", "num_processes"),
-    ("gpus", "multi_gpu"),
-    ("cpu", "gpus"),
-    ("cpu", "multi_gpu"),
-    ("rendezvous", "main_process_ip"),
-    ("rendezvous", "main_process_port"),
+    {"ranks", "num_processes"},
+    {"cpu", "gpus", "multi_gpu"},
+    {"rendezvous", "main_process_ip"},
+    {"rendezvous", "main_process_port"},
 )
 
 
@@ -52,7 +50,7 @@ def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
 
     So do other names of the same thing: ``--num-processes`` overrides the file's ``ranks``.
     """
-    hidden = {other for pair in _EXCLUSIVE for key in pair if key in flags for other in pair}
+    hidden = set[str]().union(*(keys for keys in _EXCLUSIVE if keys & flags.keys()))
     if "script" in flags:
         hidden |= {"args", "module"}  # they belong to the file's script
     kept = {key: value for key, value in file.items() if key not in hidden}
@@ -73,7 +71,18 @@ def plan_launch(
         )
     gpus = _gpus(options, environ)
     ranks, nodes = _size(options, gpus)
-    variables = {"SYNCPRIMS_BACKEND": _backend(options, environ, ranks, nodes, gpus)}
+    variables: dict[str, str] = {}
+    for key in ("backend", "mixed_precision", "timeout", "trace"):
+        if (value := getattr(options, key)) is None:
+            continue
+        text = str(value).removesuffix(".0") if key == "timeout" else value
+        name = f"SYNCPRIMS_{key.upper()}"
+        variables[name] = text
+        if environ.get(name) not in (None, "", text):
+            raise ConfigurationError(
+                f"{BY_KEY[key].flag} {text} contradicts {name}={environ[name]}; drop one of them"
+            )
+    variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes, gpus)
     if options.cpu:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif gpus is not None:
@@ -85,12 +94,6 @@ def plan_launch(
             )
         if gpus != ("all",):
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    for key in ("mixed_precision", "timeout", "trace"):
-        value = getattr(options, key)
-        if value is not None:
-            name = f"SYNCPRIMS_{key.upper()}"
-            variables[name] = str(value).removesuffix(".0") if key == "timeout" else value
-            _check_variable(key, variables[name], name, environ)
     if options.threads is not None:
         variables |= dict.fromkeys(THREAD_VARIABLES, str(options.threads))
     elif ranks > 1 and not environ.get("OMP_NUM_THREADS"):
@@ -102,20 +105,18 @@ def plan_launch(
         torchrun = [*_torchrun(options, ranks, nodes, environ), *script]
     elif options.node_rank:
         raise ConfigurationError(
-            f"--node-rank {options.node_rank} says that there are several nodes; --nodes says how "
-            f"many"
+            f"--node-rank {options.node_rank} is of several nodes; say how many with --nodes"
         )
     elif options.max_restarts:
         raise ConfigurationError(
             f"--max-restarts {options.max_restarts} on one node: only torchrun starts ranks again. "
-            f"Use `torchrun --max-restarts {options.max_restarts} --nproc-per-node N ...`, under "
-            f"which the script runs as it is"
+            f"The script runs as it is under `torchrun --max-restarts N --nproc-per-node N ...`"
         )
     return LaunchPlan([sys.executable, "-u", *script], ranks, variables, torchrun)
 
 
-def torchrun_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of torchrun.
+def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of torchrun, and what the ranks' environments have in common.
 
     An outer launcher's variables say the place of this process, not that of the ranks.
     """
@@ -173,8 +174,6 @@ def _backend(
     nodes: int,
     gpus: tuple[str, ...] | None,
 ) -> str:
-    if options.backend is not None:
-        _check_variable("backend", options.backend, "SYNCPRIMS_BACKEND", environ)
     default = "file" if nodes == 1 else "torch"
     if gpus is not None:
         default = "nccl"  # backend torch would silently work without devices
@@ -204,7 +203,20 @@ def _backend(
 
 
 def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, str]) -> list[str]:
-    host, port = _rendezvous(options, nodes)
+    if options.rendezvous is not None:
+        host, port = options.rendezvous
+        if options.main_process_ip not in (None, host):
+            raise ConfigurationError(
+                f"--rendezvous {host}:{port} contradicts --main_process_ip "
+                f"{options.main_process_ip}; drop one of them"
+            )
+    elif options.main_process_ip is not None:
+        host, port = options.main_process_ip, options.main_process_port or _DEFAULT_PORT
+    else:
+        raise ConfigurationError(
+            f"{nodes} nodes have to meet: say where with --rendezvous HOST:PORT, an address of "
+            f"node 0 and a free port there, the same on every node"
+        )
     line = [sys.executable, "-m", "torch.distributed.run"]
     line += ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     if options.max_restarts:
@@ -223,27 +235,3 @@ def _torchrun(options: Options, ranks: int, nodes: int, environ: Mapping[str, st
         name = environ.get("SYNCPRIMS_RUN_ID") or "syncprims"
         line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", name]
     return line
-
-
-def _rendezvous(options: Options, nodes: int) -> tuple[str, int]:
-    if options.rendezvous is not None:
-        if options.main_process_ip not in (None, options.rendezvous[0]):
-            raise ConfigurationError(
-                f"--rendezvous {options.rendezvous[0]}:{options.rendezvous[1]} contradicts "
-                f"--main_process_ip {options.main_process_ip}; drop one of them"
-            )
-        return options.rendezvous
-    if options.main_process_ip is None:
-        raise ConfigurationError(
-            f"{nodes} nodes have to meet: say where with --rendezvous HOST:PORT, an address of "
-            f"node 0 and a free port there, the same on every node"
-        )
-    return options.main_process_ip, options.main_process_port or _DEFAULT_PORT
-
-
-def _check_variable(key: str, value: str, name: str, environ: Mapping[str, str]) -> None:
-    """Raise if a variable of ours, which the flag would set, has another value."""
-    if environ.get(name, "") not in ("", value):
-        raise ConfigurationError(
-            f"{BY_KEY[key].flag} {value} contradicts {name}={environ[name]}; drop one of them"
-        )

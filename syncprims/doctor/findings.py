@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -35,7 +34,7 @@ _problem, _note = partial(Finding, "problem"), partial(Finding, "note")
 def findings(job: dict[str, Any]) -> list[Finding]:
     """Return all findings about the result of `examine`, problems first."""
     found = [*_versions(job["ranks"]), *_nodes(job["ranks"]), *_room(job["ranks"])]
-    machines = by_machine(job["ranks"])
+    machines = grouped(job["ranks"], "machine")
     for ranks in machines:
         found += [*_machine(ranks), *_devices(ranks, job["backend"])]
     crowded = any(len(ranks) > processor_count(ranks) for ranks in machines)
@@ -50,9 +49,12 @@ def findings(job: dict[str, Any]) -> list[Finding]:
     return sorted(found, key=lambda one: one.level != "problem")
 
 
-def by_machine(ranks: Rows) -> list[Rows]:
-    """Return the facts of the ranks of each machine, in the order of their lowest ranks."""
-    return list(_grouped(ranks, (facts["machine"] for facts in ranks)).values())
+def grouped(ranks: Rows, key: str) -> list[Rows]:
+    """Return the facts of ranks that have the same `key` together, in the order of lowest ranks."""
+    groups: dict[Any, Rows] = {}
+    for facts in ranks:
+        groups.setdefault(facts[key], []).append(facts)
+    return list(groups.values())
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -69,19 +71,12 @@ def processor_count(ranks: Rows) -> int:
     return len({processor for facts in ranks for processor in facts["allowed"]})
 
 
-def _grouped(ranks: Rows, keys: Iterable[str | None]) -> dict[str | None, Rows]:
-    """Return the facts of ranks with the same key together."""
-    groups: dict[str | None, Rows] = defaultdict(list)
-    for facts, key in zip(ranks, keys, strict=True):
-        groups[key].append(facts)
-    return groups
-
-
 def _names(ranks: Rows) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(facts['rank'] for facts in ranks)}"
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
@@ -89,12 +84,11 @@ def _count(number: int, noun: str) -> str:
 
 
 def _versions(ranks: Rows) -> Iterator[Finding]:
+    facts = [{**one["versions"], **one} for one in ranks]
     for name in ("python", *ranks[0]["versions"]):
-        groups = _grouped(ranks, ({**facts["versions"], **facts}[name] for facts in ranks))
+        groups = grouped(facts, name)
         if len(groups) > 1:
-            shown = "; ".join(
-                f"{key or 'none'} on {_names(those)}" for key, those in groups.items()
-            )
+            shown = "; ".join(f"{one[0][name] or 'none'} on {_names(one)}" for one in groups)
             yield _problem(
                 f"{name} differs: {shown}",
                 f"install the same {name} everywhere, best by starting all ranks from one "
@@ -103,8 +97,8 @@ def _versions(ranks: Rows) -> Iterator[Finding]:
 
 
 def _nodes(ranks: Rows) -> Iterator[Finding]:
-    for members in _grouped(ranks, (facts["node"] for facts in ranks)).values():
-        if len(by_machine(members)) > 1:
+    for members in grouped(ranks, "node"):
+        if len(grouped(members, "machine")) > 1:
             yield _problem(
                 f"{_names(members)} are one node by their variables, and run on several machines",
                 "correct the launcher's local ranks (LOCAL_WORLD_SIZE and its like)",
@@ -127,11 +121,11 @@ def _room(ranks: Rows) -> Iterator[Finding]:
 def _machine(ranks: Rows) -> Iterator[Finding]:
     """Return what is to be said of the ranks of one machine: memory, processors, threads."""
     names, host, processors = _names(ranks), ranks[0]["host"], processor_count(ranks)
-    memories = _grouped(ranks, (facts["memory"] for facts in ranks))
+    memories = grouped(ranks, "memory")
     nodes = {facts["node"] for facts in ranks}
     if len(memories) > 1:
         yield _problem(
-            f"{' and '.join(map(_names, memories.values()))} run on one machine, but do not share "
+            f"{' and '.join(map(_names, memories))} run on one machine, but do not share "
             f"its memory: they are in different containers, and use the network between them",
             "start the containers with --ipc=host, or all ranks of a machine in one",
         )
@@ -142,14 +136,14 @@ def _machine(ranks: Rows) -> Iterator[Finding]:
         )
     if len(ranks) > processors:
         yield _note(
-            f"{names} share {_count(processors, 'processor')} of host {host}: in each round the "
+            f"{names} share {count_of(processors, 'processor')} of host {host}: in each round the "
             f"system has to switch between them",
             "start fewer ranks, or take more processors",
         )
     if ranks[0]["load"] > processors + len(ranks):
         yield _note(
             f"host {host} is busy with something else: a load of {ranks[0]['load']:.1f} on "
-            f"{_count(processors, 'processor')}",
+            f"{count_of(processors, 'processor')}",
             "look again when it is not: the figures above suffer from it",
         )
     threads = sum(facts["threads"] or facts["processors"] for facts in ranks)
@@ -158,12 +152,12 @@ def _machine(ranks: Rows) -> Iterator[Finding]:
     if len(ranks) > 1 and threads > max(processors, len(ranks)):
         yield _problem(
             f"{names} start {threads} threads of their math libraries on "
-            f"{_count(processors, 'processor')} of host {host}",
+            f"{count_of(processors, 'processor')} of host {host}",
             cure,
         )
     elif all(facts["threads"] for facts in ranks) and threads * 2 <= processors:
         yield _note(
-            f"{names} start {_count(threads, 'thread')} in all, and host {host} has "
+            f"{names} start {count_of(threads, 'thread')} in all, and host {host} has "
             f"{processors} processors: the others may idle",
             cure,
         )
@@ -180,9 +174,10 @@ def _devices(ranks: Rows, backend: str) -> Iterator[Finding]:
         )
     elif 0 < len(gpus) < len(ranks):
         yield _problem(
-            f"{_names(ranks)} see {_count(len(gpus), 'CUDA device')} on host {host}: NCCL needs "
+            f"{_names(ranks)} see {count_of(len(gpus), 'CUDA device')} on host {host}: NCCL needs "
             f"one for each",
-            f"start {_count(len(gpus), 'rank')} there, or make more visible (CUDA_VISIBLE_DEVICES)",
+            f"start {count_of(len(gpus), 'rank')} there, or make more visible "
+            f"(CUDA_VISIBLE_DEVICES)",
         )
 
 
@@ -190,9 +185,8 @@ def _devices(ranks: Rows, backend: str) -> Iterator[Finding]:
 
 
 def _latency(job: dict[str, Any], *, crowded: bool) -> Iterator[Finding]:
-    for row in job["latency"]:
-        if row["call"] != "barrier" or job["world_size"] == 1:
-            continue
+    barriers = [row for row in job["latency"] if row["call"] == "barrier"]
+    for row in barriers if job["world_size"] > 1 else ():
         median = row["median_us"]
         in_memory = row["group"] == "node" or job["num_nodes"] == 1
         if in_memory and median > _SLOW_BARRIER and not crowded:
@@ -211,15 +205,13 @@ def _latency(job: dict[str, Any], *, crowded: bool) -> Iterator[Finding]:
 
 def _bandwidth(job: dict[str, Any]) -> Iterator[Finding]:
     rates = [row["gb_per_s"] for row in job["bandwidth"] if row["where"] == "memory"]
-    over_hosts = job["num_nodes"] > 1
+    slow, cure = _SLOW_MEMORY, "see what else uses the memory of this host"
+    if job["num_nodes"] > 1:
+        slow = _SLOW_NETWORK
+        cure = "name the fast network interface: GLOO_SOCKET_IFNAME=eth1 (NCCL_SOCKET_IFNAME)"
     best = max(rates, default=math.inf)
-    if best < (_SLOW_NETWORK if over_hosts else _SLOW_MEMORY):
-        yield _problem(
-            f"arrays travel at {best:.3f} GB/s at best",
-            "name the fast network interface: GLOO_SOCKET_IFNAME=eth1 (NCCL_SOCKET_IFNAME)"
-            if over_hosts
-            else "see what else uses the memory of this host",
-        )
+    if best < slow:
+        yield _problem(f"arrays travel at {best:.3f} GB/s at best", cure)
 
 
 def _clocks(job: dict[str, Any]) -> Iterator[Finding]:

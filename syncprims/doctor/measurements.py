@@ -1,22 +1,31 @@
-"""What the ranks measure together: round trips, bandwidth, and the offsets of their clocks."""
+"""What each rank knows of itself, and what all measure together.
+
+They measure round trips, bandwidth, and the offsets of their clocks.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
 import statistics
 import sys
 import time
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.world import get_node_group
-
-from .facts import own_facts
+from syncprims._world import host
+from syncprims._world.world import get_meeting_place, get_node_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from syncprims import World
 
+#: Packages of which all ranks should have the same release.
+COMPARED = ("syncprims", "torch", "numpy")
 SIZES = (64 << 10, 1 << 20, 16 << 20)  # bytes
 _SMALL = {"step": 1, "loss": 0.5, "name": "doctor"}
 _CLOCK_ROUNDS = 100
@@ -39,6 +48,61 @@ def examine(world: World, environ: Mapping[str, str], seconds: float) -> dict[st
     }
 
 
+# -- one rank and its machine ------------------------------------------------------------------
+
+
+def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what this rank knows of itself, in values that JSON can hold."""
+    meeting_place = get_meeting_place(world)
+    place = Path(meeting_place) if meeting_place.startswith("/") else None
+    memory = host.find_shared_memory()
+    existing = next(path for path in (place, *place.parents) if path.exists()) if place else memory
+    return {
+        "rank": world.rank,
+        "node": world.node_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "machine": _machine(),
+        "memory": f"{memory.stat().st_dev}:{memory.stat().st_ino}",
+        "launcher": world.topology.launcher,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in COMPARED},
+        "processors": host.count_processors(),
+        "allowed": sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
+        "load": os.getloadavg()[0],
+        "threads": _threads(environ),
+        "gpus": host.find_visible_gpus(environ),
+        "meeting_place": meeting_place,
+        "file_system": host.find_file_system(place) if place else None,
+        "room": host.count_free_bytes(existing),
+        "shared_memory": {"path": str(memory), "free": host.count_free_bytes(memory)},
+    }
+
+
+def _machine() -> str:
+    """Return an identifier of this kernel, which containers of one machine share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _threads(environ: Mapping[str, str]) -> int | None:
+    """Return how many threads the math libraries start by ``OMP_NUM_THREADS``; None if not set."""
+    count = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(count) if count.isdecimal() and int(count) > 0 else None
+
+
+# -- round trips and bandwidth -----------------------------------------------------------------
+
+
 def latency(world: World, seconds: float) -> list[dict[str, Any]]:
     """Return the round trips of small calls in microseconds, for the world and for the node.
 
@@ -49,13 +113,12 @@ def latency(world: World, seconds: float) -> list[dict[str, Any]]:
         groups.append(("node", get_node_group(world)))
     rows: list[dict[str, Any]] = []
     for name, group in groups:
-        calls: list[tuple[str, Callable[[], object]]] = [
+        for call, function in (
             ("barrier", partial(group.barrier, "doctor")),
             ("flag", partial(group.any_rank, False)),
             ("broadcast of a small object", partial(group.broadcast, _SMALL)),
             ("all_gather of small objects", partial(group.all_gather, _SMALL)),
-        ]
-        for call, function in calls:
+        ):
             times = sorted(_timed(world, function, seconds, least=20, most=5000))
             mine = [statistics.median(times), times[int(len(times) * 0.99)]]
             all_times: list[list[float]] = world.group.all_gather(mine)
@@ -92,23 +155,18 @@ def _bulk_rows(
     on_device = where == "cuda"
     synchronize = sys.modules["torch"].cuda.synchronize if on_device else lambda: None
 
-    def broadcast() -> None:
-        world.group.broadcast(array, out=out)
-        synchronize()
-
-    def all_reduce() -> None:
-        world.group.all_reduce(array, out=out)
+    def transfer(call: Callable[..., object]) -> None:
+        call(array, out=out)
         synchronize()
 
     rows: list[dict[str, Any]] = []
-    for function in (broadcast, all_reduce):
-        mine = statistics.median(_timed(world, function, seconds, least=3, most=200))
+    for call in (world.group.broadcast, world.group.all_reduce):
+        times = _timed(world, partial(transfer, call), seconds, least=3, most=200)
+        mine = statistics.median(times)
         took = max(world.group.all_gather(mine))
-        size = array.nbytes
-        rows.append(
-            {"call": function.__name__, "where": where, "bytes": size, "ms": took * 1e3,
-             "gb_per_s": size / took / 1e9}
-        )  # fmt: skip
+        rate = array.nbytes / took / 1e9
+        figures = {"bytes": array.nbytes, "ms": took * 1e3, "gb_per_s": rate}
+        rows.append({"call": call.__name__, "where": where, **figures})
     return rows
 
 

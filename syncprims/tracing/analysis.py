@@ -150,13 +150,8 @@ def _edges(ranks: list[RankTrace]) -> dict[int, dict[int, tuple[int, int]]]:
     found: dict[int, dict[int, tuple[int, int]]] = {}
     for rank in ranks:
         rounds = rank.rounds[(rank.rounds["kind"] == ROUND) & (rank.rounds["outcome"] == 0)]
-        for number, group, posted, done in zip(
-            rounds["number"].tolist(),
-            rounds["group"].tolist(),
-            rounds["posted"].tolist(),
-            rounds["done"].tolist(),
-            strict=True,
-        ):
+        columns = (rounds[name].tolist() for name in ("number", "group", "posted", "done"))
+        for number, group, posted, done in zip(*columns, strict=True):
             seen = found.setdefault(group, {})
             before = seen.get(number)
             if before is not None:

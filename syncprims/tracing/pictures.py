@@ -1,11 +1,12 @@
-"""The timeline of a run: as an image by matplotlib, and as a page for a browser.
+"""Pictures of a run: an image by matplotlib, a page for a browser, and a trace for Perfetto.
 
-It has a row per rank, and is readable with 2 ranks and with 64.
+The image and the page show the timeline, with a row per rank: readable with 2 ranks and with 64.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,18 @@ from syncprims.errors import BackendUnavailable, ConfigurationError
 from .analysis import seconds_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from .analysis import Analysis
+    from .analysis import Analysis, GroupRounds
+    from .reading import RankTrace
+
+    Intervals = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+
+MOST_SLICES = 500_000  # viewers become slow beyond
+MOST_ARROWS = 5_000
 
 WAITS = "#f08c2e"  #: waiting
 LATE = "#1f3a5f"  #: others wait for this rank
@@ -43,8 +51,8 @@ class TimelineRow:
     rank: int
     name: str
     note: str  #: how much it waited, and others for it
-    waits: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-    late: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+    waits: Intervals
+    late: Intervals
     begin: float
     end: float
     failed: bool
@@ -69,9 +77,8 @@ def timeline(analysis: Analysis) -> Timeline:
         arrived = np.where(group.waited > 0, group.since, np.inf).min(axis=1, initial=np.inf)
         for index, member in enumerate(group.members):
             mine = (group.late == index) & np.isfinite(arrived)
-            late.setdefault(member, []).append(
-                np.stack([arrived[mine], group.last[mine], group.call[mine]])
-            )
+            found = np.stack([arrived[mine], group.last[mine], group.call[mine]])
+            late.setdefault(member, []).append(found)
         for at in np.argsort(-waited, kind="stable")[:400]:
             if waited[at] > 0:
                 call = analysis.run.names.calls[int(group.call[at])]
@@ -103,9 +110,7 @@ def timeline(analysis: Analysis) -> Timeline:
     return Timeline(rows, max((analysis.stop - start) / 1e9, 1e-9), marks)
 
 
-def _in_seconds(
-    found: NDArray[Any], start: float
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _in_seconds(found: NDArray[Any], start: float) -> Intervals:
     begin, end, call = found[:, np.argsort(found[0], kind="stable")]
     return (begin - start) / 1e9, (end - start) / 1e9, call.astype(int)
 
@@ -240,15 +245,10 @@ def draw_page(analysis: Analysis, path: Path) -> None:
     edges = np.linspace(0, shown.length, _BINS + 1)
     intervals = [interval for row in shown.rows for interval in (row.waits, row.late)]
     lengths = np.concatenate([np.empty(0), *(end - begin for begin, end, _ in intervals)])
-    shortest = 0.0
-    if len(lengths) > _MOST_INTERVALS:
-        shortest = float(np.sort(lengths)[-_MOST_INTERVALS])
+    shortest = np.sort(lengths)[-_MOST_INTERVALS:].min(initial=np.inf)
     rows: list[dict[str, Any]] = []
     for row in shown.rows:
-        entry: dict[str, Any] = {
-            "rank": row.rank, "name": row.name, "note": row.note, "failed": row.failed,
-            "begin": row.begin, "end": row.end,
-        }  # fmt: skip
+        entry = dict(vars(row))
         for key, (begin, end, call) in (("waits", row.waits), ("late", row.late)):
             long = end - begin >= shortest
             times = np.round([begin[long], end[long]], 9).tolist()
@@ -268,3 +268,98 @@ def draw_page(analysis: Analysis, path: Path) -> None:
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = files("syncprims.tracing").joinpath("page.html").read_text(encoding="utf-8")
     path.write_text(page.replace("@DATA@", text), encoding="utf-8")
+
+
+# -- a trace for Perfetto ----------------------------------------------------------------------
+
+
+def write_chrome_trace(analysis: Analysis, path: Path) -> int:
+    """Write a trace to `path`, completely or not at all, in the JSON of the Trace Event Format.
+
+    It has a process for each rank, a thread in it for each group, a slice for each wait, and an
+    arrow from the rank that arrived last to the one that waited longest for it. Returns how many of
+    the shortest waits are left out.
+
+    :raises OSError: if it cannot be written.
+    """
+    waits = np.concatenate([_durations(rank.rounds) for rank in analysis.run.ranks])
+    left_out = max(0, len(waits) - MOST_SLICES)
+    shortest = float(np.partition(waits, left_out - 1)[left_out - 1]) if left_out else -1.0
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            for number, event in enumerate(_events(analysis, shortest)):
+                file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
+            file.write("\n]}\n")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    return left_out
+
+
+def _durations(rounds: Any) -> Any:
+    return (rounds["done"] - rounds["since"])[rounds["kind"] == ROUND].astype(float)
+
+
+def _events(analysis: Analysis, shortest: float) -> Iterator[dict[str, Any]]:
+    run = analysis.run
+    for rank in run.ranks:
+        about: dict[str, Any] = {"ph": "M", "pid": rank.rank, "tid": 0}
+        name = f"rank {rank.rank} ({rank.host})"
+        yield {**about, "name": "process_name", "args": {"name": name}}
+        yield {**about, "name": "process_sort_index", "args": {"sort_index": rank.rank}}
+        for group in sorted({int(number) for number in rank.rounds["group"]}):
+            members = run.names.groups[group]
+            everyone = len(members) == run.world_size
+            text = "all ranks" if everyone else f"ranks {', '.join(map(str, members))}"
+            yield {**about, "tid": group, "name": "thread_name", "args": {"name": text[:200]}}
+        yield from _slices(analysis, rank, shortest)
+    yield from _arrows(analysis)
+
+
+def _slices(analysis: Analysis, rank: RankTrace, shortest: float) -> Iterator[dict[str, Any]]:
+    names, start, rounds = analysis.run.names, analysis.start, rank.rounds
+    chosen = rounds[(rounds["kind"] != ROUND) | (rounds["done"] - rounds["since"] > shortest)]
+    for one in chosen[np.argsort(chosen["since"], kind="stable")]:
+        call = names.calls[int(one["call"])]
+        args: dict[str, Any] = {"where": call.site, "round": int(one["number"])}
+        if one["since"] > one["posted"]:
+            args["posted"] = _microseconds(float(one["posted"]) - start)
+        if one["outcome"]:
+            args["error"] = names.outcomes[int(one["outcome"])]
+        event: dict[str, Any] = {
+            "name": str(call), "cat": call.kind, "pid": rank.rank, "tid": int(one["group"]),
+            "ts": _microseconds(float(one["since"]) - start), "args": args,
+        }  # fmt: skip
+        if one["kind"] == ROUND:
+            yield {**event, "ph": "X", "dur": _microseconds(float(one["done"] - one["since"]))}
+        else:
+            yield {**event, "ph": "i", "s": "t", "name": f"{call}, not over"}
+
+
+def _arrows(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    """Return arrows from the last rank to the one that waited longest, in the worst rounds."""
+    found: list[tuple[float, GroupRounds, int]] = []
+    for rounds in analysis.groups:
+        total = rounds.waited.sum(axis=1)
+        worst = np.argsort(-total, kind="stable")[:MOST_ARROWS]
+        found += [(float(total[at]), rounds, int(at)) for at in worst if total[at] > 0]
+    found.sort(key=lambda one: -one[0])
+    for number, (_, rounds, at) in enumerate(found[:MOST_ARROWS]):
+        late = int(rounds.late[at])
+        if np.isnan(rounds.since[at, late]):
+            continue  # it never arrived
+        waiter = int(rounds.waited[at].argmax())
+        call = analysis.run.names.calls[int(rounds.call[at])]
+        for phase, member, times in (("s", late, rounds.since), ("f", waiter, rounds.done)):
+            event: dict[str, Any] = {
+                "ph": phase, "id": number, "name": f"{call} waits", "cat": "late",
+                "pid": rounds.members[member], "tid": rounds.group,
+                "ts": _microseconds(float(times[at, member]) - analysis.start),
+            }  # fmt: skip
+            yield {**event, "bp": "e"} if phase == "f" else event
+
+
+def _microseconds(nanoseconds: float) -> float:
+    return round(max(nanoseconds, 0.0) / 1e3, 3)

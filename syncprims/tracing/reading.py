@@ -17,20 +17,16 @@ from syncprims.errors import ConfigurationError, parse_ranks
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_WORDS = ("posted", "since", "done", "number")
 _ENTRY = np.dtype(
-    {
-        "names": ["posted", "since", "done", "number", "kind", "flags", "outcome", "label"],
-        "formats": ["<i8", "<i8", "<i8", "<i8", "u1", "u1", "<u2", "<u4"],
-    }
+    [(name, "<i8") for name in _WORDS]
+    + [("kind", "u1"), ("flags", "u1"), ("outcome", "<u2"), ("label", "<u4")]
 )
 #: A round in memory. Times are in ns; `done` is 0 where it never was.
 ROUNDS = np.dtype(
-    {
-        "names": [*("posted", "since", "done", "number"), *("group", "call", "outcome"),
-                  "kind", "further"],
-        "formats": ["i8"] * 4 + ["i4"] * 3 + ["u1", "?"],
-    }
-)  # fmt: skip
+    [(name, "i8") for name in _WORDS]
+    + [("group", "i4"), ("call", "i4"), ("outcome", "i4"), ("kind", "u1"), ("further", "?")]
+)
 assert _ENTRY.itemsize == trace_file.ENTRY.size
 
 
@@ -89,7 +85,6 @@ class TraceRun:
     """The traces of one run."""
 
     name: str
-    path: Path
     names: NameTable = field(default_factory=NameTable)
     ranks: list[RankTrace] = field(default_factory=list[RankTrace])
     complaints: list[str] = field(default_factory=list[str])
@@ -138,9 +133,8 @@ def read_run(folder: Path) -> TraceRun:
 
     :raises ConfigurationError: if nothing can be read.
     """
-    run = TraceRun(folder.name, folder)
-    paths = list(folder.glob("rank-*.trace"))
-    for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
+    run = TraceRun(folder.name)
+    for path in sorted(folder.glob("rank-*.trace"), key=lambda path: (len(path.name), path.name)):
         found = _read_file(path, run)
         if found is not None:
             run.ranks.append(found)
@@ -234,7 +228,7 @@ def _read_segment(
         left = int(last["posted"]), texts.get(int(last["outcome"]), "")
     found = entries[np.isin(entries["kind"], (ROUND, WAITING, POSTED, RESULT))]
     rounds = np.zeros(len(found), ROUNDS)
-    for name in ("posted", "since", "done", "number", "kind"):
+    for name in (*_WORDS, "kind"):
         rounds[name] = found[name]
     rounds["further"] = found["flags"] & 1
     for code in np.unique(found["outcome"]):

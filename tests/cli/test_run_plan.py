@@ -14,7 +14,7 @@ import pytest
 from syncprims import BackendUnavailable, ConfigurationError
 from syncprims.cli import accelerate_config, config, parser
 from syncprims.cli.options import BY_KEY, OPTIONS, Options, values_of
-from syncprims.cli.plan import LaunchPlan, merge, plan_launch, torchrun_environment
+from syncprims.cli.plan import LaunchPlan, launch_environment, merge, plan_launch
 
 
 def flags(*line: str) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def test_several_nodes_are_handed_over_to_torchrun() -> None:
         "--rdzv-id", "mine", "x",
     ]  # fmt: skip
     outer = {"RANK": "3", "WORLD_SIZE": "4", "SYNCPRIMS_RUN_ID": "mine", "HOME": "/home/me"}
-    given = torchrun_environment(made, outer)
+    given = launch_environment(made, outer)
     assert given == {"SYNCPRIMS_RUN_ID": "mine", "HOME": "/home/me", **made.variables}
 
 

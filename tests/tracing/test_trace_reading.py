@@ -15,9 +15,10 @@ import pytest
 from support.traces import SECOND, Planted
 
 from syncprims._protocol.trace_file import SEGMENT, START, Recorder
-from syncprims.cli.trace import write_tables
+from syncprims.cli.console import Style
+from syncprims.cli.trace import report
 from syncprims.errors import BackendUnavailable, ConfigurationError
-from syncprims.tracing import chrome
+from syncprims.tracing import pictures
 from syncprims.tracing.analysis import analyse, seconds_text
 from syncprims.tracing.pictures import LATE, WAITS, draw_image, draw_page
 from syncprims.tracing.reading import find_runs, read_run
@@ -306,9 +307,9 @@ def test_the_chrome_trace_is_as_its_format_says(planted: Planted) -> None:
 def test_a_long_trace_keeps_its_longest_waits(
     planted: Planted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(chrome, "MOST_SLICES", 30)
+    monkeypatch.setattr(pictures, "MOST_SLICES", 30)
     path = tmp_path / "short.json"
-    assert chrome.write_chrome_trace(analysis_of(planted), path) == 18
+    assert pictures.write_chrome_trace(analysis_of(planted), path) == 18
     slices = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert sum(e["dur"] > 9e5 for e in slices) == 30
 
@@ -440,12 +441,12 @@ def test_a_terminal_is_written_to_without_codes_where_nobody_wants_colour(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     analysis = analysis_of(planted)
-    write_tables(analysis, coloured := Terminal(), os.environ, every_row=False)
+    coloured = "\n".join(report(analysis, Style(Terminal(), os.environ), every_row=False))
     monkeypatch.setenv("NO_COLOR", "1")
-    write_tables(analysis, plain := Terminal(), os.environ, every_row=False)
-    assert "\033[" in coloured.getvalue()
-    assert "\033" not in plain.getvalue()
-    assert "Rank 2 is the straggler" in plain.getvalue()
+    plain = "\n".join(report(analysis, Style(Terminal(), os.environ), every_row=False))
+    assert "\033[" in coloured
+    assert "\033" not in plain
+    assert "Rank 2 is the straggler" in plain
 
 
 def test_a_recorder_survives_threads(tmp_path: Path) -> None:
