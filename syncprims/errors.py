@@ -268,7 +268,8 @@ def load(data: bytes) -> SyncError:
         )
 
 
-_KINDS = {kind.__name__: kind for kind in (SyncError, *SyncError.__subclasses__())}
+_CLASSES: list[type[SyncError]] = [SyncError, *SyncError.__subclasses__()]
+_KINDS = {kind.__name__: kind for kind in _CLASSES}
 for _kind in _KINDS.values():
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import
 

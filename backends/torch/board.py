@@ -85,8 +85,8 @@ class TwoLevelBoard(Board):
         self._hosts: dict[int, list[int]] = {}  # host -> its members
         for member in self.members:
             self._hosts.setdefault(connection.placement.host_of[member], []).append(member)
-        index = {member: number for number, member in enumerate(self.members)}
-        hosts = {host: [index[m] for m in members] for host, members in self._hosts.items()}
+        number_of = {member: number for number, member in enumerate(self.members)}
+        hosts = {host: [number_of[m] for m in members] for host, members in self._hosts.items()}
         self.decisions = Decisions(self._prefix, hosts)
         self._elsewhere: dict[int, bytes] = {}  # decisions that are too large for the host state
         self._last: dict[int, Label] = {}  # of the last round, by member

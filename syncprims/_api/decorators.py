@@ -123,7 +123,8 @@ def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
     :raises TypeError: if `n` is not a whole number.
     """
     n = whole_number(n, "on_rank takes a rank, a whole number")
-    return _decorate(None, _Choice("on_rank", False, n), default=default, share=share)
+    made: _Decorator = _decorate(None, _Choice("on_rank", False, n), default=default, share=share)
+    return made
 
 
 def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
@@ -136,7 +137,10 @@ def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decor
     :raises TypeError: if `n` is not a whole number.
     """
     n = whole_number(n, "on_local_rank takes a rank, a whole number")
-    return _decorate(None, _Choice("on_local_rank", True, n), default=default, share=share)
+    made: _Decorator = _decorate(
+        None, _Choice("on_local_rank", True, n), default=default, share=share
+    )
+    return made
 
 
 def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, share: bool) -> Any:

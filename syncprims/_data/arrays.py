@@ -229,7 +229,7 @@ def may_fill(out: Any, source: Any) -> bool:
         return True  # what is read is a copy
     begin, other = _begin(out), _begin(source)
     in_place = begin == other and out.itemsize == source.itemsize
-    return in_place or begin + out.nbytes <= other or other + source.nbytes <= begin
+    return bool(in_place or begin + out.nbytes <= other or other + source.nbytes <= begin)
 
 
 def _begin(obj: Any) -> int:

@@ -127,8 +127,8 @@ def current(timeout: float | timedelta | None = None) -> World:
         raise state.ended()
     _exit_hooks.watch_forks()
     with state.starting:
-        # Another thread may have been first.
-        return state.running or _start(state, None, None, seconds(timeout))
+        # Another thread may have been first: so the state is read again.
+        return _get_state().running or _start(state, None, None, seconds(timeout))
 
 
 def shutdown() -> None:

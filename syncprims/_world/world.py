@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
 from syncprims._protocol.deadlock import DeadlockDetector
-from syncprims._protocol.rounds import RoundSequence
-from syncprims._protocol.rounds import Rounds
+from syncprims._protocol.rounds import Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
 from syncprims.errors import (
     ConfigurationError,

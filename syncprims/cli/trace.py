@@ -153,14 +153,14 @@ def report(analysis: Analysis, style: Style, *, every_row: bool) -> list[str]:
         waited = seconds_text(sum(one.waited for one in rest))
         lines += [f"{len(rest)} more rows, {waited} together: --all shows them", ""]
     rows = [("rank", "host", "rounds", "time", "waiting", "others waited for it", "ended")]
-    for one in analysis.summaries:
-        share = f"{one.waiting / one.span:.0%}" if one.span else ""
-        times = seconds_text(one.span), share, seconds_text(one.waited_for)
-        rows.append((str(one.rank), one.host, str(one.rounds), *times, one.end))
+    for rank in analysis.summaries:
+        share = f"{rank.waiting / rank.span:.0%}" if rank.span else ""
+        times = seconds_text(rank.span), share, seconds_text(rank.waited_for)
+        rows.append((str(rank.rank), rank.host, str(rank.rounds), *times, rank.end))
     head, *ranks = table(rows, indent="", numbers=(0, 2, 3, 4, 5))
     lines += [style("bold", "Ranks"), head]
-    for one, line in zip(analysis.summaries, ranks, strict=True):
-        lines.append(style("red", line) if one.rank in analysis.stragglers else line)
+    for rank, line in zip(analysis.summaries, ranks, strict=True):
+        lines.append(style("red", line) if rank.rank in analysis.stragglers else line)
     return [*lines, "", style("bold", analysis.conclusion), ""]
 
 

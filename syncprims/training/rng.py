@@ -1,4 +1,8 @@
-"""The random number generators that training uses by default: Python's, numpy's and torch's."""
+"""The random number generators that training uses by default: Python's, numpy's and torch's.
+
+A state comes in two forms. `CpuStates` is what the libraries return themselves: quick to take and
+to set. :func:`capture` returns a dict of numbers and arrays, GPUs included, that a file can hold.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from syncprims import get_rank
+from syncprims import get_local_world_size, get_rank
 
 #: States of the CPU's generators, of Python, numpy and torch, as these return them.
 CpuStates = tuple[Any, Any, torch.Tensor]
@@ -53,3 +57,46 @@ def restore_cpu(states: CpuStates) -> None:
     random.setstate(python)
     np.random.set_state(numbers)
     torch.set_rng_state(cpu)
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of all generators, this rank's GPUs included, as numbers and arrays."""
+    python, numbers, cpu = capture_cpu()
+    version, words, gauss = python
+    kind, keys, position, has_gauss, cached = numbers
+    return {
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+        "numpy": {
+            "kind": kind, "keys": keys, "position": int(position),
+            "has_gauss": int(has_gauss), "cached": float(cached),
+        },
+        "torch": cpu,
+        "cuda": {str(device): torch.cuda.get_rng_state(device) for device in _own_gpus()},
+    }  # fmt: skip
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Set all generators to what :func:`capture` has returned.
+
+    :raises ValueError: if the state holds a GPU that this rank does not use, or lacks one.
+    """
+    devices = {str(device) for device in _own_gpus()}
+    if devices != state["cuda"].keys():
+        raise ValueError(
+            f"it was saved with the generators of GPUs {sorted(state['cuda'])}, and here are "
+            f"{sorted(devices)}; with rng=False they are left as they are"
+        )
+    python, numbers = state["python"], state["numpy"]
+    words = tuple(int(word) for word in python["words"])
+    parts = [numbers[name] for name in ("kind", "keys", "position", "has_gauss", "cached")]
+    restore_cpu(((python["version"], words, python["gauss"]), tuple(parts), state["torch"]))
+    for device, one in state["cuda"].items():
+        torch.cuda.set_rng_state(one, int(device))
+
+
+def _own_gpus() -> list[int]:
+    """Return the GPUs whose random numbers this rank uses: all if it is alone on its node."""
+    if not torch.cuda.is_available():
+        return []
+    alone = get_local_world_size() == 1
+    return list(range(torch.cuda.device_count())) if alone else [torch.cuda.current_device()]

@@ -10,7 +10,7 @@ import torch
 
 from syncprims._data.arrays import own_device
 from syncprims.interface import Settings, Topology, own_device_index
-from syncprims.training import devices
+from syncprims.training import preparation as devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -397,7 +397,7 @@ def test_on_the_cpu_no_accelerator_is_initialized(meeting_place: Path) -> None:
             cuda.is_available = accelerator.is_available = lambda: True
             accelerator.current_accelerator = lambda: torch.device("cuda")
             devices += [rank_device(cpu=True).type, Accelerator(cpu=True).device.type]
-            return [*devices, torch.cuda.is_initialized(), asked]
+            return [*devices, cuda.is_initialized(), asked]
 
     expected = [*["cpu"] * 3, False, []]
     assert Ranks(Kind("file", 2), meeting_place).run_alone(program) == [expected] * 2

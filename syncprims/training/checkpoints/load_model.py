@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from syncprims import CheckpointError
-from syncprims.training.wrappers import unwrap
+from syncprims.training.preparation import unwrap_model
 
 from .dtensor import distribute, is_dtensor
 from .filesystem import LOG
@@ -47,7 +47,7 @@ def load_model(
     if not isinstance(path, str):
         raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
     with open_weights(path, follow=allow_links) as weights:
-        _load_weights(unwrap(model), weights, path, device_map, dtype, strict)
+        _load_weights(unwrap_model(model), weights, path, device_map, dtype, strict)
     empty = [
         slot.full
         for slot in _slots(model)

@@ -127,7 +127,7 @@ def _join_leaf(kind: Any, node: dict[str, Any]) -> Any:
 
 
 def _plain_dtype(node: dict[str, Any]) -> np.dtype[Any]:
-    found = np.dtype(node["dtype"])
+    found: np.dtype[Any] = np.dtype(node["dtype"])
     if found.hasobject:
         raise ValueError("an array of objects")
     return found

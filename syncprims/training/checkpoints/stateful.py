@@ -14,7 +14,7 @@ from torch import nn
 
 from syncprims import CheckpointError
 from syncprims._protocol.validation import require
-from syncprims.training.wrappers import unwrap
+from syncprims.training.preparation import unwrap_model
 
 from .dtensor import is_dtensor
 from .integrity import refusal
@@ -65,14 +65,14 @@ def state_of(thing: Stateful) -> Any:
     """Return an object's state; of a wrapped model, that of the model inside."""
     if not isinstance(thing, nn.Module):
         return thing.state_dict()
-    state: Any = unwrap(thing).state_dict()
+    state: Any = unwrap_model(thing).state_dict()
     return _rename(state, portable_name)
 
 
 def load_into(thing: Stateful, state: Any) -> None:
     """Load a state into an object; into a wrapped model, the model inside."""
     if isinstance(thing, nn.Module):
-        inner = unwrap(thing)
+        inner = unwrap_model(thing)
         names = {portable_name(name): name for name in inner.state_dict()}
         inner.load_state_dict(_rename(state, lambda name: names.get(name, name)))
     else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from syncprims.training.wrappers import unwrap
+from syncprims.training.preparation import unwrap_model
 
 from . import filesystem
 from .integrity import check_digest, check_file_name, has_digest, parse, reading, refusal
@@ -50,7 +50,7 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
 
     :raises TypeError: if something in its state is not a tensor that a file can hold.
     """
-    inner = unwrap(model)
+    inner = unwrap_model(model)
     declared = getattr(inner, "_tied_weights_keys", None) or ()
     kept: dict[str, torch.Tensor] = {}
     others: dict[str, str] = {}

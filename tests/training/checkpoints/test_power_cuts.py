@@ -112,7 +112,7 @@ def test_a_save_that_forgets_to_sync_is_found_out(
             if call == "sync_directory":
                 patch.setattr(filesystem, "sync_directory", lambda path: None)
             else:
-                patch.setattr(filesystem.NewFile, "finish", filesystem.NewFile.abandon)
+                patch.setattr(filesystem.NewFile, "finish", filesystem.NewFile.close)
             try:
                 crash(SETUPS[f"{name}-1"], True, tmp_path)
             except AssertionError:
