@@ -130,8 +130,7 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     lines += _launchers(place, environ)
     lines += ["", style("bold", "Settings")]
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
-    unknown = misspelt(environ)
-    if unknown:
+    if unknown := misspelt(environ):
         lines += ["", style("yellow", "Set, but never read")]
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
     lines += ["", style("bold", "Here"), *table(list(_here().items()))]

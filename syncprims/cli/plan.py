@@ -105,12 +105,13 @@ def plan_launch(
         torchrun = [*_torchrun(options, ranks, nodes, environ), *script]
     elif options.node_rank:
         raise ConfigurationError(
-            f"--node-rank {options.node_rank} is of several nodes; say how many with --nodes"
+            f"--node-rank {options.node_rank} means several nodes; say how many with --nodes"
         )
     elif options.max_restarts:
         raise ConfigurationError(
             f"--max-restarts {options.max_restarts} on one node: only torchrun starts ranks again. "
-            f"The script runs as it is under `torchrun --max-restarts N --nproc-per-node N ...`"
+            f"Use `torchrun --max-restarts {options.max_restarts} --nproc-per-node N ...`, under "
+            f"which the script runs as it is"
         )
     return LaunchPlan([sys.executable, "-u", *script], ranks, variables, torchrun)
 
