@@ -34,7 +34,7 @@ from catalogue import OURS
 from table import Seen, head, row, short, span
 
 import syncprims as sp
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

@@ -21,10 +21,10 @@ from syncprims._protocol.validation import seconds
 from syncprims.errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed, dump, load
 from syncprims.interface import Topology
 
-from .backends import choose_backend
 from .exit_hooks import ExitHooks, reason
 from .group import entered
 from .launchers import detect, list_rank_variables
+from .registry import choose_backend
 from .settings import read_settings
 from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from syncprims._world.backends import choose_backend
 from syncprims._world.host import count_processors
 from syncprims._world.launchers import LAUNCHERS, detect
+from syncprims._world.registry import choose_backend
 from syncprims._world.settings import read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError

@@ -6,8 +6,8 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims._world.backends import load_backend
 from syncprims._world.launchers import list_rank_variables
+from syncprims._world.registry import load_backend
 from syncprims._world.settings import read_settings
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Topology

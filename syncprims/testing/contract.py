@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import syncprims as sp
 from syncprims import errors
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 from syncprims._world.runtime import current
 from syncprims.interface import Backend, Board, Label, Note, Status
 

@@ -16,9 +16,9 @@ from types import FrameType
 from typing import Any
 
 from syncprims._protocol.deadlock import Wait
-from syncprims._world.backends import load_backend
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
+from syncprims._world.registry import load_backend
 from syncprims._world.runtime import clean_environ, thread_as_rank
 from syncprims.interface import Backend, Settings, Topology
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from syncprims._world.backends import load_backend
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
+from syncprims._world.registry import load_backend
 from syncprims._world.runtime import become_rank, provided_world
 from syncprims._world.version import version
 from syncprims.interface import Backend, Settings, Topology

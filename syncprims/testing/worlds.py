@@ -15,7 +15,7 @@ from .errors import StallError, UncontrolledError
 from .faults import Fault, Raise, Stop, exception_type
 from .outcomes import WorldRun, is_consequence
 from .thread_world import ThreadWorld
-from .verdict import add_note, check_faults_struck, results_of
+from .world_result import add_note, check_faults_struck, results_of
 from .world_spec import Kind, Start, WorldSpec, choose_seed, test_context
 
 _FURTHER = 100  # schedules to try after a failure, to find a shorter one

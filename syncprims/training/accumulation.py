@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from syncprims import get_world_size
 
+from .accumulation_window import AccumulationWindow, WindowSet, parameters_of, without_gradient_sync
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import Precision
-from .window import Window, WindowSet, parameters_of, without_gradient_sync
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -70,7 +70,7 @@ class Accumulator:
 
     # -- micro-batches --------------------------------------------------------------------------
 
-    def accumulate(self, *models: nn.Module) -> Window:
+    def accumulate(self, *models: nn.Module) -> AccumulationWindow:
         """Return a context manager around one micro-batch of `models`, prepared ones by default.
 
         :raises ValueError: if there are no models.
@@ -115,7 +115,7 @@ class Accumulator:
         self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
     ) -> None:
         """Make a window of one loss outside of any block."""
-        window = Window(self.models, (), self.windows)
+        window = AccumulationWindow(self.models, (), self.windows)
         window.open()
         window.count = 1
         number = window.add_weight(weight)
@@ -182,7 +182,7 @@ class Accumulator:
             self._unscale(chosen)
             torch_clip_value_(chosen, clip_value)
 
-    def _window_of(self, parameters: list[torch.Tensor]) -> Window | None:
+    def _window_of(self, parameters: list[torch.Tensor]) -> AccumulationWindow | None:
         """Return the window of these gradients; of several, the last entered one."""
         found = self.windows.owning(parameters)
         return found[-1] if found else None

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .accumulation_window import AccumulationWindow, WindowSet, parameters_of
 from .gradient_sync import average_gradients
-from .window import Window, WindowSet, parameters_of
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
@@ -35,7 +35,7 @@ class PreparedOptimizer(Optimizer):
         # Gradients of earlier micro-batches, if other optimizers' losses reach these parameters.
         self._held: dict[torch.Tensor, torch.Tensor] = {}
         self._is_holding = False
-        self._windows: list[Window] = []
+        self._windows: list[AccumulationWindow] = []
         self._known_windows = self._known_groups = -1
         # An optimizer's own zero_grad() is always called.
         self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
@@ -77,7 +77,7 @@ class PreparedOptimizer(Optimizer):
         window = self._window()
         return window is None or window.sync
 
-    def _window(self) -> Window | None:
+    def _window(self) -> AccumulationWindow | None:
         """Return the window of these parameters; of several, the last entered one."""
         shared, groups = self._shared, len(self.optimizer.param_groups)
         if self._known_windows != len(shared.entered) or self._known_groups != groups:

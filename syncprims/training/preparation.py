@@ -17,11 +17,11 @@ from syncprims import current, get_local_rank, get_world_size
 from syncprims._data.arrays import own_device
 
 from .accumulation import Accumulator
+from .accumulation_window import averages_gradients_itself
 from .data import PreparedLoader, prepare_data_loader
 from .gradient_sync import broadcast_model, has_process_group
 from .optimizer import PreparedScheduler
 from .precision import remove_autocast
-from .window import averages_gradients_itself
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

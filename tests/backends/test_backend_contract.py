@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 from syncprims.testing import BackendContract
 
 

@@ -16,7 +16,7 @@ from support.rank_worlds import Died, Kind, Ranks, Signs, await_end, busy_proces
 
 import syncprims as sp
 from syncprims._world import runtime
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -26,7 +26,7 @@ import syncprims as sp
 from support.histories import Event, History, Kind, Step, show, violations
 from support.rank_worlds import Kind as World
 from support.rank_worlds import environment, fork
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

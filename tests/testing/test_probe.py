@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import syncprims as sp
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 from syncprims.interface import Backend, Board, Settings, Topology
 from syncprims.testing import run_world
 from syncprims.testing.outcomes import RankOutcome

@@ -10,7 +10,7 @@ import pytest
 import syncprims as sp
 from syncprims import errors
 from syncprims._protocol.deadlock import DeadlockDetector
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 from syncprims.errors import format_ranks, name_ranks, parse_ranks
 from syncprims.interface import Settings, Topology
 

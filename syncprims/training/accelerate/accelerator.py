@@ -22,7 +22,7 @@ from syncprims.training.precision import Precision
 from syncprims.training.preparation import Preparation, rank_device, unwrap_model
 from syncprims.training.uneven_inputs import join_uneven_inputs
 
-from .config import Settings, check_fixed, check_unsupported, read_configuration
+from .config import AcceleratorSettings, check_fixed, check_unsupported, read_configuration
 from .saving import Checkpointing
 
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -71,7 +71,7 @@ class Accelerator(Checkpointing):
         **others: Any,
     ) -> None:
         check_unsupported("Accelerator", others)
-        settings = Settings(
+        settings = AcceleratorSettings(
             gradient_accumulation_steps=gradient_accumulation_steps,
             project_dir=project_dir,
             device_placement=device_placement,

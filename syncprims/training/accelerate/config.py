@@ -59,7 +59,7 @@ def check_fixed(fixed: Any, value: Any, call: str, instead: str) -> None:
 
 
 @dataclass(kw_only=True)
-class Settings(JobOptions):
+class AcceleratorSettings(JobOptions):
     """All options that arguments and configuration objects may give, with their defaults."""
 
     gradient_accumulation_steps: int = 1
@@ -71,7 +71,7 @@ class Settings(JobOptions):
 
 
 def read_configuration(
-    settings: Settings, data: Any, window: Any, project: Any, handlers: Any
+    settings: AcceleratorSettings, data: Any, window: Any, project: Any, handlers: Any
 ) -> None:
     """Set in `settings` what the configuration objects say, if these are not None.
 
@@ -100,7 +100,7 @@ def read_configuration(
     for handler in handlers or ():
         found |= _read_handler(handler)
     for name, value in found.items():
-        given, default = getattr(settings, name), getattr(Settings, name)
+        given, default = getattr(settings, name), getattr(AcceleratorSettings, name)
         if value is None or value == default:
             continue
         if given not in (default, value):

@@ -16,7 +16,7 @@ from syncprims.training.accumulation import Accumulator
 from syncprims.training.checkpoints import LoadHook, Registered, SaveHook, Saving
 from syncprims.training.preparation import Preparation, unwrap_model
 
-from .config import Settings, check_fixed, check_unsupported
+from .config import AcceleratorSettings, check_fixed, check_unsupported
 
 
 def load_checkpoint_in_model(
@@ -72,7 +72,7 @@ class Checkpointing:
     accumulator: Accumulator
     preparation: Preparation
 
-    def _start_saving(self, settings: Settings) -> None:
+    def _start_saving(self, settings: AcceleratorSettings) -> None:
         project, logging = settings.project_dir, settings.logging_dir
         self.project_dir = None if project is None else Path(project)
         #: where trackers may write: by default the project's directory

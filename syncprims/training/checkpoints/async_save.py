@@ -34,7 +34,7 @@ from .integrity import check_digest, dump_with_digest, parse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .partition import PlannedFile
+    from .save_plan import PlannedFile
     from .state_writer import StateWriter
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from .coordination import Team
-    from .partition import PlannedFile
+    from .save_plan import PlannedFile
 
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")
 

@@ -14,7 +14,7 @@ import torch
 
 from syncprims import CheckpointError
 
-from . import filesystem, manifest, partition
+from . import filesystem, manifest, save_plan
 from .commit import (
     commit,
     is_temporary,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from .partition import PlannedFile, Tensors
     from .safetensors_file import FileRecord
+    from .save_plan import PlannedFile, Tensors
 
 
 def save_model(
@@ -68,7 +68,7 @@ def save_model(
     :raises TypeError: if `directory` is neither a str nor a path.
     :raises ValueError: if `max_shard_size` is not a size, or `directory` is empty.
     """
-    most = partition.parse_size(max_shard_size)
+    most = save_plan.parse_size(max_shard_size)
     where = Directory.of(directory)
     doing = f"save_model to {where.path}"
     team = Team.meet(doing, where)
@@ -132,13 +132,13 @@ class _ModelPlan(NamedTuple):
     def of(cls, model: nn.Module, most: int, team: Team) -> _ModelPlan:
         """Return the plan for a model."""
         tensors, ties = tensors_of(model)
-        groups = partition.split_by_size(tensors, most)
+        groups = save_plan.split_by_size(tensors, most)
         shared = len(groups) > 1 and len(team.ranks) > 1
-        return cls(groups, ties, partition.group_digests(groups) if shared else [""] * len(groups))
+        return cls(groups, ties, save_plan.group_digests(groups) if shared else [""] * len(groups))
 
     def summary(self) -> dict[str, Any]:
         """Return what the other ranks need to know."""
-        model = [[partition.describe(group) for group in self.groups], self.ties]
+        model = [[save_plan.describe(group) for group in self.groups], self.ties]
         return {"model": digest(json.dumps(model).encode()), "digests": self.digests}
 
 
@@ -158,12 +158,12 @@ class _ModelWriter(NamedTuple):
         token: str, digests: Sequence[Sequence[str]],
     ) -> _ModelWriter:  # fmt: skip
         """Return the writer for a plan: on every rank with the same files."""
-        names = partition.group_names(single, len(plan.groups))
+        names = save_plan.group_names(single, len(plan.groups))
         first = single + INDEX if names[1:] else single
         waiting = temporary(first, token)
         version = unused_version(names, taken)
         names = [versioned(name, version) for name in names] if names[1:] else [waiting]
-        files = partition.assign_writers(names, plan.groups, digests)
+        files = save_plan.assign_writers(names, plan.groups, digests)
         return cls(path, team, first, waiting, files, plan.ties)
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncprims import current
 from syncprims.training.rng import capture as capture_rng
 
-from . import partition
+from . import save_plan
 from .async_save import Saving, finish_earlier, is_saving, start_save
 from .commit import unused_version, versioned, write_and_commit
 from .coordination import UNCHANGED, Directory, Team, check_equal, cleanup_on_error, coordinate
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .partition import PlannedFile, Tensors
+    from .save_plan import PlannedFile, Tensors
     from .stateful import Stateful
 
 _LARGE = 64 << 20  # bytes from which on the tensors of an object are worth splitting among ranks
@@ -138,13 +138,13 @@ class _StatePlan(NamedTuple):
         count = len(team.ranks)
         groups = {name: _split(state.tensors, count) for name, state in states.items()}
         every = [group for some in groups.values() for group in some]
-        digests = partition.group_digests(every) if count > 1 else [""] * len(every)
+        digests = save_plan.group_digests(every) if count > 1 else [""] * len(every)
         return cls(states, split_state(own), groups, digests)
 
     def summary(self) -> dict[str, Any]:
         """Return what the other ranks need to know."""
         structure = [
-            [name, [list(group) for group in self.groups[name]], partition.describe(state.tensors)]
+            [name, [list(group) for group in self.groups[name]], save_plan.describe(state.tensors)]
             for name, state in self.states.items()
         ]
         regions = {
@@ -170,7 +170,7 @@ class _StatePlan(NamedTuple):
     ) -> tuple[list[PlannedFile], Manifest]:
         """Return which rank writes which file, and the manifest without the file records."""
         names = {
-            name: partition.group_names(f"{name}.safetensors", len(groups))
+            name: save_plan.group_names(f"{name}.safetensors", len(groups))
             for name, groups in self.groups.items()
         }
         own_names = [f"rank-{number:05d}.safetensors" for number in range(len(team.ranks))]
@@ -183,7 +183,7 @@ class _StatePlan(NamedTuple):
 
         groups = [group for some in self.groups.values() for group in some]
         flat = [file for some in names.values() for file in some]
-        files = partition.assign_writers(flat, groups, [one["digests"] for one in summaries])
+        files = save_plan.assign_writers(flat, groups, [one["digests"] for one in summaries])
         parts, own_shards = self._assign_shards(summaries, own_names, team)
         with_shards = {part[2] for some in parts.values() for part in some}
         ranks: list[SavedState] = []
@@ -192,7 +192,7 @@ class _StatePlan(NamedTuple):
             ranks.append(SavedState(json.loads(one["own"]), [file] if used else [], {}))
             if used and number == team.place:
                 files.append(
-                    partition.PlannedFile(file, number, {**self.own.tensors, **own_shards})
+                    save_plan.PlannedFile(file, number, {**self.own.tensors, **own_shards})
                 )
         objects = {
             name: SavedState(
@@ -232,4 +232,4 @@ def _split(tensors: Mapping[str, torch.Tensor], count: int) -> list[Tensors]:
     if not plain:
         return []
     most = max(-(-byte_size(plain.values()) // count), _LARGE)
-    return partition.split_by_size(plain, min(most, _LARGEST))
+    return save_plan.split_by_size(plain, min(most, _LARGEST))

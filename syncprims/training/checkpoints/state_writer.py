@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .coordination import Team
-    from .partition import PlannedFile
     from .safetensors_file import FileRecord
+    from .save_plan import PlannedFile
 
 _VERSION = r"(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetensors"
 _RANK_FILE = re.compile(rf"rank-\d{{5,}}{_VERSION}")

@@ -21,7 +21,7 @@ from support.rank_worlds import PATIENCE, Kind, Ranks, environment, fork
 from support.recording import tally
 
 import syncprims as sp
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 from syncprims._world.version import version
 
 if TYPE_CHECKING:

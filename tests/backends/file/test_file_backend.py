@@ -18,7 +18,7 @@ import pytest
 from support.rank_worlds import PATIENCE, Died, Kind, Ranks, Scripts, Signs
 
 import syncprims as sp
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 

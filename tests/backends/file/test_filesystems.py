@@ -15,7 +15,7 @@ from support.intruders import needs_root
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Generator

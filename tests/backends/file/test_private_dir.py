@@ -28,7 +28,7 @@ from support.intruders import (
 )
 from support.rank_worlds import Kind, Ranks
 
-from syncprims._world.backends import load_backend
+from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

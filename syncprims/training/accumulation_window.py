@@ -31,16 +31,16 @@ class WindowSet:
         self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
         self.models: list[nn.Module] = []  #: prepared models, for a block that names none
-        self.entered: list[Window] = []  #: in the order of their latest blocks
+        self.entered: list[AccumulationWindow] = []  #: in the order of their latest blocks
         #: per prepared optimizer, gradients that are kept outside of ``.grad`` until its step
         self.held: list[tuple[Optimizer, dict[torch.Tensor, torch.Tensor]]] = []
         #: with unequal inputs: sends what this rank does, returns what the ranks that train sent
         self.announce: Callable[[str, Any], list[Any]] | None = None
         self.first_active = 0  #: the lowest rank that still trains
-        self._by_models: dict[tuple[nn.Module, ...], Window] = {}
+        self._by_models: dict[tuple[nn.Module, ...], AccumulationWindow] = {}
         self._loaded: list[dict[str, Any]] = []  # states of windows that no block has entered yet
 
-    def get(self, models: tuple[nn.Module, ...]) -> Window:
+    def get(self, models: tuple[nn.Module, ...]) -> AccumulationWindow:
         """Return the window of `models` as the last entered one; it is made at the first call."""
         window = self._by_models.get(models)
         if window is not None:
@@ -51,28 +51,28 @@ class WindowSet:
                 raise ValueError(
                     "accumulate() takes the models whose gradients add up, or prepare one"
                 )
-            window = self._by_models[models] = Window(chosen, models, self)
+            window = self._by_models[models] = AccumulationWindow(chosen, models, self)
             if self._loaded:
                 window.load_state_dict(self._loaded.pop(0))
         self.entered.append(window)
         return window
 
-    def all(self) -> list[Window]:
+    def all(self) -> list[AccumulationWindow]:
         """Return the windows in the order in which they were first entered."""
         return list(self._by_models.values())
 
-    def owning(self, parameters: Iterable[torch.Tensor]) -> list[Window]:
+    def owning(self, parameters: Iterable[torch.Tensor]) -> list[AccumulationWindow]:
         """Return the windows that hold gradients of these parameters, the last entered one last."""
         ids = {id(p) for p in parameters}
         return [window for window in self.entered if window.owns(ids)]
 
-    def name_of(self, window: Window) -> WindowName:
+    def name_of(self, window: AccumulationWindow) -> WindowName:
         """Return the name of `window` for other ranks."""
         prepared = {id(model): i for i, model in enumerate(self.models)}
         name = tuple(prepared.get(id(model), -1) for model in window.given)
         return self.all().index(window) if -1 in name else name
 
-    def named(self, name: WindowName) -> Window:
+    def named(self, name: WindowName) -> AccumulationWindow:
         """Return the window that another rank calls `name`, even if no block here has entered it.
 
         :raises ValueError: if `name` is a number that this rank does not know.
@@ -100,7 +100,7 @@ class WindowSet:
                 window.load_state_dict(self._loaded.pop(0))
 
 
-class Window:
+class AccumulationWindow:
     """The gradients of some models, from one step to the next.
 
     Gradients of micro-batches add up unscaled. The micro-batch that closes the window knows how
