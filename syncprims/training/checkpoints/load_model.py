@@ -28,7 +28,7 @@ from .safetensors_file import SafetensorsFile, StoredTensor, byte_size
 from .weights import open_weights, portable_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+    from collections.abc import Collection, Generator, Mapping, Sequence
 
     from .weights import Stored
 
@@ -167,20 +167,28 @@ def _load_in_place(model: nn.Module, state: Mapping[str, Stored]) -> dict[str, t
         name: _read_for(state[name], places.get(name)) for name in state if name not in targets
     }
     separate = _are_separate(state, targets)
-    direct = [name for name, t in targets.items() if separate and _is_alike(t, state[name])]
+    direct: list[str] = []
+    files: dict[SafetensorsFile, list[tuple[str, torch.Tensor]]] = {}
+    for name, target in targets.items() if separate else ():
+        stored = state[name]
+        if isinstance(stored, StoredTensor) and _is_alike(target, stored):
+            direct.append(name)
+            files.setdefault(stored.file, []).append((stored.name, target))
     with torch.no_grad(), progress_bar("loading weights", byte_size(targets.values())) as add:
-        _read_directly(direct, state, targets, add)
+        # Torch does not see this change, and a backward pass in progress has to notice it.
+        torch.autograd.graph.increment_version([targets[name] for name in direct])
+        for file, some in files.items():
+            file.read_into(some, add)
         for name in targets.keys() - set(direct) if separate else targets:
             targets[name].copy_(state[name].tensor())
             add(byte_size([targets[name]]))
     return {**result, **targets}
 
 
-def _is_alike(target: torch.Tensor, stored: Stored) -> bool:
+def _is_alike(target: torch.Tensor, stored: StoredTensor) -> bool:
     """Return whether a tensor lies in the CPU's memory just as it does in a file."""
     return (
-        isinstance(stored, StoredTensor)
-        and target.device.type == "cpu"
+        target.device.type == "cpu"
         and target.layout == torch.strided
         and target.dtype == stored.dtype
         and target.is_contiguous()
@@ -208,22 +216,6 @@ def _are_separate(state: Mapping[str, Stored], targets: Mapping[str, torch.Tenso
                 return False
     found = sorted(places)
     return all(one[0] != other[0] or one[2] <= other[1] for one, other in itertools.pairwise(found))
-
-
-def _read_directly(
-    names: Sequence[str],
-    state: Mapping[str, Stored],
-    targets: Mapping[str, torch.Tensor],
-    on_progress: Callable[[int], object],
-) -> None:
-    files: dict[SafetensorsFile, list[tuple[str, torch.Tensor]]] = {}
-    for name in names:
-        stored = cast("StoredTensor", state[name])
-        files.setdefault(stored.file, []).append((stored.name, targets[name]))
-    # Torch does not see this change, and a backward pass in progress has to notice it.
-    torch.autograd.graph.increment_version([targets[name] for name in names])
-    for file, some in files.items():
-        file.read_into(some, on_progress)
 
 
 # -- devices and dtypes ---------------------------------------------------------------------------
