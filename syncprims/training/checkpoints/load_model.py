@@ -79,7 +79,8 @@ def _load_weights(
         target = own.get(name)
         if isinstance(target, torch.Tensor) and target.shape != stored.shape:
             what = f"shape of {name!r}"
-            raise refusal(path, what, f"{tuple(target.shape)}, the model's", str(stored.shape))
+            found = str(tuple(stored.shape))
+            raise refusal(path, what, f"{tuple(target.shape)}, the model's", found)
     if missing or unexpected:
         LOG.warning("%s: %s%s", path, _listed("missing", missing), _listed("unused", unexpected))
     _place(model, state, device_map, dtype)
@@ -101,7 +102,7 @@ def _load_weights(
 
 def _read_for(stored: Stored, target: Any) -> torch.Tensor:
     """Return a tensor of a checkpoint in memory, distributed over ranks as its target is."""
-    tensor = stored.tensor()
+    tensor = stored.tensor() if isinstance(stored, StoredTensor) else stored
     return distribute(tensor, target) if is_dtensor(target) else tensor
 
 
@@ -180,7 +181,7 @@ def _load_in_place(model: nn.Module, state: Mapping[str, Stored]) -> dict[str, t
         for file, some in files.items():
             file.read_into(some, add)
         for name in targets.keys() - set(direct) if separate else targets:
-            targets[name].copy_(state[name].tensor())
+            targets[name].copy_(_read_for(state[name], None))
             add(byte_size([targets[name]]))
     return {**result, **targets}
 

@@ -335,10 +335,6 @@ class SafetensorsFile:
         if found != expected:
             raise refusal(self.path, "damaged data", f"the digest {expected}", found)
 
-    def tensors(self) -> dict[str, StoredTensor]:
-        """Return all tensors, which stay in the file for now."""
-        return {name: StoredTensor(self, name) for name in self.entries}
-
     def read_into(
         self,
         targets: Iterable[tuple[str, torch.Tensor]],

@@ -112,19 +112,8 @@ def is_model_file(name: str) -> bool:
     return name in FIRST_FILES or _SHARD.fullmatch(name) is not None
 
 
-class LoadedTensor:
-    """A tensor of a checkpoint that is already in memory, as those of torch's own files."""
-
-    def __init__(self, loaded: torch.Tensor) -> None:
-        self._loaded = loaded
-        self.dtype, self.shape = loaded.dtype, tuple(loaded.shape)
-
-    def tensor(self) -> torch.Tensor:
-        """Return it."""
-        return self._loaded
-
-
-Stored: TypeAlias = StoredTensor | LoadedTensor
+#: A tensor of a checkpoint: still in its file, or in memory, as those of torch's own files.
+Stored: TypeAlias = StoredTensor | torch.Tensor
 
 
 @contextlib.contextmanager
@@ -163,16 +152,14 @@ def _open_file(
     The file stays open until `files` is closed.
     """
     if not path.endswith(".safetensors"):
-        found = read_torch(path, record, follow=follow)
-        loaded = {id(tensor): LoadedTensor(tensor) for tensor in found.values()}
-        return {name: loaded[id(tensor)] for name, tensor in found.items()}
+        return {**read_torch(path, record, follow=follow)}
     opened = SafetensorsFile(path, follow=follow)
     file = files.enter_context(contextlib.closing(opened))
     if record is not None:
         record.check(path, file)
     with progress_bar("checking weights", file.size) as add:
         file.check_data(add)
-    tensors: dict[str, Stored] = {**file.tensors()}
+    tensors: dict[str, Stored] = {name: StoredTensor(file, name) for name in file.entries}
     for other, name in file.metadata.items():  # tied: the safetensors library notes it so, too
         if other not in RESERVED and other not in tensors and name in tensors:
             tensors[other] = tensors[name]
