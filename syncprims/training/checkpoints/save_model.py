@@ -84,8 +84,14 @@ def save_model(
         doing, lambda: filesystem.remove_empty_directories(made) if team.leads else None
     ):
         single = SAFETENSORS if safe_serialization else TORCH
+        names = save_plan.group_names(single, len(plan.groups))
+        first = single + INDEX if names[1:] else single
+        waiting = temporary(first, token)
+        version = unused_version(names, taken)
+        names = [versioned(name, version) for name in names] if names[1:] else [waiting]
         every = [one["digests"] for one in summaries]
-        writer = _ModelWriter.of(plan, where.path, single, team, taken, token, every)
+        files = save_plan.assign_writers(names, plan.groups, every)
+        writer = _ModelWriter(where.path, team, first, waiting, files, plan.ties)
         write_and_commit(doing, team, writer.write, writer.commit, writer.remove_files)
 
 
@@ -152,25 +158,6 @@ class _ModelWriter(NamedTuple):
     files: list[PlannedFile]
     ties: dict[str, str]
 
-    @classmethod
-    def of(
-        cls, plan: _ModelPlan, path: str, single: str, team: Team, taken: Sequence[str],
-        token: str, digests: Sequence[Sequence[str]],
-    ) -> _ModelWriter:  # fmt: skip
-        """Return the writer for a plan: on every rank with the same files."""
-        names = save_plan.group_names(single, len(plan.groups))
-        first = single + INDEX if names[1:] else single
-        waiting = temporary(first, token)
-        version = unused_version(names, taken)
-        names = [versioned(name, version) for name in names] if names[1:] else [waiting]
-        files = save_plan.assign_writers(names, plan.groups, digests)
-        return cls(path, team, first, waiting, files, plan.ties)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all files except the index."""
-        return [file.name for file in self.files]
-
     def write(self) -> dict[str, list[Any]]:
         """Write this rank's files; return the file record of each."""
         write_file = write_safetensors if self.first.startswith(SAFETENSORS) else write_torch
@@ -190,6 +177,7 @@ class _ModelWriter(NamedTuple):
     def commit(self, records: dict[str, FileRecord]) -> None:
         """Make the new files the model, and remove the older ones."""
         path, first = self.path, self.first
+        names = [file.name for file in self.files]  # without the index
 
         def prepare() -> str | None:
             if self.first.endswith(INDEX):
@@ -204,14 +192,14 @@ class _ModelWriter(NamedTuple):
             return f"{path}/{preferred[0]}" if preferred else None
 
         def undo() -> None:
-            for name in (self.waiting, *self.names):
+            for name in (self.waiting, *names):
                 filesystem.remove_or_log(f"{path}/{name}")
 
         commit("model", prepare, f"{path}/{self.waiting}", f"{path}/{first}", undo)
 
         def is_old(name: str) -> bool:
             if is_model_file(name):
-                return name not in (first, *self.names)
+                return name not in (first, *names)
             return any(is_temporary(name, one) for one in FIRST_FILES)
 
         filesystem.remove_each_or_log(path, is_old)
