@@ -50,10 +50,6 @@ class Directory(NamedTuple):
             raise ValueError("directory='': it takes a name; '.' is the working directory")
         return cls(given, filesystem.absolute(given))
 
-    def joined(self, name: str) -> Directory:
-        """Return the directory of this name in this one."""
-        return Directory(f"{self.given}/{name}", f"{self.path}/{name}")
-
 
 class Team(NamedTuple):
     """The ranks that save or load together: those of the group that is entered, else all."""

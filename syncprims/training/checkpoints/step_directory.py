@@ -100,7 +100,7 @@ class Checkpoints:
         common, path = dict(objects), self.path(step)
         _call_hooks(f"save_state to {path}", self._before_save, path, common)
         return save_to(
-            self._where.joined(f"{self.prefix}{step}"), common, rank_objects or {},
+            Directory(f"{self._where.given}/{self.prefix}{step}", path), common, rank_objects or {},
             step=step, rng=rng, block=block, on_commit=lambda: self._prune(step),
         )  # fmt: skip
 
@@ -148,7 +148,10 @@ class Checkpoints:
             others = [step for step in steps if step != saved]
             gone = others[: max(0, len(others) - self.keep_last + 1)]
             for step in gone:
-                self._remove(step)
+                # Rename it first, so that no reader finds half of one.
+                away = f"{self.directory}/{temporary(f'{self.prefix}{step}', new_token())}"
+                filesystem.rename(self.path(step), away)
+                filesystem.remove_directory_or_log(away)
             # Another process may be saving one of the later steps now.
             oldest = min((step for step in steps if step not in gone), default=saved)
             left = re.compile(rf"\.{re.escape(self.prefix)}([0-9]+)\.tmp-[0-9a-f]{{16}}")
@@ -158,13 +161,6 @@ class Checkpoints:
                     filesystem.remove_directory_or_log(f"{self.directory}/{name}")
         except OSError as error:
             filesystem.LOG.warning("older checkpoints in %s stay: %s", self.directory, error)
-
-    def _remove(self, step: int) -> None:
-        """Rename a checkpoint first, so that no reader finds half of one."""
-        name = f"{self.prefix}{step}"
-        away = f"{self.directory}/{temporary(name, new_token())}"
-        filesystem.rename(f"{self.directory}/{name}", away)
-        filesystem.remove_directory_or_log(away)
 
 
 def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
