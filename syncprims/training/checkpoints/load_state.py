@@ -79,7 +79,8 @@ def load_state(
             reader = _StateReader(path, team, objects, own, strict, manifest.read(path), stack, {})
             return reader.read(rng=rng, any_world_size=any_world_size)
 
-    found, digests = coordinate(doing, read, _Found.digest)
+    # Checkpoints and their copies are identified by their manifests.
+    found, digests = coordinate(doing, read, lambda found: digest(found.manifest.dump()))
     check_equal(
         doing, team.ranks, digests, "have found a different checkpoint",
         "Every rank loads the same one: pass the same directory, and the same step; where hosts "
@@ -96,10 +97,6 @@ class _Found(NamedTuple):
     manifest: Manifest
     states: dict[str, Any]
     rng: dict[str, Any] | None
-
-    def digest(self) -> str:
-        """Return what identifies this checkpoint and its copies."""
-        return digest(self.manifest.dump())
 
     def load_into(self, objects: Mapping[str, Stateful]) -> None:
         """Load the states into the objects, and the random numbers last."""
