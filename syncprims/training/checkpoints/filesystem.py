@@ -286,24 +286,17 @@ def remove_directory(path: str) -> None:
 # -- clean-up, whose failure is logged and not raised ---------------------------------------------
 
 
-def remove_or_log(path: str) -> None:
+def remove_or_log(path: str, remover: Callable[[str], object] = remove) -> None:
     """Remove a file that is no longer needed; log a failure."""
     try:
-        remove(path)
+        remover(path)
     except OSError as error:
-        _log_leftover(path, error)
+        LOG.warning("could not remove %s (%s): it is no longer needed, remove it", path, error)
 
 
 def remove_directory_or_log(path: str) -> None:
     """Remove a directory that is no longer needed; log a failure."""
-    try:
-        remove_directory(path)
-    except OSError as error:
-        _log_leftover(path, error)
-
-
-def _log_leftover(path: str, error: OSError) -> None:
-    LOG.warning("could not remove %s (%s): it is no longer needed, remove it", path, error)
+    remove_or_log(path, remove_directory)
 
 
 def remove_each_or_log(directory: str, is_unneeded: Callable[[str], bool]) -> None:
