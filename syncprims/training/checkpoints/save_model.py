@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import xxhash
 
 from syncprims import CheckpointError
 
@@ -36,16 +38,14 @@ from .coordination import (
     coordinate,
 )
 from .integrity import digest, dump_with_digest
-from .safetensors_file import METADATA, byte_size, check_storable, write_safetensors
-from .torch_file import write_torch, write_torch_object
+from .safetensors_file import METADATA, FileRecord, byte_size, check_storable, write_safetensors
 from .weights import FIRST_FILES, INDEX, SAFETENSORS, SHARDS, TORCH, is_model_file, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
-    from .safetensors_file import FileRecord
     from .save_plan import PlannedFile, Tensors
 
 
@@ -160,7 +160,7 @@ class _ModelWriter(NamedTuple):
 
     def write(self) -> dict[str, list[Any]]:
         """Write this rank's files; return the file record of each."""
-        write_file = write_safetensors if self.first.startswith(SAFETENSORS) else write_torch
+        write_file = write_safetensors if self.first.startswith(SAFETENSORS) else _write_torch
 
         def write(path: str, tensors: Any, on_progress: Any) -> FileRecord:
             ties = {other: name for other, name in self.ties.items() if name in tensors}
@@ -243,7 +243,7 @@ def _write_object(obj: Any, target: str, safe: bool) -> None:
         if safe:
             write_safetensors(waiting, _check_tensors(obj), {})
         else:
-            write_torch_object(waiting, obj)
+            _write_torch_object(waiting, obj)
 
     commit("file", prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
     # A killed save may have left some:
@@ -266,3 +266,65 @@ def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
             raise TypeError(f"{name!r} is the name of a safetensors file's own part")
         check_storable(name, tensor)
     return obj
+
+
+# -- torch's own files --------------------------------------------------------------------------
+
+
+class _Stream:
+    """The stream that `torch.save` writes to: it hashes the data on their way to the file."""
+
+    def __init__(self, file: filesystem.NewFile, on_progress: Callable[[int], object]) -> None:
+        self._file = file
+        self._on_progress = on_progress
+        self.hashed = xxhash.xxh3_128()
+        self.size = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        with memoryview(data) as view:
+            raw = view.cast("B")
+            try:
+                self._file.write(raw)
+            except OSError as error:  # torch raises another error instead
+                self.error = error
+                raise
+            self.hashed.update(raw)
+            self.size += len(raw)
+            self._on_progress(len(raw))
+            return len(raw)
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer."""
+
+
+def _write_torch(
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    ties: Mapping[str, str],
+    on_progress: Callable[[int], object],
+) -> FileRecord:
+    """Write these tensors, tied ones under all their names, to the new file `path`, and sync it."""
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        # Torch saves the whole storage: it must not be larger than the tensor.
+        whole = tensor.untyped_storage().nbytes() == byte_size([tensor])
+        own[name] = tensor.detach() if whole else tensor.detach().clone()
+    own |= {other: own[name] for other, name in ties.items()}
+    return _write_torch_object(path, own, on_progress)
+
+
+def _write_torch_object(
+    path: str, obj: Any, on_progress: Callable[[int], object] = lambda done: None
+) -> FileRecord:
+    """Write what `torch.save` makes of `obj` to the new file `path`, and sync it."""
+    with contextlib.closing(filesystem.NewFile(path)) as file:
+        stream = _Stream(file, on_progress)
+        try:
+            torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        except BaseException:
+            if stream.error is not None:
+                raise stream.error from None
+            raise
+        file.finish()
+    return FileRecord(stream.size, stream.hashed.hexdigest())

@@ -16,6 +16,7 @@ import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import xxhash
 
 from syncprims.training.preparation import unwrap_model
 
@@ -30,7 +31,6 @@ from .safetensors_file import (
     StoredTensor,
     check_storable,
 )
-from .torch_file import read_torch
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -152,7 +152,7 @@ def _open_file(
     The file stays open until `files` is closed.
     """
     if not path.endswith(".safetensors"):
-        return {**read_torch(path, record, follow=follow)}
+        return {**_read_torch(path, record, follow=follow)}
     opened = SafetensorsFile(path, follow=follow)
     file = files.enter_context(contextlib.closing(opened))
     if record is not None:
@@ -206,3 +206,42 @@ def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, File
     except (AttributeError, TypeError) as error:
         raise refusal(path, "list of files", "size and digest of each", repr(found)) from error
     return file_of, records
+
+
+def _digest_of(file: filesystem.ExistingFile) -> str:
+    hashed, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
+    for start in range(0, file.size, len(buffer)):
+        some = buffer[: file.size - start]
+        file.read_into(some, start)
+        hashed.update(some)
+    return hashed.hexdigest()
+
+
+def _read_torch(path: str, record: FileRecord | None, *, follow: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors in one of torch's files. No code in it is run.
+
+    :raises CheckpointError: if it cannot be read, needs code, or is not the file of `record`.
+    """
+    with reading(path), contextlib.closing(filesystem.ExistingFile(path, follow=follow)) as file:
+        zipped = file.read(0, min(4, file.size)) == b"PK\x03\x04"
+        found = FileRecord(file.size, "" if record is None else _digest_of(file))
+    if record is not None and found != record:
+        raise refusal(path, "not what was written", str(tuple(record)), str(tuple(found)))
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # torch raises many kinds of errors
+        first = str(error).strip().split("\n", 1)[0]
+        raise refusal(path, "not a weights file", "tensors, and no code", first) from error
+    if not isinstance(state, dict):
+        raise refusal(path, "not a weights file", "a dict of tensors", type(state).__name__)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            kind = type(tensor).__name__
+            raise refusal(path, f"entry {name!r}", "a tensor under a name", kind)
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise refusal(path, f"tensor {name!r}", "a dense tensor", str(tensor.layout))
+        with contextlib.suppress(RuntimeError):
+            tensor = tensor.detach()
+        tensors[name] = tensor
+    return tensors
