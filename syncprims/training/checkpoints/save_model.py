@@ -42,7 +42,7 @@ from .safetensors_file import METADATA, FileRecord, byte_size, check_storable, w
 from .weights import FIRST_FILES, INDEX, SAFETENSORS, SHARDS, TORCH, is_model_file, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
@@ -96,35 +96,28 @@ def save_model(
 
 
 def _prepare_directory(path: str) -> list[Any]:
-    """Return the directories that were made, the names that were there, and a unique token."""
+    """Return the directories that were made, the names that were there, and a unique token.
+
+    :raises CheckpointError: if a state in the directory has files that the model would replace.
+    """
     made = filesystem.make_directory(path)
     try:
         taken = filesystem.names(path)
-        _check_holds_no_state(path, taken)
+        files: dict[str, FileRecord] = {}  # of a state in this directory
+        if manifest.NAME in taken:
+            with contextlib.suppress(CheckpointError):  # then it cannot be loaded anyway
+                files = manifest.read(path).files
+        lost = [name for name in files if is_model_file(name)]
+        if lost:
+            raise CheckpointError(
+                f"{path}/{manifest.NAME}: here is a saved state, and {lost[0]} is a file of it, "
+                f"which a model would replace. Save the model to another directory.",
+                path=f"{path}/{manifest.NAME}",
+            )
         return [made, taken, new_token()]
     except BaseException:
         filesystem.remove_empty_directories(made)
         raise
-
-
-def _check_holds_no_state(path: str, taken: Sequence[str]) -> None:
-    """Raise if a state in the directory has files that the model would replace.
-
-    :raises CheckpointError: in that case.
-    """
-    if manifest.NAME not in taken:
-        return
-    try:
-        files = manifest.read(path).files
-    except CheckpointError:
-        return  # it cannot be loaded anyway
-    lost = [name for name in files if is_model_file(name)]
-    if lost:
-        raise CheckpointError(
-            f"{path}/{manifest.NAME}: here is a saved state, and {lost[0]} is a file of it, which "
-            f"a model would replace. Save the model to another directory.",
-            path=f"{path}/{manifest.NAME}",
-        )
 
 
 class _ModelPlan(NamedTuple):
@@ -268,7 +261,7 @@ def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
     return obj
 
 
-# -- torch's own files --------------------------------------------------------------------------
+# -- torch's own files ----------------------------------------------------------------------------
 
 
 class _Stream:
