@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -139,7 +140,8 @@ class StateWriter(NamedTuple):
 
         def prepare() -> None:
             if not is_new:
-                old.update(_read_old_manifest(final))
+                with contextlib.suppress(OSError, CheckpointError):  # damaged: nothing is known
+                    old.update(parse(final, filesystem.read_small(final, 1 << 30)))
             document = self.manifest._replace(files=dict(records)).dump()
             filesystem.write_small(waiting, document)
             filesystem.sync_directory(folder)
@@ -166,14 +168,6 @@ class StateWriter(NamedTuple):
             return name in listed or begins_as_of_state(f"{folder}/{name}")
 
         filesystem.remove_each_or_log(folder, is_old)
-
-
-def _read_old_manifest(path: str) -> dict[str, Any]:
-    """Return the manifest that will be replaced, or nothing if it cannot be read."""
-    try:
-        return parse(path, filesystem.read_small(path, 1 << 30))
-    except (OSError, CheckpointError):
-        return {}
 
 
 def _as_dict(found: object) -> dict[str, Any]:
