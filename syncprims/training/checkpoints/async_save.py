@@ -166,21 +166,18 @@ class _AsyncSaving(Saving):
     # -- in the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        writer = self._writer
         try:
-            self._save()
+            self._written = written = Outcome.of(self._write, lambda result: result)
+            self._has_written.set()
+            if writer.team.leads:
+                self._committed = Outcome.of(lambda: self._commit(written), lambda _: None)
+            error = (self._committed or written).error
+            if error is not None:  # the program may end without calling wait()
+                filesystem.LOG.error("%s, in the background, has failed: %s", writer.doing, error)
         finally:
             self._has_written.set()
             self._has_ended.set()
-
-    def _save(self) -> None:
-        writer = self._writer
-        self._written = written = Outcome.of(self._write, lambda result: result)
-        self._has_written.set()
-        if writer.team.leads:
-            self._committed = Outcome.of(lambda: self._commit(written), lambda _: None)
-        error = (self._committed or written).error
-        if error is not None:  # the program may end without calling wait()
-            filesystem.LOG.error("%s, in the background, has failed: %s", writer.doing, error)
 
     def _write(self) -> Any:
         writer = self._writer
