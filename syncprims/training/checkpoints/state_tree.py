@@ -155,7 +155,7 @@ class _Splitter:
             finite = value - value == 0
             return value if finite else {KIND: "float", "bits": _DOUBLE.pack(value).hex()}
         if len(place) > _DEEPEST:
-            raise TypeError(f"{_spell(place[:5])}...: nested deeper than {_DEEPEST} levels")
+            raise TypeError(f"{'.'.join(place[:5])}...: nested deeper than {_DEEPEST} levels")
         if kind is list:
             return self._items(value, place)
         if isinstance(value, dict):
@@ -198,7 +198,7 @@ class _Splitter:
         return {KIND: name, **more, "items": items}
 
     def _tensor(self, value: torch.Tensor, place: tuple[str, ...]) -> dict[str, Any]:
-        spelled = _spell(place)
+        spelled = ".".join(place)
         if is_dtensor(value):
             check_placements(spelled, value)
             check_storable(spelled, value.to_local())
@@ -232,7 +232,7 @@ class _Splitter:
         raw = np.ascontiguousarray(value)
         if isinstance(value, np.generic):
             return {KIND: "scalar", "dtype": kind.str, "bytes": _text(raw.tobytes())}
-        key = self._unused(_spell(place))
+        key = self._unused(".".join(place))
         self.tensors[key] = torch.from_numpy(np.frombuffer(raw.tobytes(), np.uint8).copy())
         return {KIND: "array", "key": key, "dtype": kind.str, "shape": list(value.shape)}
 
@@ -256,16 +256,13 @@ class _Splitter:
 
     def _cannot(self, value: Any, place: tuple[str, ...]) -> TypeError:
         kind: type[Any] = type(value)
+        spelled = ".".join(place) or "itself"
         of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
         return TypeError(
-            f"state {_spell(place) or 'itself'} is a {kind.__module__}.{kind.__qualname__}{of}: it "
+            f"state {spelled} is a {kind.__module__}.{kind.__qualname__}{of}: it "
             f"could only be saved as a pickle, which runs code when it is loaded. Give a "
             f"state_dict() of numbers, texts, lists, dicts, arrays and tensors."
         )
-
-
-def _spell(place: tuple[str, ...]) -> str:
-    return ".".join(place)
 
 
 def _text(data: bytes) -> str:
