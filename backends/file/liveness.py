@@ -16,14 +16,15 @@ import os
 import re
 import select
 import struct
+import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims import errors
 from syncprims.errors import Failure, PeerFailed, describe_exit
 
 from .memory import RECORD_HEAD, await_record, map_file, read_header, write_record
-from .processes import ProcessIdentity, ProcessWatch
 from .wakeup import Doorbell
 
 if TYPE_CHECKING:
@@ -280,3 +281,100 @@ def _lock(fd: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.0005)
+
+
+# -- what the system knows about another process of this host -------------------------------------
+
+
+class ProcessIdentity(NamedTuple):
+    """Identifies one process, also after its number has passed on to another."""
+
+    pid: int
+    started: int  #: clock ticks since boot
+    namespace: int  #: of pids
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """Return the identity of the living process `pid`; None if the system does not say."""
+        fields = _stat_fields(pid)
+        try:
+            namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
+        except OSError:
+            return None
+        return cls(pid, int(fields[19]), namespace) if fields else None
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """Return that of this process; where the system has none, one that fits no process."""
+        return cls.of(os.getpid()) or cls(os.getpid(), 0, 0)
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of proc(5) stat from the state on; none if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+
+
+class ProcessWatch:
+    """Watches another process; made while that lives.
+
+    On Linux this is a pidfd: it becomes readable when the process ends, and it never refers to
+    another process. On other systems it knows nothing, and the process's lock must be enough.
+    """
+
+    def __init__(self, who: ProcessIdentity) -> None:
+        self._who = who
+        self.fd = -1  #: becomes readable when the process ends; negative if there is none
+        namespace = ProcessIdentity.own().namespace
+        if sys.platform != "linux" or namespace != who.namespace or not who.started:
+            return
+        with contextlib.suppress(OSError, OverflowError):  # a damaged number belongs to no process
+            self.fd = os.pidfd_open(who.pid)
+        if self.fd >= 0 and ProcessIdentity.of(who.pid) not in (who, None):
+            self.close()  # the number has passed on to another process
+
+    def has_ended(self, within: float = 0.0) -> bool:
+        """Return whether the process is known to have ended, having waited so many seconds."""
+        if self.fd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return any(event & select.POLLIN for _, event in poll.poll(within * 1000))
+
+    def exit_status(self) -> int | None:
+        """Return how the process ended, as :func:`os.waitstatus_to_exitcode`; None if unknown."""
+        if self.fd < 0:
+            return None
+        status = self._reaped_status()
+        if status is None:
+            status = self._zombie_status()
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def _reaped_status(self) -> int | None:
+        """Ask the pidfd: since Linux 6.15 it remembers how a reaped process ended."""
+        # struct pidfd_info, first version: mask, cgroup, eleven ids, exit code. pidfd(2) ioctl 11.
+        wants_exit, size = 1 << 3, 64
+        request = (3 << 30) | (size << 16) | (0xFF << 8) | 11
+        info = bytearray(struct.pack("<Q", wants_exit).ljust(size, b"\0"))
+        try:
+            fcntl.ioctl(self.fd, request, info)
+        except OSError:
+            return None
+        (mask,) = struct.unpack_from("<Q", info)
+        return struct.unpack_from("<i", info, 60)[0] if mask & wants_exit else None
+
+    def _zombie_status(self) -> int | None:
+        """Ask proc(5), which knows it until the parent has reaped the process."""
+        fields = _stat_fields(self._who.pid)
+        if len(fields) < 50 or fields[0] != "Z" or int(fields[19]) != self._who.started:
+            return None
+        return int(fields[49])
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
