@@ -122,11 +122,11 @@ class Cells:
     def last_word(self, index: int) -> bytes:
         """Return the latest word of a member; one of round 0 if it has posted nothing."""
         words = [self.memory[self.word_at(cell, index)] for cell in range(CELLS)]
-        return max(words, key=_round_of)
+        return max(words, key=WORD.unpack)
 
     def posted(self, index: int) -> int:
         """Return how many rounds a member has posted."""
-        return _round_of(self.last_word(index))
+        return int(WORD.unpack(self.last_word(index))[0])
 
     def all_posted(self, number: int) -> bool:
         """Return whether every member has posted round `number`."""
@@ -158,10 +158,6 @@ class Cells:
     def close(self) -> None:
         """Unmap the file."""
         self.memory.close()
-
-
-def _round_of(word: bytes) -> int:
-    return int.from_bytes(word[:8], "little")
 
 
 def _round_up(size: int, unit: int) -> int:
