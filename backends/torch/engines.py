@@ -179,6 +179,7 @@ class NcclEngine(DeviceEngine):
     def __init__(
         self, members: Sequence[int], world_size: int, open_default: Callable[[], None]
     ) -> None:
+        """`open_default` opens torch's default group if there is none."""
         self._members = tuple(members)
         self._everybody = len(self._members) == world_size
         self._open_default = open_default
@@ -207,8 +208,7 @@ class NcclEngine(DeviceEngine):
 
     def _ready(self) -> Any:
         if self._group is None:
-            if not dist.is_initialized():
-                self._open_default()
+            self._open_default()
             self._group = dist.group.WORLD
             if not self._everybody:
                 members = list(self._members)
