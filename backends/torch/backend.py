@@ -318,10 +318,9 @@ class TorchBackend(Backend):
         for slot in mates:
             if liveness.has_finished(slot):  # and no rank will be here to publish it
                 self._publish_end_of(store, ranks[slot], "finished")
+        state: State = "finished" if failure is None else "failed"
         for board in self._boards:
-            end = MemberEnd(rank, board.posted, "finished")
-            if failure is not None:
-                end = end._replace(state="failed", failure=failure.decode())
+            end = MemberEnd(rank, board.posted, state, failure=(failure or b"").decode())
             board.publish_end(store, end)
         self._note_left(store, rank)
 
