@@ -28,7 +28,7 @@ from .memory import (
     SPILLED,
     WORD,
     Cells,
-    SharedWindow,
+    open_window,
     word_of,
 )
 from .private_dir import no_room
@@ -66,7 +66,7 @@ class SharedMemoryBoard(Board):
         self._liveness = liveness
         self._doorbell = liveness.doorbell
         self._spin_policy = SpinPolicy()
-        self._window: SharedWindow | None = None
+        self._window: Window | None = None
         self._index = self.slots.index(liveness.rank)
         self.rank = self.members[self._index]  #: this one
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
@@ -355,13 +355,14 @@ class SharedMemoryBoard(Board):
         """Return the memory that arrays pass through; the first call creates it."""
         if self._window is None:
             name, count = f"{self._name}-window", len(self.members)
-            self._window = SharedWindow(self._liveness.directory, name, count)
-        return self._window.window
+            self._window = open_window(self._liveness.directory, name, count)
+        return self._window
 
     def close(self) -> None:
         """Unmap the files."""
         if self._window is not None:
-            self._window.close()
+            with contextlib.suppress(BufferError):  # an array in it is still in use
+                self._window.memory.release()
         self._cells.close()
 
 
