@@ -75,7 +75,8 @@ class SharedMemoryBoard(Board):
         self._bare: dict[int, tuple[Note, int, int, bytes]] = {}
         self._bodies: dict[bytes, tuple[int, bytes]] = {}  # by label: the check, and the body
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
-        self._spill = _Spill(liveness.directory, name)
+        #: rounds and names of this rank's files for what did not fit its cells, not yet removed
+        self._spilled: list[tuple[int, str]] = []
         self._cells = Cells(liveness.directory, name, len(self.members))
         self._memory = self._cells.memory
         self._aborts = Aborts(self._cells, liveness.directory, name, self._index)
@@ -156,11 +157,35 @@ class SharedMemoryBoard(Board):
         flags = CONTENT | (FLAG if flag else 0)
         if len(start) + len(content) > BODY_SIZE:
             flags |= SPILLED
-            self._spill.write(self.rank, number, content)
+            self._spill(number, content)
             content = b""
         self._written[cell] = None
         self._cells.write_body(cell, self._index, start + content)
         return flags, zlib.crc32(start)
+
+    def _spill(self, number: int, content: bytes) -> None:
+        """Write the content of this rank's note for round `number` into a file of its own.
+
+        :raises OSError: if the disk is full; then nothing is left of the file.
+        """
+        directory, name = self._liveness.directory, self._spill_name(self.rank, number)
+        try:
+            directory.write(name, content)
+        except OSError as error:
+            directory.remove(name)
+            action = f"writing {len(content)} bytes for the other ranks"
+            raise no_room(error, action, directory.path / name) from error
+        self._spilled.append((number, name))
+
+    def _read_spilled(self, rank: int, number: int) -> bytes:
+        """Return the content of the file that `rank` wrote for `number`; empty if there is none."""
+        try:
+            return self._liveness.directory.read(self._spill_name(rank, number))
+        except FileNotFoundError:
+            return b""
+
+    def _spill_name(self, rank: int, number: int) -> str:
+        return f"{self._name}-{rank}-{number}"
 
     # -- collect ------------------------------------------------------------------------------
 
@@ -196,7 +221,7 @@ class SharedMemoryBoard(Board):
             if notes is None or memory[intents] != self._no_intents:
                 break
             self.collected = number
-            if self._spill.written or number == 1:
+            if self._spilled or number == 1:
                 self._tidy(number)
             return notes
         return self._collect_slowly(number, timeout)
@@ -299,7 +324,7 @@ class SharedMemoryBoard(Board):
         text, payload, failure, check, content = body
         size = payload + failure
         if flags & SPILLED:
-            content = self._spill.read(self.members[index], number)
+            content = self._read_spilled(self.members[index], number)
         content = content[:size]
         if len(content) != size or zlib.crc32(content) != check:
             return None
@@ -323,10 +348,12 @@ class SharedMemoryBoard(Board):
         self._tidy(number)
 
     def _tidy(self, number: int) -> None:
-        if self._spill.written:
+        if self._spilled:
             # All have read what they had collected when they posted this round.
             words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
-            self._spill.remove_before(number - max(flags >> 8 for _, flags, _ in words))
+            over = number - max(flags >> 8 for _, flags, _ in words)
+            while self._spilled and self._spilled[0][0] < over:
+                self._liveness.directory.remove(self._spilled.pop(0)[1])
         if number == 1:
             self._liveness.watch_all()  # all have joined, so each can be watched
 
@@ -364,44 +391,6 @@ class SharedMemoryBoard(Board):
             with contextlib.suppress(BufferError):  # an array in it is still in use
                 self._window.memory.release()
         self._cells.close()
-
-
-class _Spill:
-    """Files for what does not fit into the cells of one board: one for each rank and round."""
-
-    def __init__(self, directory: PrivateDirectory, board: str) -> None:
-        self._directory = directory
-        self._board = board
-        self.written: list[tuple[int, str]] = []  #: of this rank, not yet removed: round and name
-
-    def write(self, rank: int, number: int, content: bytes) -> None:
-        """Write the content of this rank's note for round `number`.
-
-        :raises OSError: if the disk is full; then nothing is left of the file.
-        """
-        name = self._name(rank, number)
-        try:
-            self._directory.write(name, content)
-        except OSError as error:
-            self._directory.remove(name)
-            action = f"writing {len(content)} bytes for the other ranks"
-            raise no_room(error, action, self._directory.path / name) from error
-        self.written.append((number, name))
-
-    def read(self, rank: int, number: int) -> bytes:
-        """Return the content of the note of `rank` for round `number`; empty if there is none."""
-        try:
-            return self._directory.read(self._name(rank, number))
-        except FileNotFoundError:
-            return b""
-
-    def remove_before(self, number: int) -> None:
-        """Remove this rank's files of the rounds before `number`."""
-        while self.written and self.written[0][0] < number:
-            self._directory.remove(self.written.pop(0)[1])
-
-    def _name(self, rank: int, number: int) -> str:
-        return f"{self._board}-{rank}-{number}"
 
 
 def abort_from_outside(directory: PrivateDirectory, name: str, count: int, verdict: bytes) -> None:
