@@ -275,23 +275,19 @@ def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
     :raises OSError: if there is no space for the smallest window.
     """
     with directory.opened(name, os.O_RDWR | os.O_CREAT) as fd:
-        size = _agree_on_size(fd, directory, name, count)
+        # All members use one size: the one that the first of them has allocated.
+        claim = f"{name}-size"
+        agreed = directory.claimed(claim)
+        if agreed is None:
+            agreed = directory.claim(claim, str(_allocate_window(fd, directory, name, count)))
+        if not agreed.isdecimal():
+            raise ConfigurationError(f"{directory.path / claim} is no size; remove it")
+        size = int(agreed)
         if os.fstat(fd).st_size < size:  # to touch what is missing would kill the process
             raise ConfigurationError(
                 f"{directory.path / name} has been cut off; end what is left of the run"
             )
         return Window(memoryview(mmap.mmap(fd, size)), Fence())
-
-
-def _agree_on_size(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
-    """Return the size that all members use: the one that the first of them has allocated."""
-    claim = f"{name}-size"
-    agreed = directory.claimed(claim)
-    if agreed is None:
-        agreed = directory.claim(claim, str(_allocate_window(fd, directory, name, count)))
-    if not agreed.isdecimal():
-        raise ConfigurationError(f"{directory.path / claim} is no size; remove it")
-    return int(agreed)
 
 
 def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
