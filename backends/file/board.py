@@ -179,10 +179,9 @@ class SharedMemoryBoard(Board):
 
     def _read_spilled(self, rank: int, number: int) -> bytes:
         """Return the content of the file that `rank` wrote for `number`; empty if there is none."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self._liveness.directory.read(self._spill_name(rank, number))
-        except FileNotFoundError:
-            return b""
+        return b""
 
     def _spill_name(self, rank: int, number: int) -> str:
         return f"{self._name}-{rank}-{number}"

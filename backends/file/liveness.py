@@ -251,13 +251,14 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
 def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
     """Return whether no process holds the lock of `rank`: its process is gone."""
     try:
-        with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            directory.opened(_lock_name(rank), os.O_RDWR) as fd,
+        ):
             # Shared, so that two ranks that check at the same moment do not see each other.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except FileNotFoundError:
-        pass
     return True
 
 
