@@ -32,7 +32,6 @@ from .memory import (
     word_of,
 )
 from .private_dir import no_room
-from .wakeup import SpinPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +46,9 @@ _LOOKS_PER_TIME = 16  # between two readings of the clock
 _YIELD_FOR = 0.0005  # seconds of yielding before sleeping
 FIRST_NAP, LONGEST_NAP = 0.002, 0.05  #: seconds of sleep, in case no rank wakes this one
 _MOST_KNOWN = 4096
+_LONG = 0.001  # seconds; among themselves, ranks wait for microseconds
+_LONG_WEIGHT, _LIMIT = 3, 12  # a long wait counts as much as three short ones; when to sleep
+_FEWEST, _MOST = 16, 256  # waits that sleep before yielding is tried again
 _WIDTH = WORD.size
 
 
@@ -65,7 +67,7 @@ class SharedMemoryBoard(Board):
         self._name = name
         self._liveness = liveness
         self._doorbell = liveness.doorbell
-        self._spin_policy = SpinPolicy()
+        self._spin_policy = _SpinPolicy()
         self._window: Window | None = None
         self._index = self.slots.index(liveness.rank)
         self.rank = self.members[self._index]  #: this one
@@ -390,6 +392,39 @@ class SharedMemoryBoard(Board):
             with contextlib.suppress(BufferError):  # an array in it is still in use
                 self._window.memory.release()
         self._cells.close()
+
+
+class _SpinPolicy:
+    """Chooses between ``sched_yield`` and sleeping, from the last waits of a rank at one board.
+
+    Yielding is by far the fastest if only ranks want the processor: each continues as soon as the
+    one before it is done. If another CPU-bound process competes, each yield costs a whole time
+    slice, for this rank or for those that wait for it. Then sleeping is better. Competition shows
+    in long waits that come again and again, and not in single ones, as between rounds where ranks
+    do work of their own. After some waits, yielding is tried again.
+    """
+
+    def __init__(self) -> None:
+        self.sleeps = 0  #: so many of the next waits should sleep at once
+        self._next = _FEWEST
+        self._score = 0
+
+    def count_wait(self) -> None:
+        """Count a wait that was not over after a few looks."""
+        if self.sleeps:
+            self.sleeps -= 1
+
+    def record(self, waited: float, weight: int = 1) -> None:
+        """Record a wait of so many seconds, which stands for `weight` waits."""
+        if waited > _LONG:
+            self._score += _LONG_WEIGHT
+            if self._score >= _LIMIT:
+                self.sleeps, self._next = self._next, min(4 * self._next, _MOST)
+                self._score -= _LONG_WEIGHT
+        else:
+            self._score = max(0, self._score - weight)
+            if not self.sleeps:
+                self._next = max(self._next // 2, _FEWEST)
 
 
 def abort_from_outside(directory: PrivateDirectory, name: str, count: int, verdict: bytes) -> None:

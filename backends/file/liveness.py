@@ -1,5 +1,8 @@
 """Which ranks of a world live: one slot per rank, with its proof of life and what it publishes.
 
+A rank that has waited for a while sleeps until another rank wakes it or a process ends. Its
+doorbell is a named pipe. Correctness does not depend on it: a sleeping rank checks now and then.
+
 Each rank holds a lock file for as long as it lives. The kernel frees the lock when the process
 ends, however it ends. So nothing has to be touched while all is well, and no rank is ever declared
 dead by a clock: a stopped or swapping rank still holds its lock.
@@ -22,10 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims import errors
-from syncprims.errors import Failure, PeerFailed, describe_exit
+from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
 from .memory import RECORD_HEAD, await_record, map_file, read_header, write_record
-from .wakeup import Doorbell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -266,6 +268,10 @@ def _lock_name(rank: int) -> str:
     return f"alive-{rank}"
 
 
+def _pipe_name(rank: int) -> str:
+    return f"doorbell-{rank}"
+
+
 def _slot(rank: int) -> int:
     """Return where the slot of `rank` begins; for the world size, the size of the file."""
     return _HEADER_SIZE + rank * _SLOT_SIZE
@@ -282,6 +288,56 @@ def _lock(fd: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.0005)
+
+
+# -- sleeping and waking --------------------------------------------------------------------------
+
+
+class Doorbell:
+    """The doorbell of `rank` in this directory, and the connections to those of other ranks."""
+
+    def __init__(self, directory: PrivateDirectory, rank: int) -> None:
+        """Create the pipe of this rank.
+
+        :raises OSError: if there is no space for it.
+        """
+        self._directory = directory
+        self._own = directory.open_pipe(_pipe_name(rank), create=True)
+        self._fds = {rank: self._own}
+        self._poll = select.poll()
+        self._poll.register(self._own, select.POLLIN)
+
+    def connect(self, rank: int) -> None:
+        """Open the doorbell of `rank`; if that fails, this rank never wakes it."""
+        if rank not in self._fds:
+            with contextlib.suppress(OSError, ConfigurationError):
+                self._fds[rank] = self._directory.open_pipe(_pipe_name(rank))
+
+    def also_wake_for(self, fd: int) -> None:
+        """End a sleep also when `fd` becomes readable; once."""
+        self._poll.register(fd, select.POLLIN)
+
+    def sleep(self, seconds: float) -> None:
+        """Return when another rank wakes this one, a watched process ends, or the time is up."""
+        for fd, _ in self._poll.poll(seconds * 1000):
+            if fd == self._own:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(fd, 4096)
+            else:
+                self._poll.unregister(fd)
+
+    def wake(self, rank: int) -> None:
+        """Wake `rank` if it sleeps. A thread may wake its own rank."""
+        fd = self._fds.get(rank)
+        if fd is not None:
+            with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway
+                os.write(fd, b"!")
+
+    def close(self) -> None:
+        """Close all pipes."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
 
 
 # -- what the system knows about another process of this host -------------------------------------
