@@ -82,10 +82,8 @@ class GlooEngine(Engine):
         """End a pending transfer, and release the group."""
         self._closed = True
         group, self._group = self._group, None
-        if group is None:
-            return
         # To destroy it would wait for a peer that may be gone, or a forked child for its threads.
-        if self._pending is not None or os.getpid() != self._process:
+        if group is not None and (self._pending is not None or os.getpid() != self._process):
             _never_destroy(group)
 
     def _finish(self, work: Any) -> None:
