@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from syncprims.errors import ConfigurationError
-from syncprims.interface import Backend, Board, Note, Settings, Status, Topology
+from syncprims.interface import Backend, Board, Label, Note, Settings, Status, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ class _SharedBoard:
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.posted = dict.fromkeys(members, 0)
-        self.last: dict[int, Note] = {}
+        self.last: dict[int, Label] = {}  # of the last note of each member
         self.rounds: dict[int, dict[int, Note]] = {}  # number -> rank -> note
         self.readers: dict[int, int] = {}  # number -> how many have collected it
         self.aborted_at = math.inf
@@ -137,7 +137,7 @@ class ThreadBoard(Board):
         notes = shared.rounds.setdefault(self.posted, {})
         notes[self._rank] = note
         shared.posted[self._rank] = self.posted
-        shared.last[self._rank] = note
+        shared.last[self._rank] = note.label
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Return the notes of the oldest uncollected round; other ranks run meanwhile."""
@@ -190,9 +190,8 @@ class ThreadBoard(Board):
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
-        last = self._shared.last.get(rank)
-        label = last.label if last is not None else None
-        return Status(self._shared.posted[rank], label, *self._room.states[rank])
+        shared = self._shared
+        return Status(shared.posted[rank], shared.last.get(rank), *self._room.states[rank])
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""

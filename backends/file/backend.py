@@ -181,7 +181,17 @@ class FileBackend(Backend):
         top = self.topology
         directory = run.sub(name)
         try:
-            self._check_world_size(directory)
+            found = world_size_of(directory)
+            if found is not None and found != top.world_size:
+                error = ConfigurationError(
+                    f"rank {top.rank} was started with world_size={top.world_size}, and ranks that "
+                    f"came before it with world_size={found}; start all ranks of a run with one "
+                    f"world size",
+                    rank=top.rank,
+                )
+                # Those that have joined this world raise it as well.
+                abort_from_outside(directory, board_name(range(found)), found, errors.dump(error))
+                raise error
             self.liveness = Liveness(directory, top.rank, top.world_size)
         except BaseException:
             directory.close()
@@ -206,20 +216,6 @@ class FileBackend(Backend):
             rank=dead[0] if dead else None,
             missing=dead,
         )
-
-    def _check_world_size(self, directory: PrivateDirectory) -> None:
-        """Refuse a world of another number of ranks, and abort it for those that have joined it."""
-        top = self.topology
-        found = world_size_of(directory)
-        if found is None or found == top.world_size:
-            return
-        error = ConfigurationError(
-            f"rank {top.rank} was started with world_size={top.world_size}, and ranks that came "
-            f"before it with world_size={found}; start all ranks of a run with one world size",
-            rank=top.rank,
-        )
-        abort_from_outside(directory, board_name(range(found)), found, errors.dump(error))
-        raise error
 
 
 @contextlib.contextmanager

@@ -28,11 +28,10 @@ from .memory import (
     SPILLED,
     WORD,
     Cells,
-    SharedWindow,
+    open_window,
     word_of,
 )
 from .private_dir import no_room
-from .wakeup import SpinPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +46,9 @@ _LOOKS_PER_TIME = 16  # between two readings of the clock
 _YIELD_FOR = 0.0005  # seconds of yielding before sleeping
 FIRST_NAP, LONGEST_NAP = 0.002, 0.05  #: seconds of sleep, in case no rank wakes this one
 _MOST_KNOWN = 4096
+_LONG = 0.001  # seconds; among themselves, ranks wait for microseconds
+_LONG_WEIGHT, _LIMIT = 3, 12  # a long wait counts as much as three short ones; when to sleep
+_FEWEST, _MOST = 16, 256  # waits that sleep before yielding is tried again
 _WIDTH = WORD.size
 
 
@@ -65,8 +67,8 @@ class SharedMemoryBoard(Board):
         self._name = name
         self._liveness = liveness
         self._doorbell = liveness.doorbell
-        self._spin_policy = SpinPolicy()
-        self._window: SharedWindow | None = None
+        self._spin_policy = _SpinPolicy()
+        self._window: Window | None = None
         self._index = self.slots.index(liveness.rank)
         self.rank = self.members[self._index]  #: this one
         self._waiting_for, self._waiting_since = 0, 0.0  # the round, and since when
@@ -75,7 +77,8 @@ class SharedMemoryBoard(Board):
         self._bare: dict[int, tuple[Note, int, int, bytes]] = {}
         self._bodies: dict[bytes, tuple[int, bytes]] = {}  # by label: the check, and the body
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
-        self._spill = _Spill(liveness.directory, name)
+        #: rounds and names of this rank's files for what did not fit its cells, not yet removed
+        self._spilled: list[tuple[int, str]] = []
         self._cells = Cells(liveness.directory, name, len(self.members))
         self._memory = self._cells.memory
         self._aborts = Aborts(self._cells, liveness.directory, name, self._index)
@@ -156,11 +159,34 @@ class SharedMemoryBoard(Board):
         flags = CONTENT | (FLAG if flag else 0)
         if len(start) + len(content) > BODY_SIZE:
             flags |= SPILLED
-            self._spill.write(self.rank, number, content)
+            self._spill(number, content)
             content = b""
         self._written[cell] = None
         self._cells.write_body(cell, self._index, start + content)
         return flags, zlib.crc32(start)
+
+    def _spill(self, number: int, content: bytes) -> None:
+        """Write the content of this rank's note for round `number` into a file of its own.
+
+        :raises OSError: if the disk is full; then nothing is left of the file.
+        """
+        directory, name = self._liveness.directory, self._spill_name(self.rank, number)
+        try:
+            directory.write(name, content)
+        except OSError as error:
+            directory.remove(name)
+            action = f"writing {len(content)} bytes for the other ranks"
+            raise no_room(error, action, directory.path / name) from error
+        self._spilled.append((number, name))
+
+    def _read_spilled(self, rank: int, number: int) -> bytes:
+        """Return the content of the file that `rank` wrote for `number`; empty if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._liveness.directory.read(self._spill_name(rank, number))
+        return b""
+
+    def _spill_name(self, rank: int, number: int) -> str:
+        return f"{self._name}-{rank}-{number}"
 
     # -- collect ------------------------------------------------------------------------------
 
@@ -196,7 +222,7 @@ class SharedMemoryBoard(Board):
             if notes is None or memory[intents] != self._no_intents:
                 break
             self.collected = number
-            if self._spill.written or number == 1:
+            if self._spilled or number == 1:
                 self._tidy(number)
             return notes
         return self._collect_slowly(number, timeout)
@@ -299,7 +325,7 @@ class SharedMemoryBoard(Board):
         text, payload, failure, check, content = body
         size = payload + failure
         if flags & SPILLED:
-            content = self._spill.read(self.members[index], number)
+            content = self._read_spilled(self.members[index], number)
         content = content[:size]
         if len(content) != size or zlib.crc32(content) != check:
             return None
@@ -323,10 +349,12 @@ class SharedMemoryBoard(Board):
         self._tidy(number)
 
     def _tidy(self, number: int) -> None:
-        if self._spill.written:
+        if self._spilled:
             # All have read what they had collected when they posted this round.
             words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
-            self._spill.remove_before(number - max(flags >> 8 for _, flags, _ in words))
+            over = number - max(flags >> 8 for _, flags, _ in words)
+            while self._spilled and self._spilled[0][0] < over:
+                self._liveness.directory.remove(self._spilled.pop(0)[1])
         if number == 1:
             self._liveness.watch_all()  # all have joined, so each can be watched
 
@@ -355,52 +383,48 @@ class SharedMemoryBoard(Board):
         """Return the memory that arrays pass through; the first call creates it."""
         if self._window is None:
             name, count = f"{self._name}-window", len(self.members)
-            self._window = SharedWindow(self._liveness.directory, name, count)
-        return self._window.window
+            self._window = open_window(self._liveness.directory, name, count)
+        return self._window
 
     def close(self) -> None:
         """Unmap the files."""
         if self._window is not None:
-            self._window.close()
+            with contextlib.suppress(BufferError):  # an array in it is still in use
+                self._window.memory.release()
         self._cells.close()
 
 
-class _Spill:
-    """Files for what does not fit into the cells of one board: one for each rank and round."""
+class _SpinPolicy:
+    """Chooses between ``sched_yield`` and sleeping, from the last waits of a rank at one board.
 
-    def __init__(self, directory: PrivateDirectory, board: str) -> None:
-        self._directory = directory
-        self._board = board
-        self.written: list[tuple[int, str]] = []  #: of this rank, not yet removed: round and name
+    Yielding is by far the fastest if only ranks want the processor: each continues as soon as the
+    one before it is done. If another CPU-bound process competes, each yield costs a whole time
+    slice, for this rank or for those that wait for it. Then sleeping is better. Competition shows
+    in long waits that come again and again, and not in single ones, as between rounds where ranks
+    do work of their own. After some waits, yielding is tried again.
+    """
 
-    def write(self, rank: int, number: int, content: bytes) -> None:
-        """Write the content of this rank's note for round `number`.
+    def __init__(self) -> None:
+        self.sleeps = 0  #: so many of the next waits should sleep at once
+        self._next = _FEWEST
+        self._score = 0
 
-        :raises OSError: if the disk is full; then nothing is left of the file.
-        """
-        name = self._name(rank, number)
-        try:
-            self._directory.write(name, content)
-        except OSError as error:
-            self._directory.remove(name)
-            action = f"writing {len(content)} bytes for the other ranks"
-            raise no_room(error, action, self._directory.path / name) from error
-        self.written.append((number, name))
+    def count_wait(self) -> None:
+        """Count a wait that was not over after a few looks."""
+        if self.sleeps:
+            self.sleeps -= 1
 
-    def read(self, rank: int, number: int) -> bytes:
-        """Return the content of the note of `rank` for round `number`; empty if there is none."""
-        try:
-            return self._directory.read(self._name(rank, number))
-        except FileNotFoundError:
-            return b""
-
-    def remove_before(self, number: int) -> None:
-        """Remove this rank's files of the rounds before `number`."""
-        while self.written and self.written[0][0] < number:
-            self._directory.remove(self.written.pop(0)[1])
-
-    def _name(self, rank: int, number: int) -> str:
-        return f"{self._board}-{rank}-{number}"
+    def record(self, waited: float, weight: int = 1) -> None:
+        """Record a wait of so many seconds, which stands for `weight` waits."""
+        if waited > _LONG:
+            self._score += _LONG_WEIGHT
+            if self._score >= _LIMIT:
+                self.sleeps, self._next = self._next, min(4 * self._next, _MOST)
+                self._score -= _LONG_WEIGHT
+        else:
+            self._score = max(0, self._score - weight)
+            if not self.sleeps:
+                self._next = max(self._next // 2, _FEWEST)
 
 
 def abort_from_outside(directory: PrivateDirectory, name: str, count: int, verdict: bytes) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.errors import BackendUnavailable
@@ -70,7 +70,7 @@ def find_mount(text: str, path: str, device: str = "", number: int | None = None
     for mount in known:
         if mount.number == number:
             return mount
-    above = [mount for mount in known if _is_above(mount.point, path)]
+    above = [mount for mount in known if PurePath(path).is_relative_to(mount.point)]
     same = [mount for mount in above if mount.device == device]
     # Of two mounts at one point, the later one hides the other.
     return max(reversed(same or above), key=lambda mount: len(mount.point), default=None)
@@ -121,7 +121,3 @@ def refuse_useless_locks(directory: PrivateDirectory, name: str) -> None:
 def _plain(field: str) -> str:
     r"""Return a field as it was: a space in it is written as ``\040``."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
-
-
-def _is_above(point: str, path: str) -> bool:
-    return path == point or path.startswith(point.rstrip("/") + "/")

@@ -1,5 +1,8 @@
 """Which ranks of a world live: one slot per rank, with its proof of life and what it publishes.
 
+A rank that has waited for a while sleeps until another rank wakes it or a process ends. Its
+doorbell is a named pipe. Correctness does not depend on it: a sleeping rank checks now and then.
+
 Each rank holds a lock file for as long as it lives. The kernel frees the lock when the process
 ends, however it ends. So nothing has to be touched while all is well, and no rank is ever declared
 dead by a clock: a stopped or swapping rank still holds its lock.
@@ -16,15 +19,15 @@ import os
 import re
 import select
 import struct
+import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims import errors
-from syncprims.errors import Failure, PeerFailed, describe_exit
+from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
 from .memory import RECORD_HEAD, await_record, map_file, read_header, write_record
-from .processes import ProcessIdentity, ProcessWatch
-from .wakeup import Doorbell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -250,18 +253,23 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
 def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
     """Return whether no process holds the lock of `rank`: its process is gone."""
     try:
-        with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            directory.opened(_lock_name(rank), os.O_RDWR) as fd,
+        ):
             # Shared, so that two ranks that check at the same moment do not see each other.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except FileNotFoundError:
-        pass
     return True
 
 
 def _lock_name(rank: int) -> str:
     return f"alive-{rank}"
+
+
+def _pipe_name(rank: int) -> str:
+    return f"doorbell-{rank}"
 
 
 def _slot(rank: int) -> int:
@@ -280,3 +288,150 @@ def _lock(fd: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.0005)
+
+
+# -- sleeping and waking --------------------------------------------------------------------------
+
+
+class Doorbell:
+    """The doorbell of `rank` in this directory, and the connections to those of other ranks."""
+
+    def __init__(self, directory: PrivateDirectory, rank: int) -> None:
+        """Create the pipe of this rank.
+
+        :raises OSError: if there is no space for it.
+        """
+        self._directory = directory
+        self._own = directory.open_pipe(_pipe_name(rank), create=True)
+        self._fds = {rank: self._own}
+        self._poll = select.poll()
+        self._poll.register(self._own, select.POLLIN)
+
+    def connect(self, rank: int) -> None:
+        """Open the doorbell of `rank`; if that fails, this rank never wakes it."""
+        if rank not in self._fds:
+            with contextlib.suppress(OSError, ConfigurationError):
+                self._fds[rank] = self._directory.open_pipe(_pipe_name(rank))
+
+    def also_wake_for(self, fd: int) -> None:
+        """End a sleep also when `fd` becomes readable; once."""
+        self._poll.register(fd, select.POLLIN)
+
+    def sleep(self, seconds: float) -> None:
+        """Return when another rank wakes this one, a watched process ends, or the time is up."""
+        for fd, _ in self._poll.poll(seconds * 1000):
+            if fd == self._own:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(fd, 4096)
+            else:
+                self._poll.unregister(fd)
+
+    def wake(self, rank: int) -> None:
+        """Wake `rank` if it sleeps. A thread may wake its own rank."""
+        fd = self._fds.get(rank)
+        if fd is not None:
+            with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway
+                os.write(fd, b"!")
+
+    def close(self) -> None:
+        """Close all pipes."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+# -- what the system knows about another process of this host -------------------------------------
+
+
+class ProcessIdentity(NamedTuple):
+    """Identifies one process, also after its number has passed on to another."""
+
+    pid: int
+    started: int  #: clock ticks since boot
+    namespace: int  #: of pids
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """Return the identity of the living process `pid`; None if the system does not say."""
+        fields = _stat_fields(pid)
+        try:
+            namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
+        except OSError:
+            return None
+        return cls(pid, int(fields[19]), namespace) if fields else None
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """Return that of this process; where the system has none, one that fits no process."""
+        return cls.of(os.getpid()) or cls(os.getpid(), 0, 0)
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of proc(5) stat from the state on; none if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+
+
+class ProcessWatch:
+    """Watches another process; made while that lives.
+
+    On Linux this is a pidfd: it becomes readable when the process ends, and it never refers to
+    another process. On other systems it knows nothing, and the process's lock must be enough.
+    """
+
+    def __init__(self, who: ProcessIdentity) -> None:
+        self._who = who
+        self.fd = -1  #: becomes readable when the process ends; negative if there is none
+        namespace = ProcessIdentity.own().namespace
+        if sys.platform != "linux" or namespace != who.namespace or not who.started:
+            return
+        with contextlib.suppress(OSError, OverflowError):  # a damaged number belongs to no process
+            self.fd = os.pidfd_open(who.pid)
+        if self.fd >= 0 and ProcessIdentity.of(who.pid) not in (who, None):
+            self.close()  # the number has passed on to another process
+
+    def has_ended(self, within: float = 0.0) -> bool:
+        """Return whether the process is known to have ended, having waited so many seconds."""
+        if self.fd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return any(event & select.POLLIN for _, event in poll.poll(within * 1000))
+
+    def exit_status(self) -> int | None:
+        """Return how the process ended, as :func:`os.waitstatus_to_exitcode`; None if unknown."""
+        if self.fd < 0:
+            return None
+        status = self._reaped_status()
+        if status is None:
+            status = self._zombie_status()
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def _reaped_status(self) -> int | None:
+        """Ask the pidfd: since Linux 6.15 it remembers how a reaped process ended."""
+        # struct pidfd_info, first version: mask, cgroup, eleven ids, exit code. pidfd(2) ioctl 11.
+        wants_exit, size = 1 << 3, 64
+        request = (3 << 30) | (size << 16) | (0xFF << 8) | 11
+        info = bytearray(struct.pack("<Q", wants_exit).ljust(size, b"\0"))
+        try:
+            fcntl.ioctl(self.fd, request, info)
+        except OSError:
+            return None
+        (mask,) = struct.unpack_from("<Q", info)
+        return struct.unpack_from("<i", info, 60)[0] if mask & wants_exit else None
+
+    def _zombie_status(self) -> int | None:
+        """Ask proc(5), which knows it until the parent has reaped the process."""
+        fields = _stat_fields(self._who.pid)
+        if len(fields) < 50 or fields[0] != "Z" or int(fields[19]) != self._who.started:
+            return None
+        return int(fields[49])
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

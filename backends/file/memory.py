@@ -122,11 +122,11 @@ class Cells:
     def last_word(self, index: int) -> bytes:
         """Return the latest word of a member; one of round 0 if it has posted nothing."""
         words = [self.memory[self.word_at(cell, index)] for cell in range(CELLS)]
-        return max(words, key=_round_of)
+        return max(words, key=WORD.unpack)
 
     def posted(self, index: int) -> int:
         """Return how many rounds a member has posted."""
-        return _round_of(self.last_word(index))
+        return int(WORD.unpack(self.last_word(index))[0])
 
     def all_posted(self, number: int) -> bool:
         """Return whether every member has posted round `number`."""
@@ -158,10 +158,6 @@ class Cells:
     def close(self) -> None:
         """Unmap the file."""
         self.memory.close()
-
-
-def _round_of(word: bytes) -> int:
-    return int.from_bytes(word[:8], "little")
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -268,47 +264,30 @@ class Fence:
         self._lock.acquire()
 
 
-class SharedWindow:
-    """The window of a board with `count` members, in the file `name` of `directory`.
+def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
+    """Map the window of a board with `count` members, the file `name` of `directory`.
 
     Arrays pass through it in pieces. So it stays in the processors' caches, and its size does not
-    depend on the array. It is made for the first array, as large as the free space allows.
+    depend on the array. It is made for the first array, as large as the free space allows. No lock
+    is used, since a stopped rank could hold it. The file is unmapped when the last view of it ends.
+
+    :raises ConfigurationError: if the file is something else.
+    :raises OSError: if there is no space for the smallest window.
     """
-
-    def __init__(self, directory: PrivateDirectory, name: str, count: int) -> None:
-        """Map the file. No lock is used, since a stopped rank could hold it.
-
-        :raises ConfigurationError: if the file is something else.
-        :raises OSError: if there is no space for the smallest window.
-        """
-        with directory.opened(name, os.O_RDWR | os.O_CREAT) as fd:
-            size = _agree_on_size(fd, directory, name, count)
-            if os.fstat(fd).st_size < size:  # to touch what is missing would kill the process
-                raise ConfigurationError(
-                    f"{directory.path / name} has been cut off; end what is left of the run"
-                )
-            self._map = mmap.mmap(fd, size)
-        self._memory = memoryview(self._map)
-        self.window = Window(self._memory, Fence())
-
-    def close(self) -> None:
-        """Unmap the file, or leave that to the end of the process if a view is still in use."""
-        try:
-            self._memory.release()
-            self._map.close()
-        except BufferError:
-            pass
-
-
-def _agree_on_size(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
-    """Return the size that all members use: the one that the first of them has allocated."""
-    claim = f"{name}-size"
-    agreed = directory.claimed(claim)
-    if agreed is None:
-        agreed = directory.claim(claim, str(_allocate_window(fd, directory, name, count)))
-    if not agreed.isdecimal():
-        raise ConfigurationError(f"{directory.path / claim} is no size; remove it")
-    return int(agreed)
+    with directory.opened(name, os.O_RDWR | os.O_CREAT) as fd:
+        # All members use one size: the one that the first of them has allocated.
+        claim = f"{name}-size"
+        agreed = directory.claimed(claim)
+        if agreed is None:
+            agreed = directory.claim(claim, str(_allocate_window(fd, directory, name, count)))
+        if not agreed.isdecimal():
+            raise ConfigurationError(f"{directory.path / claim} is no size; remove it")
+        size = int(agreed)
+        if os.fstat(fd).st_size < size:  # to touch what is missing would kill the process
+            raise ConfigurationError(
+                f"{directory.path / name} has been cut off; end what is left of the run"
+            )
+        return Window(memoryview(mmap.mmap(fd, size)), Fence())
 
 
 def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:

@@ -211,11 +211,10 @@ class PrivateDirectory:
 
     def remove_directory(self, name: str) -> bool:
         """Remove the directory `name`; False if it is not there, not empty, or no directory."""
-        try:
+        with contextlib.suppress(OSError):
             os.rmdir(name, dir_fd=self.fd)
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def remove_tree(self, name: str) -> None:
         """Remove the directory `name` and the files in it, if they are there and private."""

@@ -169,7 +169,7 @@ class TorchBackend(Backend):
         board = self._board(members)
         if self._may_use_nccl({self._placement.host_of[rank] for rank in members}):
             # Its first group takes all ranks of the world.
-            board.devices = NcclEngine(members, self.topology.world_size, self._open_default)
+            board.devices = NcclEngine(members, self.topology.world_size, self.open_process_group)
         return board
 
     def _board(self, members: Sequence[int]) -> Board:
@@ -202,12 +202,12 @@ class TorchBackend(Backend):
         return all(self._placement.hosts[host].devices for host in hosts)
 
     def open_process_group(self) -> None:
-        """Open torch's default group if there is none: for DDP, and for the program itself."""
-        if not dist.is_initialized():
-            self._open_default()
+        """Open torch's default group if there is none: for DDP, and for the program itself.
 
-    def _open_default(self) -> None:
-        """Open torch's default group, and choose its device if it is to be NCCL's."""
+        This also chooses its device if it is to be NCCL's.
+        """
+        if dist.is_initialized():
+            return
         top = self.topology
         connection = self._connection
         if connection is not None:
@@ -318,10 +318,9 @@ class TorchBackend(Backend):
         for slot in mates:
             if liveness.has_finished(slot):  # and no rank will be here to publish it
                 self._publish_end_of(store, ranks[slot], "finished")
+        state: State = "finished" if failure is None else "failed"
         for board in self._boards:
-            end = MemberEnd(rank, board.posted, "finished")
-            if failure is not None:
-                end = end._replace(state="failed", failure=failure.decode())
+            end = MemberEnd(rank, board.posted, state, failure=(failure or b"").decode())
             board.publish_end(store, end)
         self._note_left(store, rank)
 

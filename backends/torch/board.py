@@ -82,11 +82,10 @@ class TwoLevelBoard(Board):
         self._state = HostState(connection.liveness.directory, name, count, index)
         self._connection = connection
         self._prefix = f"{connection.placement.token}/{name}"
-        self._hosts: dict[int, list[int]] = {}  # host -> its members
-        for member in self.members:
-            self._hosts.setdefault(connection.placement.host_of[member], []).append(member)
-        number_of = {member: number for number, member in enumerate(self.members)}
-        hosts = {host: [number_of[m] for m in members] for host, members in self._hosts.items()}
+        hosts: dict[int, list[int]] = {}  # host -> its members, by their index
+        for number, member in enumerate(self.members):
+            hosts.setdefault(connection.placement.host_of[member], []).append(number)
+        self._hosts = {host: [self.members[n] for n in hosts[host]] for host in hosts}
         self.decisions = Decisions(self._prefix, hosts)
         self._elsewhere: dict[int, bytes] = {}  # decisions that are too large for the host state
         self._last: dict[int, Label] = {}  # of the last round, by member

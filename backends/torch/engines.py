@@ -82,10 +82,8 @@ class GlooEngine(Engine):
         """End a pending transfer, and release the group."""
         self._closed = True
         group, self._group = self._group, None
-        if group is None:
-            return
         # To destroy it would wait for a peer that may be gone, or a forked child for its threads.
-        if self._pending is not None or os.getpid() != self._process:
+        if group is not None and (self._pending is not None or os.getpid() != self._process):
             _never_destroy(group)
 
     def _finish(self, work: Any) -> None:
@@ -179,6 +177,7 @@ class NcclEngine(DeviceEngine):
     def __init__(
         self, members: Sequence[int], world_size: int, open_default: Callable[[], None]
     ) -> None:
+        """`open_default` opens torch's default group if there is none."""
         self._members = tuple(members)
         self._everybody = len(self._members) == world_size
         self._open_default = open_default
@@ -207,8 +206,7 @@ class NcclEngine(DeviceEngine):
 
     def _ready(self) -> Any:
         if self._group is None:
-            if not dist.is_initialized():
-                self._open_default()
+            self._open_default()
             self._group = dist.group.WORLD
             if not self._everybody:
                 members = list(self._members)

@@ -123,7 +123,8 @@ class StoreLink:
         next_beat = time.monotonic()
         while True:
             beats = self._beat is not None and self.broken is None
-            request: _Request | None = _nothing, futures.Future()  # if a heartbeat is due first
+            # What the thread does if a heartbeat is due first.
+            request: _Request | None = (lambda store: None), futures.Future()
             with contextlib.suppress(queue.Empty):
                 wait = max(0.0, next_beat - time.monotonic()) if beats else None
                 request = self._requests.get(timeout=wait)
@@ -152,10 +153,6 @@ class StoreLink:
             else:
                 self._busy_since = None
                 future.set_result(result)
-
-
-def _nothing(store: Any) -> None:
-    """Ask nothing."""
 
 
 def read_key(store: Any, key: str) -> bytes:
