@@ -122,9 +122,8 @@ def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
 
     :raises TypeError: if `n` is not a whole number.
     """
-    n = whole_number(n, "on_rank takes a rank, a whole number")
-    made: _Decorator = _decorate(None, _Choice("on_rank", False, n), default=default, share=share)
-    return made
+    choice = _Choice("on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"))
+    return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
 def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
@@ -137,10 +136,8 @@ def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decor
     :raises TypeError: if `n` is not a whole number.
     """
     n = whole_number(n, "on_local_rank takes a rank, a whole number")
-    made: _Decorator = _decorate(
-        None, _Choice("on_local_rank", True, n), default=default, share=share
-    )
-    return made
+    choice = _Choice("on_local_rank", True, n)
+    return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
 def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, share: bool) -> Any:
