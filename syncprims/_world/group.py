@@ -241,7 +241,7 @@ class SharedResult(NamedTuple):
 def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Seconds) -> T:
     rounds = group._rounds
     note = rounds.note(kind, src=src)
-    limit = group._seconds(timeout)
+    limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
         rounds.meet(note)
