@@ -54,16 +54,14 @@ class _Choice(NamedTuple):
         world, within = current(), entered.get()
         members = get_node_group(world) if self.local else world.group
         src = members.ranks[-1 if self.number is None else self.number]
-        if within is None:
-            return SharedResult(members, self.call, src)
         needed = members.ranks if self.local else (src,)
-        if not set(needed) <= set(within.ranks):
+        if within is not None and not set(needed) <= set(within.ranks):
             raise ValueError(
                 f"{self.call}(share=True) runs on rank {src}, for ranks {list(members.ranks)}, "
                 f"and this is within a group of ranks {list(within.ranks)}: call it outside of the "
                 f"group's block, or use the group's own broadcast()"
             )
-        return SharedResult(members if self.local else within, self.call, src)
+        return SharedResult(members if self.local else within or members, self.call, src)
 
 
 @overload
