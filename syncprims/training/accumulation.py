@@ -96,7 +96,13 @@ class Accumulator:
         """
         window = self._entered[-1] if self._entered else None
         if window is None or (window.stepped and not window.inside):
-            self._backward_alone(loss, weight, options)
+            window = AccumulationWindow(self.models, (), self.windows)
+            window.open()
+            window.count = 1
+            number = window.add_weight(weight)
+            factor = window.factor(number) if weight is not None else 1.0 / self.steps
+            self._add(loss, factor, options)
+            window.average(skip=self._unsynced)
             return
         announce = self.windows.announce
         if announce is not None:
@@ -111,17 +117,6 @@ class Accumulator:
         self._add(loss, factor, options)
         if not window.alone:
             window.average(skip=self._unsynced)
-
-    def _backward_alone(
-        self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
-    ) -> None:
-        """Make a window of one loss outside of any block."""
-        window = AccumulationWindow(self.models, (), self.windows)
-        window.open()
-        window.count = 1
-        number = window.add_weight(weight)
-        self._add(loss, window.factor(number) if weight is not None else 1.0 / self.steps, options)
-        window.average(skip=self._unsynced)
 
     def _add(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
         """Add the gradients of `loss` times `factor`."""
