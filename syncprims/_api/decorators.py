@@ -54,16 +54,14 @@ class _Choice(NamedTuple):
         world, within = current(), entered.get()
         members = get_node_group(world) if self.local else world.group
         src = members.ranks[-1 if self.number is None else self.number]
-        if within is None:
-            return SharedResult(members, self.call, src)
         needed = members.ranks if self.local else (src,)
-        if not set(needed) <= set(within.ranks):
+        if within is not None and not set(needed) <= set(within.ranks):
             raise ValueError(
                 f"{self.call}(share=True) runs on rank {src}, for ranks {list(members.ranks)}, "
                 f"and this is within a group of ranks {list(within.ranks)}: call it outside of the "
                 f"group's block, or use the group's own broadcast()"
             )
-        return SharedResult(members if self.local else within, self.call, src)
+        return SharedResult(members if self.local else within or members, self.call, src)
 
 
 @overload
@@ -122,9 +120,8 @@ def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
 
     :raises TypeError: if `n` is not a whole number.
     """
-    n = whole_number(n, "on_rank takes a rank, a whole number")
-    made: _Decorator = _decorate(None, _Choice("on_rank", False, n), default=default, share=share)
-    return made
+    choice = _Choice("on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"))
+    return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
 def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
@@ -137,10 +134,8 @@ def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decor
     :raises TypeError: if `n` is not a whole number.
     """
     n = whole_number(n, "on_local_rank takes a rank, a whole number")
-    made: _Decorator = _decorate(
-        None, _Choice("on_local_rank", True, n), default=default, share=share
-    )
-    return made
+    choice = _Choice("on_local_rank", True, n)
+    return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
 def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, share: bool) -> Any:

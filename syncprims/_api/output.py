@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from syncprims._world.runtime import get_topology
+from .collectives import is_local_main, is_main
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +24,7 @@ def print_main(*args: object, local: bool = False, **options: Any) -> None:
 
     Options as `print`.
     """
-    if _is_first(local):
+    if is_local_main() if local else is_main():
         print(*args, **options)  # noqa: T201
 
 
@@ -49,7 +49,7 @@ def progress(iterable: Any = None, *, local: bool = False, **options: Any) -> tq
         raise ImportError(
             "progress() shows tqdm's bar: pip install 'syncprims[progress]'"
         ) from error
-    if not _is_first(local):
+    if not (is_local_main() if local else is_main()):
         options["disable"] = True
     elif not _is_terminal(options.get("file") or sys.stderr):
         options.setdefault("mininterval", _LOG_EVERY)
@@ -76,9 +76,3 @@ def get_logger(name: str, level: int | str | None = None) -> RankLogger:
     if level is not None:
         logger.setLevel(level)
     return logger
-
-
-def _is_first(local: bool) -> bool:
-    """Return whether this is rank 0; with `local`, the first rank of its node."""
-    place = get_topology()
-    return (place.local_rank if local else place.rank) == 0

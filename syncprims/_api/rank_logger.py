@@ -40,8 +40,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             place = get_topology()
             if (local and place.local_rank != 0) or (main_only and not local and place.rank != 0):
                 return
-            if once and not self._is_new(place.rank, level, msg, args):
-                return
+            if once:
+                key = place.rank, level, f"{msg}{args or ''}"  # threads that are ranks share this
+                if key in self._logged:
+                    return
+                self._logged.add(key)
             text, extras = self.process(msg, kwargs)
             self.logger.log(level, text, *args, **extras)
 
@@ -56,12 +59,6 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         if place.world_size == 1:
             return str(msg), kwargs
         return f"[rank {place.rank}] {msg}", kwargs
-
-    def _is_new(self, rank: int, level: int, msg: object, args: tuple[Any, ...]) -> bool:
-        key = rank, level, f"{msg}{args or ''}"  # the rank: threads that are ranks share this
-        is_new = key not in self._logged
-        self._logged.add(key)
-        return is_new
 
 
 @functools.cache  # so that `once` is once, whichever module asks for the logger

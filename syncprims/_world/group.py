@@ -119,7 +119,7 @@ class Group:
 
     def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
         """As :func:`syncprims.all_gather`, among the members."""
-        return _gather(self, "all_gather", obj, timeout)
+        return gather_as(self, "all_gather", obj, timeout)
 
     def all_reduce(
         self, value: T, op: str = "sum", *, out: Any = None, timeout: Seconds = None
@@ -238,11 +238,6 @@ class SharedResult(NamedTuple):
         return _broadcast(self.group, self.call, result, self.src, None, math.inf)
 
 
-def gather_as(group: Group, kind: str, obj: T) -> list[T]:
-    """Gather under the name of the call `kind`; all members wait without a timeout."""
-    return _gather(group, kind, obj, math.inf)
-
-
 def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Seconds) -> T:
     rounds = group._rounds
     note = rounds.note(kind, src=src)
@@ -255,7 +250,8 @@ def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Sec
     return value
 
 
-def _gather(group: Group, kind: str, obj: T, timeout: Seconds) -> list[T]:
+def gather_as(group: Group, kind: str, obj: T, timeout: Seconds = math.inf) -> list[T]:
+    """Gather under the name of the call `kind`; by default all members wait without a timeout."""
     rounds = group._rounds
     note = rounds.note(kind)
     limit = group._seconds(timeout)

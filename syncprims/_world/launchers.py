@@ -233,7 +233,7 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
     local_rank = number(launcher.local_rank)
     if num_nodes is None:
         num_nodes = max(-(-world_size // per_node), (node_rank or 0) + 1)
-    topology = Topology(
+    place = Topology(
         rank=rank,
         world_size=world_size,
         local_rank=rank % per_node if local_rank is None else local_rank,
@@ -243,11 +243,6 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
         launcher=launcher.name,
         run_id=_read_run_id(launcher, environ),
     )
-    _check_possible(topology)
-    return topology
-
-
-def _check_possible(place: Topology) -> None:
     for index, i, size, n in (
         ("rank", place.rank, "world_size", place.world_size),
         ("local_rank", place.local_rank, "local_world_size", place.local_world_size),
@@ -264,6 +259,7 @@ def _check_possible(place: Topology) -> None:
             f"num_nodes={place.num_nodes}, which do not fit into world_size={place.world_size}; "
             f"correct its variables"
         )
+    return place
 
 
 def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int) -> int | None:

@@ -209,8 +209,7 @@ def make_group(world: World, ranks: Sequence[int]) -> Group:
     """Return the group of `ranks`, having met all ranks of the world: the same for the same."""
     members = sorted(whole_number(r, "a group is made of ranks, whole numbers") for r in ranks)
     size = world.world_size
-    bad = any(not 0 <= rank < size for rank in members)
-    if not members or bad or len(set(members)) != len(members):
+    if not members or len(set(members).intersection(range(size))) != len(members):
         raise ValueError(
             f"group({members}): a group is made of different ranks from 0 to {size - 1}"
         )

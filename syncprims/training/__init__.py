@@ -17,6 +17,7 @@ from .accelerate import load_checkpoint_in_model as load_checkpoint_in_model
 from .accumulation import Accumulator as Accumulator
 from .accumulation import clip_grad_norm_ as clip_grad_norm_
 from .accumulation import clip_grad_value_ as clip_grad_value_
+from .accumulation import join_uneven_inputs as join_uneven_inputs
 from .checkpoints import Checkpoints as Checkpoints
 from .checkpoints import Loaded as Loaded
 from .checkpoints import Saving as Saving
@@ -40,4 +41,3 @@ from .preparation import rank_device as rank_device
 from .preparation import unwrap_model as unwrap_model
 from .pytree import to_device as to_device
 from .rng import set_seed as set_seed
-from .uneven_inputs import join_uneven_inputs as join_uneven_inputs

@@ -319,9 +319,8 @@ class AccumulationWindow:
             raise ValueError("flush(): backward passes of different weights stand mixed; see docs")
         total = totals.pop()
         self.scale_earlier(get_world_size() / total if total else 0.0)
-        if not self.alone:
-            average_gradients(self.parameters)
-            self.end_micro_batch()
+        average_gradients(self.parameters)
+        self.end_micro_batch()
         return True
 
     # -- saving ---------------------------------------------------------------------------------

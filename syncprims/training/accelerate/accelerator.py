@@ -16,11 +16,10 @@ import syncprims
 from syncprims import World
 from syncprims._world.sequential import MainFirst
 from syncprims.training import gathering
-from syncprims.training.accumulation import Accumulator
+from syncprims.training.accumulation import Accumulator, join_uneven_inputs
 from syncprims.training.data import skip_first_batches
 from syncprims.training.precision import Precision
 from syncprims.training.preparation import Preparation, rank_device, unwrap_model
-from syncprims.training.uneven_inputs import join_uneven_inputs
 
 from .config import AcceleratorSettings, check_fixed, check_unsupported, read_configuration
 from .saving import Checkpointing

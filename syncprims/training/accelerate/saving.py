@@ -134,8 +134,7 @@ class Checkpointing:
         named: dict[str, Any] = {}
         if accumulator.precision.scaler is not None:
             named["precision"] = accumulator.precision
-        for name, model in self._named_models().items():
-            named[name] = unwrap_model(model)
+        named |= {name: unwrap_model(model) for name, model in self._named_models().items()}
         named |= {f"optimizer_{i}": one for i, one in enumerate(accumulator.optimizers)}
         named |= {f"scheduler_{i}": one for i, one in enumerate(accumulator.schedules)}
         return {**named, **self._registered}
