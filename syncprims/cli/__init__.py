@@ -16,8 +16,8 @@ from .console import CommandParser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: In the order of ``--help``. A command is a module with `add_arguments` and `run`.
-#: Its docstring is its help: a summary, a description, and what comes after the flags.
+#: In the order of ``--help``. A command is a module with `add_arguments`, `run` and `HELP`: a
+#: summary, a description, and what comes after the flags.
 COMMANDS = (run, config, env, doctor, trace, completion)
 
 EPILOG = """\
@@ -68,7 +68,7 @@ def parser() -> CommandParser:
     root.set_defaults(parser=root, commands=commands.choices)
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]
-        summary, _, text = (module.__doc__ or "").partition("\n\n")
+        summary, _, text = module.HELP.partition("\n\n")
         summary = summary[:1].lower() + summary[1:].rstrip(".")
         description, _, epilog = text.partition("\n\n")
         command = commands.add_parser(name, help=summary, description=description, epilog=epilog)

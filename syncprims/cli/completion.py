@@ -1,15 +1,4 @@
-"""Print a script that makes a shell complete these commands.
-
-Print a script that makes the shell complete commands, flags and values.
-
-bash:  syncprims completion bash > ~/.local/share/bash-completion/completions/syncprims
-zsh:   syncprims completion zsh > ~/.zfunc/_syncprims     (with ~/.zfunc in $fpath)
-fish:  syncprims completion fish > ~/.config/fish/completions/syncprims.fish
-tcsh:  syncprims completion tcsh > ~/.syncprims.completion.csh (and source it)
-
-For this shell only: eval "$(syncprims completion bash)". It needs a package:
-pip install 'syncprims[completion]'.
-"""
+"""The command that prints a script for the shell to complete these commands."""
 
 from __future__ import annotations
 
@@ -21,6 +10,18 @@ if TYPE_CHECKING:
     import argparse
 
     from .console import CommandParser
+
+HELP = """Print a script that makes a shell complete these commands.
+
+Print a script that makes the shell complete commands, flags and values.
+
+bash:  syncprims completion bash > ~/.local/share/bash-completion/completions/syncprims
+zsh:   syncprims completion zsh > ~/.zfunc/_syncprims     (with ~/.zfunc in $fpath)
+fish:  syncprims completion fish > ~/.config/fish/completions/syncprims.fish
+tcsh:  syncprims completion tcsh > ~/.syncprims.completion.csh (and source it)
+
+For this shell only: eval "$(syncprims completion bash)". It needs a package:
+pip install 'syncprims[completion]'."""
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 

@@ -1,16 +1,4 @@
-"""Write a file for `syncprims run --config`.
-
-Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
-file has every key, with a comment.
-
-examples:
-  syncprims config                                    on a terminal: asks, and writes run.yaml
-  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
-  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
-  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
-
-All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2.
-"""
+"""The command that writes a file for `syncprims run --config`."""
 
 from __future__ import annotations
 
@@ -33,6 +21,18 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
+HELP = """Write a file for `syncprims run --config`.
+
+Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
+file has every key, with a comment.
+
+examples:
+  syncprims config                                    on a terminal: asks, and writes run.yaml
+  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
+  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
+  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
+
+All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
 
 _OUTPUT = "--output", "FILE"
 _OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", None)}

@@ -1,17 +1,4 @@
-"""Measure a job from inside, and print what to improve.
-
-Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
-far clocks are apart, and which versions differ; then what is wrong, and the cure.
-
-examples:
-  syncprims run -n 4 -m syncprims doctor
-  torchrun --nproc-per-node 4 -m syncprims doctor
-  srun -n 8 python -m syncprims doctor
-  syncprims doctor                                  one rank, alone
-
-Start it as you start the job: by the same launcher, with the same variables. Every rank takes part
-and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2.
-"""
+"""The command that measures a job from inside."""
 
 from __future__ import annotations
 
@@ -31,6 +18,20 @@ if TYPE_CHECKING:
     from syncprims.doctor.findings import Finding
 
     from .console import CommandParser
+
+HELP = """Measure a job from inside, and print what to improve.
+
+Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
+far clocks are apart, and which versions differ; then what is wrong, and the cure.
+
+examples:
+  syncprims run -n 4 -m syncprims doctor
+  torchrun --nproc-per-node 4 -m syncprims doctor
+  srun -n 8 python -m syncprims doctor
+  syncprims doctor                                  one rank, alone
+
+Start it as you start the job: by the same launcher, with the same variables. Every rank takes part
+and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2."""
 
 
 def add_arguments(parser: CommandParser) -> None:

@@ -1,10 +1,4 @@
-"""Show which world would start here, and why.
-
-Show which world a program would start if it ran here, and which variables, set or not, decide that.
-If they contradict each other, show the error.
-
-exit code: 0 if a world would start, 2 if starting it would be an error.
-"""
+"""The command that shows which world would start here, and why."""
 
 from __future__ import annotations
 
@@ -34,6 +28,12 @@ if TYPE_CHECKING:
 
     from .console import CommandParser
 
+HELP = """Show which world would start here, and why.
+
+Show which world a program would start if it ran here, and which variables, set or not, decide that.
+If they contradict each other, show the error.
+
+exit code: 0 if a world would start, 2 if starting it would be an error."""
 
 #: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (

@@ -1,10 +1,4 @@
-"""Show which rank made others wait in a run with SYNCPRIMS_TRACE.
-
-Read what a run with SYNCPRIMS_TRACE=DIR has recorded: which rank made others wait, where and for
-how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
-
-exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2.
-"""
+"""The command that shows which rank made others wait."""
 
 from __future__ import annotations
 
@@ -23,6 +17,13 @@ if TYPE_CHECKING:
     from syncprims.tracing.analysis import Analysis, LateArrivals
 
     from .console import CommandParser
+
+HELP = """Show which rank made others wait in a run with SYNCPRIMS_TRACE.
+
+Read what a run with SYNCPRIMS_TRACE=DIR has recorded: which rank made others wait, where and for
+how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2."""
 
 _MOST_ROWS = 20  # of the first table
 
