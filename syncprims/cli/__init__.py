@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from syncprims._world.version import version
 from syncprims.errors import SyncError
 
 from . import completion, config, doctor, env, run, trace
 from .console import CommandParser
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 #: In the order of ``--help``. A command is a module with `add_arguments`, `run` and `HELP`: a
 #: summary, a description, and what comes after the flags.

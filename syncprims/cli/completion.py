@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
 
 from syncprims.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    import argparse
-
-    from .console import CommandParser
+from .console import CommandParser
 
 HELP = """Print a script that makes a shell complete these commands.
 

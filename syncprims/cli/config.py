@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from syncprims._world.host import count_processors, find_visible_gpus
 from syncprims.errors import ConfigurationError
 
 from . import accelerate_config
+from .console import CommandParser
 from .options import ACCELERATE, BY_KEY, OPTIONS, add_options, plain_value, values_of
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping
-
-    from .console import CommandParser
 
 HELP = """Write a file for `syncprims run --config`.
 

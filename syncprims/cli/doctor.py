@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from syncprims.doctor.findings import count_of, findings, grouped, listed, processor_count
+from syncprims.doctor.findings import Finding, count_of, findings, grouped, listed, processor_count
 
-from .console import Style, table
+from .console import CommandParser, Style, table
 from .options import seconds
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from syncprims.doctor.findings import Finding
-
-    from .console import CommandParser
 
 HELP = """Measure a job from inside, and print what to improve.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import platform
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from syncprims._world.host import count_processors
 from syncprims._world.launchers import LAUNCHERS, detect
@@ -17,16 +19,9 @@ from syncprims._world.registry import choose_backend
 from syncprims._world.settings import read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError
+from syncprims.interface import Settings, Topology
 
-from .console import Style, table
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
-
-    from syncprims.interface import Settings, Topology
-
-    from .console import CommandParser
+from .console import CommandParser, Style, table
 
 HELP = """Show which world would start here, and why.
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from syncprims._world.host import count_processors, find_visible_gpus
 from syncprims.errors import ConfigurationError
 
 from . import accelerate_config, config
+from .console import CommandParser
 from .options import BY_KEY, add_options, values_of
 from .plan import launch_environment, merge, plan_launch
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
-
-    from .console import CommandParser
 
 HELP = """Start a script on several ranks.
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError, format_ranks
 
-from .console import Style, table
+from .console import CommandParser, Style, table
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
     from syncprims.tracing.analysis import Analysis, LateArrivals
-
-    from .console import CommandParser
 
 HELP = """Show which rank made others wait in a run with SYNCPRIMS_TRACE.
 

@@ -11,18 +11,15 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from syncprims import World
 from syncprims._world import host
 from syncprims._world.world import get_meeting_place, get_node_group
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from syncprims import World
 
 #: Packages of which all ranks should have the same release.
 COMPARED = ("syncprims", "torch", "numpy")

@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from syncprims._protocol.trace_file import ROUND
 from syncprims.errors import BackendUnavailable, ConfigurationError
 
-from .analysis import seconds_text
+from .analysis import Analysis, GroupRounds, seconds_text
+from .reading import RankTrace
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from .analysis import Analysis, GroupRounds
-    from .reading import RankTrace
-
-    Intervals = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+Intervals = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 MOST_SLICES = 500_000  # viewers become slow beyond
 MOST_ARROWS = 5_000
