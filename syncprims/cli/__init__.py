@@ -15,7 +15,7 @@ from . import completion, config, doctor, env, run, trace
 from .console import CommandParser
 
 #: In the order of ``--help``. A command is a module with `add_arguments`, `run` and `HELP`: a
-#: summary, a description, and what comes after the flags.
+#: description, whose first line is the summary, and what comes after the flags.
 COMMANDS = (run, config, env, doctor, trace, completion)
 
 EPILOG = """\
@@ -66,9 +66,8 @@ def parser() -> CommandParser:
     root.set_defaults(parser=root, commands=commands.choices)
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]
-        summary, _, text = module.HELP.partition("\n\n")
-        summary = summary[:1].lower() + summary[1:].rstrip(".")
-        description, _, epilog = text.partition("\n\n")
+        description, _, epilog = module.HELP.partition("\n\n")
+        summary = description[0].lower() + description[1:].partition("\n")[0].rstrip(".")
         command = commands.add_parser(name, help=summary, description=description, epilog=epilog)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

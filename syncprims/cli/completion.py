@@ -8,9 +8,7 @@ from syncprims.errors import ConfigurationError
 
 from .console import CommandParser
 
-HELP = """Print a script that makes a shell complete these commands.
-
-Print a script that makes the shell complete commands, flags and values.
+HELP = """Print a script that makes the shell complete commands, flags and values.
 
 bash:  syncprims completion bash > ~/.local/share/bash-completion/completions/syncprims
 zsh:   syncprims completion zsh > ~/.zfunc/_syncprims     (with ~/.zfunc in $fpath)

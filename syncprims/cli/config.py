@@ -18,10 +18,8 @@ from . import accelerate_config
 from .console import CommandParser
 from .options import ACCELERATE, BY_KEY, OPTIONS, add_options, plain_value, values_of
 
-HELP = """Write a file for `syncprims run --config`.
-
-Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
-file has every key, with a comment.
+HELP = """Write a file that says what `syncprims run` starts, for its flag --config.
+It is made from flags, or from questions on a terminal, and has every key, with a comment.
 
 examples:
   syncprims config                                    on a terminal: asks, and writes run.yaml

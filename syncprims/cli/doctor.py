@@ -14,7 +14,6 @@ from .console import CommandParser, Style, table
 from .options import seconds
 
 HELP = """Measure a job from inside, and print what to improve.
-
 Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
 far clocks are apart, and which versions differ; then what is wrong, and the cure.
 

@@ -23,10 +23,8 @@ from syncprims.interface import Settings, Topology
 
 from .console import CommandParser, Style, table
 
-HELP = """Show which world would start here, and why.
-
-Show which world a program would start if it ran here, and which variables, set or not, decide that.
-If they contradict each other, show the error.
+HELP = """Show which world a program would start if it ran here, and why.
+Name the variables, set or not, that decide it. If they contradict each other, show the error.
 
 exit code: 0 if a world would start, 2 if starting it would be an error."""
 

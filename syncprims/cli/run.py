@@ -16,10 +16,8 @@ from .console import CommandParser
 from .options import BY_KEY, add_options, values_of
 from .plan import launch_environment, merge, plan_launch
 
-HELP = """Start a script on several ranks.
-
-Start a Python script on several ranks of this machine and prefix their output. When one fails, end
-the others and show which failed first. With --nodes, torchrun starts the ranks.
+HELP = """Start a Python script on several ranks of this machine, and prefix their output.
+When one fails, end the others and show which failed first. With --nodes, torchrun starts the ranks.
 
 examples:
   syncprims run -n 4 train.py --lr 0.1          four ranks, no torch needed

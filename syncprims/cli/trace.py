@@ -15,10 +15,8 @@ from .console import CommandParser, Style, table
 if TYPE_CHECKING:
     from syncprims.tracing.analysis import Analysis, LateArrivals
 
-HELP = """Show which rank made others wait in a run with SYNCPRIMS_TRACE.
-
-Read what a run with SYNCPRIMS_TRACE=DIR has recorded: which rank made others wait, where and for
-how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+HELP = """Show which rank made others wait in a run with SYNCPRIMS_TRACE=DIR: where, for how long.
+Write DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2."""
 
