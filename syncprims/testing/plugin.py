@@ -98,7 +98,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     """Return the options of each world that a test is to run in, by name."""
-    options = _options(mark)
+    options: dict[str, Any] = {**dict(zip(_OPTIONS, mark.args, strict=False)), **mark.kwargs}
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown or len(mark.args) > 1:
+        what = f"no {unknown[0]!r}" if unknown else "only ranks without its name"
+        raise pytest.UsageError(f"pytest.mark.world takes {', '.join(_OPTIONS)}, and {what}")
     ranks, kinds = _several(options.pop("ranks", 4)), _several(options.pop("kind", "threads"))
     backends, tried = _several(options.pop("backend", None)), _several(options.pop("schedules", 1))
     if any(type(count) is not int or count < 1 for count in tried):
@@ -113,15 +117,6 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     if not found:
         raise pytest.UsageError(f"{mark}: no world to run in")
     return found
-
-
-def _options(mark: pytest.Mark) -> dict[str, Any]:
-    options: dict[str, Any] = {**dict(zip(_OPTIONS, mark.args, strict=False)), **mark.kwargs}
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown or len(mark.args) > 1:
-        what = f"no {unknown[0]!r}" if unknown else "only ranks without its name"
-        raise pytest.UsageError(f"pytest.mark.world takes {', '.join(_OPTIONS)}, and {what}")
-    return options
 
 
 def _several(value: Any) -> Sequence[Any]:
