@@ -131,7 +131,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Set the context of the test's worlds, and show what each of their ranks has printed."""
     __tracebackhide__ = True
     if item.get_closest_marker("world") is not None:
-        _refuse_unittest(item)
+        import unittest  # slow to import, and only marked tests need it
+
+        cls: Any = getattr(item, "cls", None)
+        if not isinstance(item, pytest.Function) or (cls and issubclass(cls, unittest.TestCase)):
+            pytest.fail(  # it would run once, and not once per rank
+                "pytest.mark.world runs functions, and methods of plain classes: in a "
+                "unittest.TestCase, call syncprims.testing.run_world",
+                pytrace=False,
+            )
     reads_output = {"capsys", "capfd", "capsysbinary", "capfdbinary"} & {
         *getattr(item, "fixturenames", ())
     }
@@ -150,20 +158,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         test_context.reset(token)
         for (rank, stream), text in sorted(collected.texts.items()):
             item.add_report_section("call", f"{stream} rank {rank}", text)
-
-
-def _refuse_unittest(item: pytest.Item) -> None:
-    """Fail a test that would run once instead of once per rank."""
-    __tracebackhide__ = True
-    import unittest  # slow to import, and only marked tests need it
-
-    cls: Any = getattr(item, "cls", None)
-    if not isinstance(item, pytest.Function) or (cls and issubclass(cls, unittest.TestCase)):
-        pytest.fail(
-            "pytest.mark.world runs functions, and methods of plain classes: in a "
-            "unittest.TestCase, call syncprims.testing.run_world",
-            pytrace=False,
-        )
 
 
 @pytest.hookimpl(tryfirst=True)
