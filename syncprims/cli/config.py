@@ -78,7 +78,10 @@ def run(options: argparse.Namespace) -> int:
                 "nothing to write: give flags, as in `syncprims config -n 4 train.py`, or run it "
                 "on a terminal, where it asks"
             )
-        values = ask(_defaults(options.environ), input)
+        devices = find_visible_gpus(options.environ) or []
+        ranks = len(devices) or count_processors()
+        defaults: dict[str, Any] = {"nodes": 1, "ranks": ranks, "mixed_precision": "no"}
+        values = ask({**defaults, "gpus": tuple(devices) or None}, input)
     for note in accelerate_config.notes(values):
         print(f"syncprims config: {note}", file=sys.stderr)  # noqa: T201
     effective = {key: value for key, value in values.items() if not BY_KEY[key].note}
@@ -114,12 +117,6 @@ def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, A
             except ValueError as error:
                 print(f"  {error}", file=sys.stderr)  # noqa: T201
     return values
-
-
-def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
-    gpus = find_visible_gpus(environ) or []
-    values = {"nodes": 1, "ranks": len(gpus) or count_processors(), "mixed_precision": "no"}
-    return {**values, "gpus": tuple(gpus)} if gpus else values
 
 
 def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
