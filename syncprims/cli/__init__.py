@@ -46,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("syncprims: interrupted", file=sys.stderr)  # noqa: T201
         return 130
     except OSError as error:  # a closed pipe, or a full disk
-        _drop_unwritten()
+        # Discard what cannot be written: Python would try again when it exits.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if isinstance(error, BrokenPipeError):
             return 141
         print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201
@@ -84,12 +89,3 @@ def _open_closed_streams() -> None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115, PTH123 - it stays open
             os.set_inheritable(stream.fileno(), True)  # as a standard stream is
             setattr(sys, name, stream)
-
-
-def _drop_unwritten() -> None:
-    """Discard buffered output that cannot be written: Python would try again when it exits."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
