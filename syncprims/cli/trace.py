@@ -44,7 +44,13 @@ def run(options: argparse.Namespace) -> int:
     from syncprims.tracing.reading import find_runs, read_run
 
     folders = find_runs(options.dir)
-    folder = _choose(folders, options.name, options.dir)
+    chosen = [one for one in folders if options.name in (None, one.name)]
+    if not chosen:
+        names = ", ".join(one.name for one in folders)
+        raise ConfigurationError(
+            f"--run {options.name}: {options.dir} has no such run; it has {names}"
+        )
+    folder = chosen[-1]
     traced = read_run(folder)
     analysis = analyse(traced)
     code, written = _write_files(analysis, options)  # before the output, whose pipe may be closed
@@ -56,16 +62,6 @@ def run(options: argparse.Namespace) -> int:
     for line in written:
         print(line)  # noqa: T201
     return code
-
-
-def _choose(folders: list[Path], name: str | None, directory: Path) -> Path:
-    if name is None:
-        return folders[-1]
-    for folder in folders:
-        if folder.name == name:
-            return folder
-    names = ", ".join(folder.name for folder in folders)
-    raise ConfigurationError(f"--run {name}: {directory} has no such run; it has {names}")
 
 
 def _other_runs(folders: list[Path], folder: Path) -> str:
