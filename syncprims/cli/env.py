@@ -107,7 +107,12 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     if world.chosen_by:
         rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
     if place is not None:
-        known_by = _known_by(place, environ)
+        known_by = "no launcher's variables are set"
+        if place.launcher != "none":
+            launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
+            names = (launcher.rank, *launcher.world_size)
+            found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+            known_by = f"{place.launcher} says {found}"
         here = f"local rank {place.local_rank} of {place.local_world_size}"
         use = "the same on all ranks of one run"
         if place.run_id is None:
@@ -128,15 +133,6 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
     lines += ["", style("bold", "Here"), *table(list(_here().items()))]
     return lines
-
-
-def _known_by(place: Topology, environ: Mapping[str, str]) -> str:
-    if place.launcher == "none":
-        return "no launcher's variables are set"
-    launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
-    names = (launcher.rank, *launcher.world_size)
-    found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-    return f"{place.launcher} says {found}"
 
 
 def _launchers(place: Topology | None, environ: Mapping[str, str]) -> list[str]:
