@@ -89,7 +89,10 @@ class RankOutcome:
                 break
             first = first.tb_next
         self.end, self.error = "raised", error.with_traceback(first)
-        self.consequence, self.handled = is_consequence(error), _handled_by(error)
+        self.consequence = is_consequence(error)
+        # What it handled: a `finally` with a barrier, after an exception that others do not know.
+        chain = _chain(error) if isinstance(error, TORN) else []
+        self.handled = next((headline(one) for one in chain if not isinstance(one, TORN)), "")
 
 
 @dataclass
@@ -170,15 +173,6 @@ def is_consequence(error: BaseException) -> bool:
     return not isinstance(error, AssertionError) and any(
         isinstance(one, TORN) for one in _chain(error)
     )
-
-
-def _handled_by(error: BaseException) -> str:
-    """Return the headline of what a rank handled when a call of this library failed; or "".
-
-    An example is a `finally` with a barrier, after an exception that the other ranks do not know.
-    """
-    chain = _chain(error) if isinstance(error, TORN) else []
-    return next((headline(one) for one in chain if not isinstance(one, TORN)), "")
 
 
 def headline(error: BaseException) -> str:
