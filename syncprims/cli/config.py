@@ -85,7 +85,22 @@ def run(options: argparse.Namespace) -> int:
     for note in accelerate_config.notes(values):
         print(f"syncprims config: {note}", file=sys.stderr)  # noqa: T201
     effective = {key: value for key, value in values.items() if not BY_KEY[key].note}
-    _write(effective, options.output, force=options.force)
+    if options.output == "-":
+        sys.stdout.write(render(effective, ".yaml"))
+        return 0
+    path = Path(options.output)
+    text = render(effective, path.suffix)
+    try:
+        with path.open("w" if options.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigurationError(
+            f"{path} exists; name another file with -o, or write over it with --force"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error}") from error
+    name = " train.py" if "script" not in effective else ""
+    print(f"wrote {path}; start it with: syncprims run --config {path}{name}")  # noqa: T201
     return 0
 
 
@@ -117,25 +132,6 @@ def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, A
             except ValueError as error:
                 print(f"  {error}", file=sys.stderr)  # noqa: T201
     return values
-
-
-def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
-    if output == "-":
-        sys.stdout.write(render(values, ".yaml"))
-        return
-    path = Path(output)
-    text = render(values, path.suffix)
-    try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigurationError(
-            f"{path} exists; name another file with -o, or write over it with --force"
-        ) from None
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error}") from error
-    script = " train.py" if "script" not in values else ""
-    print(f"wrote {path}; start it with: syncprims run --config {path}{script}")  # noqa: T201
 
 
 # -- the file ----------------------------------------------------------------------------------
