@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from syncprims._world.version import version
 from syncprims.errors import SyncError
@@ -13,11 +14,8 @@ from syncprims.errors import SyncError
 from . import completion, config, doctor, env, run, trace
 from .console import CommandParser
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-#: In the order of ``--help``. A command is a module with `add_arguments` and `run`.
-#: Its docstring is its help: a summary, a description, and what comes after the flags.
+#: In the order of ``--help``. A command is a module with `add_arguments`, `run` and `HELP`: a
+#: description, whose first line is the summary, and what comes after the flags.
 COMMANDS = (run, config, env, doctor, trace, completion)
 
 EPILOG = """\
@@ -48,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("syncprims: interrupted", file=sys.stderr)  # noqa: T201
         return 130
     except OSError as error:  # a closed pipe, or a full disk
-        _drop_unwritten()
+        # Discard what cannot be written: Python would try again when it exits.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if isinstance(error, BrokenPipeError):
             return 141
         print(f"syncprims: {error}", file=sys.stderr)  # noqa: T201
@@ -68,9 +71,8 @@ def parser() -> CommandParser:
     root.set_defaults(parser=root, commands=commands.choices)
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]
-        summary, _, text = (module.__doc__ or "").partition("\n\n")
-        summary = summary[:1].lower() + summary[1:].rstrip(".")
-        description, _, epilog = text.partition("\n\n")
+        description, _, epilog = module.HELP.partition("\n\n")
+        summary = description[0].lower() + description[1:].partition("\n")[0].rstrip(".")
         command = commands.add_parser(name, help=summary, description=description, epilog=epilog)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
@@ -87,12 +89,3 @@ def _open_closed_streams() -> None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115, PTH123 - it stays open
             os.set_inheritable(stream.fileno(), True)  # as a standard stream is
             setattr(sys, name, stream)
-
-
-def _drop_unwritten() -> None:
-    """Discard buffered output that cannot be written: Python would try again when it exits."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

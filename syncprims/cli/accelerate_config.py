@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from syncprims.errors import ConfigurationError
 
 from .options import BY_KEY, FLAG_OPTIONS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _SHARDED = (
     "syncprims trains by plain data parallelism and shards no model; keep torch's own FSDP or "

@@ -1,6 +1,14 @@
-"""Print a script that makes a shell complete these commands.
+"""The command that prints a script for the shell to complete these commands."""
 
-Print a script that makes the shell complete commands, flags and values.
+from __future__ import annotations
+
+import argparse
+
+from syncprims.errors import ConfigurationError
+
+from .console import CommandParser
+
+HELP = """Print a script that makes the shell complete commands, flags and values.
 
 bash:  syncprims completion bash > ~/.local/share/bash-completion/completions/syncprims
 zsh:   syncprims completion zsh > ~/.zfunc/_syncprims     (with ~/.zfunc in $fpath)
@@ -8,19 +16,7 @@ fish:  syncprims completion fish > ~/.config/fish/completions/syncprims.fish
 tcsh:  syncprims completion tcsh > ~/.syncprims.completion.csh (and source it)
 
 For this shell only: eval "$(syncprims completion bash)". It needs a package:
-pip install 'syncprims[completion]'.
-"""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from syncprims.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .console import CommandParser
+pip install 'syncprims[completion]'."""
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 

@@ -1,7 +1,25 @@
-"""Write a file for `syncprims run --config`.
+"""The command that writes a file for `syncprims run --config`."""
 
-Write a file that says what `syncprims run` starts: from flags, or from questions on a terminal. The
-file has every key, with a comment.
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from syncprims._world.host import count_processors, find_visible_gpus
+from syncprims.errors import ConfigurationError
+
+from . import accelerate_config
+from .console import CommandParser
+from .options import ACCELERATE, BY_KEY, OPTIONS, add_options, plain_value, values_of
+
+HELP = """Write a file that says what `syncprims run` starts, for its flag --config.
+It is made from flags, or from questions on a terminal, and has every key, with a comment.
 
 examples:
   syncprims config                                    on a terminal: asks, and writes run.yaml
@@ -9,30 +27,7 @@ examples:
   syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
   syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
 
-All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2.
-"""
-
-from __future__ import annotations
-
-import functools
-import importlib
-import json
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from syncprims._world.host import count_processors, find_visible_gpus
-from syncprims.errors import ConfigurationError
-
-from . import accelerate_config
-from .options import ACCELERATE, BY_KEY, OPTIONS, add_options, plain_value, values_of
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping
-
-    from .console import CommandParser
-
+All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
 
 _OUTPUT = "--output", "FILE"
 _OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", None)}
@@ -83,11 +78,29 @@ def run(options: argparse.Namespace) -> int:
                 "nothing to write: give flags, as in `syncprims config -n 4 train.py`, or run it "
                 "on a terminal, where it asks"
             )
-        values = ask(_defaults(options.environ), input)
+        devices = find_visible_gpus(options.environ) or []
+        ranks = len(devices) or count_processors()
+        defaults: dict[str, Any] = {"nodes": 1, "ranks": ranks, "mixed_precision": "no"}
+        values = ask({**defaults, "gpus": tuple(devices) or None}, input)
     for note in accelerate_config.notes(values):
         print(f"syncprims config: {note}", file=sys.stderr)  # noqa: T201
     effective = {key: value for key, value in values.items() if not BY_KEY[key].note}
-    _write(effective, options.output, force=options.force)
+    if options.output == "-":
+        sys.stdout.write(render(effective, ".yaml"))
+        return 0
+    path = Path(options.output)
+    text = render(effective, path.suffix)
+    try:
+        with path.open("w" if options.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigurationError(
+            f"{path} exists; name another file with -o, or write over it with --force"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error}") from error
+    name = " train.py" if "script" not in effective else ""
+    print(f"wrote {path}; start it with: syncprims run --config {path}{name}")  # noqa: T201
     return 0
 
 
@@ -119,31 +132,6 @@ def ask(defaults: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, A
             except ValueError as error:
                 print(f"  {error}", file=sys.stderr)  # noqa: T201
     return values
-
-
-def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
-    gpus = find_visible_gpus(environ) or []
-    values = {"nodes": 1, "ranks": len(gpus) or count_processors(), "mixed_precision": "no"}
-    return {**values, "gpus": tuple(gpus)} if gpus else values
-
-
-def _write(values: Mapping[str, Any], output: str, *, force: bool) -> None:
-    if output == "-":
-        sys.stdout.write(render(values, ".yaml"))
-        return
-    path = Path(output)
-    text = render(values, path.suffix)
-    try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigurationError(
-            f"{path} exists; name another file with -o, or write over it with --force"
-        ) from None
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error}") from error
-    script = " train.py" if "script" not in values else ""
-    print(f"wrote {path}; start it with: syncprims run --config {path}{script}")  # noqa: T201
 
 
 # -- the file ----------------------------------------------------------------------------------

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TextIO
 
 _CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 

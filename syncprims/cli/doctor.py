@@ -1,5 +1,19 @@
-"""Measure a job from inside, and print what to improve.
+"""The command that measures a job from inside."""
 
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from syncprims.doctor.findings import Finding, count_of, findings, grouped, listed, processor_count
+
+from .console import CommandParser, Style, table
+from .options import seconds
+
+HELP = """Measure a job from inside, and print what to improve.
 Measure round trips and bandwidth in the real job. Show which ranks share a host and its memory, how
 far clocks are apart, and which versions differ; then what is wrong, and the cure.
 
@@ -10,27 +24,7 @@ examples:
   syncprims doctor                                  one rank, alone
 
 Start it as you start the job: by the same launcher, with the same variables. Every rank takes part
-and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2.
-"""
-
-from __future__ import annotations
-
-import json
-import sys
-from typing import TYPE_CHECKING, Any
-
-from syncprims.doctor.findings import count_of, findings, grouped, listed, processor_count
-
-from .console import Style, table
-from .options import seconds
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from syncprims.doctor.findings import Finding
-
-    from .console import CommandParser
+and rank 0 prints, once. exit code: 0 if it could be measured, with or without problems; else 2."""
 
 
 def add_arguments(parser: CommandParser) -> None:

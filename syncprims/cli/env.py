@@ -1,21 +1,17 @@
-"""Show which world would start here, and why.
-
-Show which world a program would start if it ran here, and which variables, set or not, decide that.
-If they contradict each other, show the error.
-
-exit code: 0 if a world would start, 2 if starting it would be an error.
-"""
+"""The command that shows which world would start here, and why."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import platform
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from syncprims._world.host import count_processors
 from syncprims._world.launchers import LAUNCHERS, detect
@@ -23,17 +19,14 @@ from syncprims._world.registry import choose_backend
 from syncprims._world.settings import read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError
+from syncprims.interface import Settings, Topology
 
-from .console import Style, table
+from .console import CommandParser, Style, table
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
+HELP = """Show which world a program would start if it ran here, and why.
+Name the variables, set or not, that decide it. If they contradict each other, show the error.
 
-    from syncprims.interface import Settings, Topology
-
-    from .console import CommandParser
-
+exit code: 0 if a world would start, 2 if starting it would be an error."""
 
 #: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (
@@ -114,7 +107,12 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     if world.chosen_by:
         rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
     if place is not None:
-        known_by = _known_by(place, environ)
+        known_by = "no launcher's variables are set"
+        if place.launcher != "none":
+            launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
+            names = (launcher.rank, *launcher.world_size)
+            found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+            known_by = f"{place.launcher} says {found}"
         here = f"local rank {place.local_rank} of {place.local_world_size}"
         use = "the same on all ranks of one run"
         if place.run_id is None:
@@ -135,15 +133,6 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
     lines += ["", style("bold", "Here"), *table(list(_here().items()))]
     return lines
-
-
-def _known_by(place: Topology, environ: Mapping[str, str]) -> str:
-    if place.launcher == "none":
-        return "no launcher's variables are set"
-    launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
-    names = (launcher.rank, *launcher.world_size)
-    found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-    return f"{place.launcher} says {found}"
 
 
 def _launchers(place: Topology | None, environ: Mapping[str, str]) -> list[str]:

@@ -20,20 +20,16 @@ import sys
 import threading
 import time
 import uuid
-from typing import IO, TYPE_CHECKING, TextIO
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import IO, TextIO
 
 from syncprims import errors
 from syncprims._world.host import free_port, scratch_directory
 from syncprims._world.launchers import make_rank_variables
 from syncprims.errors import describe_exit
 
-from .plan import launch_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
-    from pathlib import Path
-
-    from .plan import LaunchPlan
+from .plan import LaunchPlan, launch_environment
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
 STOP_GRACE = 30.0  # between a signal to the launcher and SIGKILL

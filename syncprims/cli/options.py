@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .console import CommandParser
+from .console import CommandParser
 
 RANKS, BACKEND, DEVICES, SCRIPT_ENVIRONMENT, NODES, SCRIPT, ACCELERATE = (
     "number of ranks",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from syncprims._world.launchers import list_rank_variables
 from syncprims._world.registry import load_backend
@@ -13,9 +14,6 @@ from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Topology
 
 from .options import BY_KEY, Options, plain_value
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _BY_TORCH = ("torch", "gloo", "nccl")
 _DEFAULT_PORT = 29500  # torchrun's own

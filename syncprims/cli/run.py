@@ -1,7 +1,23 @@
-"""Start a script on several ranks.
+"""The command that starts a script on several ranks."""
 
-Start a Python script on several ranks of this machine and prefix their output. When one fails, end
-the others and show which failed first. With --nodes, torchrun starts the ranks.
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from syncprims._world.host import count_processors, find_visible_gpus
+from syncprims.errors import ConfigurationError
+
+from . import accelerate_config, config
+from .console import CommandParser
+from .options import BY_KEY, add_options, values_of
+from .plan import launch_environment, merge, plan_launch
+
+HELP = """Start a Python script on several ranks of this machine, and prefix their output.
+When one fails, end the others and show which failed first. With --nodes, torchrun starts the ranks.
 
 examples:
   syncprims run -n 4 train.py --lr 0.1          four ranks, no torch needed
@@ -15,28 +31,7 @@ launch` are understood, with - or with _, or answered with what to do instead.
 
 exit code: 0 if all ranks succeeded, else that of the rank that failed first; 128 + n if signal n
 killed it or stopped the run; 2 if the command line or the environment is wrong; if all ranks
-succeeded and their output was lost, 1 for a full disk, 141 for a closed pipe.
-"""
-
-from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from syncprims._world.host import count_processors, find_visible_gpus
-from syncprims.errors import ConfigurationError
-
-from . import accelerate_config, config
-from .options import BY_KEY, add_options, values_of
-from .plan import launch_environment, merge, plan_launch
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
-
-    from .console import CommandParser
+succeeded and their output was lost, 1 for a full disk, 141 for a closed pipe."""
 
 _NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backend")
 

@@ -1,28 +1,24 @@
-"""Show which rank made others wait in a run with SYNCPRIMS_TRACE.
-
-Read what a run with SYNCPRIMS_TRACE=DIR has recorded: which rank made others wait, where and for
-how long. Writes DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
-
-exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2.
-"""
+"""The command that shows which rank made others wait."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError, format_ranks
 
-from .console import Style, table
+from .console import CommandParser, Style, table
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
     from syncprims.tracing.analysis import Analysis, LateArrivals
 
-    from .console import CommandParser
+HELP = """Show which rank made others wait in a run with SYNCPRIMS_TRACE=DIR: where, for how long.
+Write DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2."""
 
 _MOST_ROWS = 20  # of the first table
 
@@ -48,7 +44,13 @@ def run(options: argparse.Namespace) -> int:
     from syncprims.tracing.reading import find_runs, read_run
 
     folders = find_runs(options.dir)
-    folder = _choose(folders, options.name, options.dir)
+    chosen = [one for one in folders if options.name in (None, one.name)]
+    if not chosen:
+        names = ", ".join(one.name for one in folders)
+        raise ConfigurationError(
+            f"--run {options.name}: {options.dir} has no such run; it has {names}"
+        )
+    folder = chosen[-1]
     traced = read_run(folder)
     analysis = analyse(traced)
     code, written = _write_files(analysis, options)  # before the output, whose pipe may be closed
@@ -60,16 +62,6 @@ def run(options: argparse.Namespace) -> int:
     for line in written:
         print(line)  # noqa: T201
     return code
-
-
-def _choose(folders: list[Path], name: str | None, directory: Path) -> Path:
-    if name is None:
-        return folders[-1]
-    for folder in folders:
-        if folder.name == name:
-            return folder
-    names = ", ".join(folder.name for folder in folders)
-    raise ConfigurationError(f"--run {name}: {directory} has no such run; it has {names}")
 
 
 def _other_runs(folders: list[Path], folder: Path) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from syncprims.errors import format_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    Rows = list[dict[str, Any]]
+Rows = list[dict[str, Any]]
 
 _LITTLE_ROOM = 64 << 20  # bytes: a container's shared memory by default
 _SLOW_BARRIER = 200.0  # microseconds, of ranks that share memory and have a processor each

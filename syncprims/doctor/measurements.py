@@ -11,18 +11,15 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from syncprims import World
 from syncprims._world import host
 from syncprims._world.world import get_meeting_place, get_node_group
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from syncprims import World
 
 #: Packages of which all ranks should have the same release.
 COMPARED = ("syncprims", "torch", "numpy")
@@ -56,6 +53,7 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
     meeting_place = get_meeting_place(world)
     place = Path(meeting_place) if meeting_place.startswith("/") else None
     memory = host.find_shared_memory()
+    threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     existing = next(path for path in (place, *place.parents) if path.exists()) if place else memory
     return {
         "rank": world.rank,
@@ -70,7 +68,7 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "processors": host.count_processors(),
         "allowed": sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
         "load": os.getloadavg()[0],
-        "threads": _threads(environ),
+        "threads": (int(threads) if threads.isdecimal() else 0) or None,  # None: not set
         "gpus": host.find_visible_gpus(environ),
         "meeting_place": meeting_place,
         "file_system": host.find_file_system(place) if place else None,
@@ -92,12 +90,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _threads(environ: Mapping[str, str]) -> int | None:
-    """Return how many threads the math libraries start by ``OMP_NUM_THREADS``; None if not set."""
-    count = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(count) if count.isdecimal() and int(count) > 0 else None
 
 
 # -- round trips and bandwidth -----------------------------------------------------------------

@@ -97,17 +97,14 @@ class SessionValues:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return  # other workers are there
-            self._clean_up()
-
-    def _clean_up(self) -> None:
-        for path in self._folder.glob(f"*{_VALUE}"):
-            entry, _ = pickle.loads(path.read_bytes())
-            path.unlink()
-            if isinstance(entry, bytes):
-                value, cleanup = pickle.loads(entry)
-                if cleanup is not None:
-                    cleanup(value)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            for path in self._folder.glob(f"*{_VALUE}"):
+                entry, _ = pickle.loads(path.read_bytes())
+                path.unlink()
+                if isinstance(entry, bytes):
+                    value, cleanup = pickle.loads(entry)
+                    if cleanup is not None:
+                        cleanup(value)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _locked(self, name: str, how: int) -> IO[bytes]:
         """Return a file that is locked until it is closed."""

@@ -75,9 +75,24 @@ class RankOutcome:
                 self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Record that the rank has raised `error`."""
-        self.end, self.error = "raised", trim_traceback(error)
-        self.consequence, self.handled = is_consequence(error), _handled_by(error)
+        """Record that the rank has raised `error`.
+
+        Its traceback begins, and for a library error ends, in user code.
+        """
+        trace = error.__traceback__
+        if isinstance(error, SyncError):
+            trace = users_part(trace) or trace
+        first = trace
+        while first is not None and first.tb_next is not None:
+            name = first.tb_frame.f_code.co_filename
+            if not name.startswith((_CORE, threading.__file__)):
+                break
+            first = first.tb_next
+        self.end, self.error = "raised", error.with_traceback(first)
+        self.consequence = is_consequence(error)
+        # What it handled: a `finally` with a barrier, after an exception that others do not know.
+        chain = _chain(error) if isinstance(error, TORN) else []
+        self.handled = next((headline(one) for one in chain if not isinstance(one, TORN)), "")
 
 
 @dataclass
@@ -160,33 +175,10 @@ def is_consequence(error: BaseException) -> bool:
     )
 
 
-def _handled_by(error: BaseException) -> str:
-    """Return the headline of what a rank handled when a call of this library failed; or "".
-
-    An example is a `finally` with a barrier, after an exception that the other ranks do not know.
-    """
-    chain = _chain(error) if isinstance(error, TORN) else []
-    return next((headline(one) for one in chain if not isinstance(one, TORN)), "")
-
-
 def headline(error: BaseException) -> str:
     """Return ``ValueError: bad value``, on one line."""
     first = text_of(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def trim_traceback(error: BaseException) -> BaseException:
-    """Return `error` with a traceback that begins, and for a library error ends, in user code."""
-    trace = error.__traceback__
-    if isinstance(error, SyncError):
-        trace = users_part(trace) or trace
-    first = trace
-    while first is not None and first.tb_next is not None:
-        name = first.tb_frame.f_code.co_filename
-        if not name.startswith((_CORE, threading.__file__)):
-            break
-        first = first.tb_next
-    return error.with_traceback(first)
 
 
 def trim_stack(stack: Sequence[str]) -> list[str]:

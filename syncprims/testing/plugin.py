@@ -98,7 +98,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     """Return the options of each world that a test is to run in, by name."""
-    options = _options(mark)
+    options: dict[str, Any] = {**dict(zip(_OPTIONS, mark.args, strict=False)), **mark.kwargs}
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown or len(mark.args) > 1:
+        what = f"no {unknown[0]!r}" if unknown else "only ranks without its name"
+        raise pytest.UsageError(f"pytest.mark.world takes {', '.join(_OPTIONS)}, and {what}")
     ranks, kinds = _several(options.pop("ranks", 4)), _several(options.pop("kind", "threads"))
     backends, tried = _several(options.pop("backend", None)), _several(options.pop("schedules", 1))
     if any(type(count) is not int or count < 1 for count in tried):
@@ -115,15 +119,6 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _options(mark: pytest.Mark) -> dict[str, Any]:
-    options: dict[str, Any] = {**dict(zip(_OPTIONS, mark.args, strict=False)), **mark.kwargs}
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown or len(mark.args) > 1:
-        what = f"no {unknown[0]!r}" if unknown else "only ranks without its name"
-        raise pytest.UsageError(f"pytest.mark.world takes {', '.join(_OPTIONS)}, and {what}")
-    return options
-
-
 def _several(value: Any) -> Sequence[Any]:
     return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
 
@@ -136,7 +131,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Set the context of the test's worlds, and show what each of their ranks has printed."""
     __tracebackhide__ = True
     if item.get_closest_marker("world") is not None:
-        _refuse_unittest(item)
+        import unittest  # slow to import, and only marked tests need it
+
+        cls: Any = getattr(item, "cls", None)
+        if not isinstance(item, pytest.Function) or (cls and issubclass(cls, unittest.TestCase)):
+            pytest.fail(  # it would run once, and not once per rank
+                "pytest.mark.world runs functions, and methods of plain classes: in a "
+                "unittest.TestCase, call syncprims.testing.run_world",
+                pytrace=False,
+            )
     reads_output = {"capsys", "capfd", "capsysbinary", "capfdbinary"} & {
         *getattr(item, "fixturenames", ())
     }
@@ -155,20 +158,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         test_context.reset(token)
         for (rank, stream), text in sorted(collected.texts.items()):
             item.add_report_section("call", f"{stream} rank {rank}", text)
-
-
-def _refuse_unittest(item: pytest.Item) -> None:
-    """Fail a test that would run once instead of once per rank."""
-    __tracebackhide__ = True
-    import unittest  # slow to import, and only marked tests need it
-
-    cls: Any = getattr(item, "cls", None)
-    if not isinstance(item, pytest.Function) or (cls and issubclass(cls, unittest.TestCase)):
-        pytest.fail(
-            "pytest.mark.world runs functions, and methods of plain classes: in a "
-            "unittest.TestCase, call syncprims.testing.run_world",
-            pytrace=False,
-        )
 
 
 @pytest.hookimpl(tryfirst=True)

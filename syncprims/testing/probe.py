@@ -6,18 +6,15 @@ observed in the same way. What it does not change it delegates, whatever the con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from inspect import get_annotations
 from operator import attrgetter
-from typing import TypeVar
 
 from syncprims.interface import Backend, Board, Note, Status
 
 from .errors import Killed
 from .faults import Fault, apply_fault, current_target, is_due
 from .outcomes import RankOutcome, RecordedCall
-
-T = TypeVar("T")
 
 _ASK_EVERY = 0.02  # seconds between two questions to the observer
 JOIN = "init"  # the round in which a world starts; rounds are counted after it
@@ -72,20 +69,14 @@ class Probe:
             raise Killed
 
 
-def _delegating(contract: type, *instance_attributes: str) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator: what the class does not define of `contract` comes from `inner`."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        names = {*vars(contract), *get_annotations(contract), *instance_attributes}
-        for name in names - vars(cls).keys():
-            if not name.startswith("_"):
-                setattr(cls, name, property(attrgetter(f"inner.{name}")))
-        return cls
-
-    return decorate
+def _delegate_rest(cls: type, contract: type, *instance_attributes: str) -> None:
+    """Make what `cls` does not define of `contract` come from `inner`."""
+    names = {*vars(contract), *get_annotations(contract), *instance_attributes}
+    for name in names - vars(cls).keys():
+        if not name.startswith("_"):
+            setattr(cls, name, property(attrgetter(f"inner.{name}")))
 
 
-@_delegating(Backend, "topology", "settings")
 class ProbedBackend(Backend):
     """A backend whose boards are probed."""
 
@@ -103,7 +94,6 @@ class ProbedBackend(Backend):
         self.inner.close(failure)
 
 
-@_delegating(Board, "members", "posted", "collected")
 class ProbedBoard(Board):
     """A board whose rounds are recorded."""
 
@@ -179,3 +169,7 @@ class ProbedBoard(Board):
         if verdict is not None:
             self._probe.outcome.torn = True
         return verdict
+
+
+_delegate_rest(ProbedBackend, Backend, "topology", "settings")
+_delegate_rest(ProbedBoard, Board, "members", "posted", "collected")

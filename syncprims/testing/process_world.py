@@ -52,7 +52,10 @@ class ProcessWorld:
                 self._watch(workers)
             finally:
                 self._end_all(workers)
-                self._pass_on_output()
+                for rank, stream in itertools.product(range(spec.ranks), ("stdout", "stderr")):
+                    text = self._worker_spec.read(stream, rank)
+                    if text and self._output is not None:
+                        self._output.write(rank, stream, text)
             self._run.outcomes = [self._outcome_of(r, j) for r, j in self._journals.items()]
         return self._run
 
@@ -147,13 +150,6 @@ class ProcessWorld:
         while workers.pids:
             self._exit_codes |= workers.wait(_LOOK_EVERY)
         workers.close()
-
-    def _pass_on_output(self) -> None:
-        """Pass on what the ranks have printed."""
-        for rank, stream in itertools.product(range(self._spec.ranks), ("stdout", "stderr")):
-            text = self._worker_spec.read(stream, rank)
-            if text and self._output is not None:
-                self._output.write(rank, stream, text)
 
     def _outcome_of(self, rank: int, journal: Journal) -> RankOutcome:
         """Return what the journal of `rank` contains at the end, or how the process has ended."""

@@ -87,15 +87,6 @@ class Seed(NamedTuple):
         depth, steps, number = found.groups()
         return cls(int(number), int(depth or 0), int(steps or 0))
 
-    @classmethod
-    def fresh(cls) -> Seed:
-        """Return a random seed."""
-        return cls(random.SystemRandom().randrange(2**32))
-
-    def plus(self, count: int) -> Seed:
-        """Return the seed of the `count`-th next schedule of the same kind."""
-        return self._replace(number=self.number + count)
-
     def schedule(self, ranks: int) -> RandomSchedule | PCTSchedule:
         """Return the schedule of this seed."""
         if self.depth:

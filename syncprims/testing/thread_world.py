@@ -159,7 +159,11 @@ class ThreadWorld(Observer):
         limit = self._spec.time_limit
         while not self.scheduler.finished.wait(limit):
             stacks = self._stacks()
-            if self._is_debugged():
+            if any(
+                str(frame.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS
+                for found in self._frames().values()
+                for frame, _ in traceback.walk_stack(found)
+            ):
                 continue
             assert limit is not None
             self._run.timed_out(limit, stacks)
@@ -193,13 +197,6 @@ class ThreadWorld(Observer):
             for rank, thread in enumerate(self._threads)
             if thread.ident in frames
         }
-
-    def _is_debugged(self) -> bool:
-        return any(
-            str(frame.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS
-            for found in self._frames().values()
-            for frame, _ in traceback.walk_stack(found)
-        )
 
     def _stacks(self) -> str:
         return "\n".join(

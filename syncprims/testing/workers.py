@@ -173,11 +173,7 @@ def main() -> None:
     fn = function.load()
     if rank != "all":
         _run_worker(spec, int(rank), fn)
-    _serve(spec, fn)
-
-
-def _serve(spec: WorkerSpec, fn: Callable[[], Any]) -> None:
-    """Fork all workers; report to the parent the pid of each rank, and at its end the exit code."""
+    # Fork all; report to the parent the pid of each rank, and at its end the exit code.
     _die_with(spec.parent)
     _load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
     spec = dataclasses.replace(spec, parent=os.getpid())

@@ -84,7 +84,10 @@ def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
 def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> NoReturn:
     """Raise the lowest rank's cause, or a group, in the order of rounds, if the types differ."""
     __tracebackhide__ = True
-    real = [outcome for outcome in causes if not _is_skip(outcome.error)] or causes
+    # pytest's skip and xfail are statements of the test, and no failures.
+    pytests = sys.modules.get("_pytest.outcomes")
+    skips = (pytests.Skipped, pytests.XFailed) if pytests is not None else ()
+    real = [outcome for outcome in causes if not isinstance(outcome.error, skips)] or causes
     # By name: a class that is made in a function is another one each time.
     kinds = {(type(o.error).__module__, type(o.error).__qualname__) for o in real}
     if len(kinds) == 1:
@@ -132,12 +135,6 @@ def _check_equal_rounds(run: WorldRun, replay: str) -> None:
     if any(len(set(of.values())) > 1 for of in counts.values()):
         what = "all ranks finished, but not with the same calls"
         raise add_note(UnequalRounds(_described(what, run)), replay)
-
-
-def _is_skip(error: BaseException | None) -> bool:
-    """Return whether this is pytest's skip or xfail: a statement of the test, and no failure."""
-    pytests = sys.modules.get("_pytest.outcomes")
-    return pytests is not None and isinstance(error, pytests.Skipped | pytests.XFailed)
 
 
 def _with_report(

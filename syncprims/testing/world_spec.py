@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -43,7 +44,9 @@ test_context: ContextVar[TestContext] = ContextVar(
 def choose_seed(seed: int | str | None = None) -> Seed:
     """Return `seed` if given, else that of the command line, else a random one."""
     given = test_context.get().seed if seed is None else seed
-    return Seed.fresh() if given is None else Seed.read(given)
+    if given is None:
+        return Seed(random.SystemRandom().randrange(2**32))
+    return Seed.read(given)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ def explore(
     tried = failures = steps = 0
     run = run_once(spec)  # the first schedule is run twice
     while tried < schedules:
-        earlier, run = run, run_once(dataclasses.replace(spec, seed=spec.seed.plus(tried)))
+        seed_here = spec.seed._replace(number=spec.seed.number + tried)
+        earlier, run = run, run_once(dataclasses.replace(spec, seed=seed_here))
         if not tried:
             _compare(earlier, run)
         tried += 1

@@ -7,16 +7,14 @@ the last one is attributed to the last one; the time after it is the cost of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from syncprims._protocol.trace_file import ROUND
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from .reading import RankTrace, TracedCall, TraceRun
+from .reading import RankTrace, TracedCall, TraceRun
 
 _WINDOWS = 200  # of which each has its own alignment of clocks, at most
 _PER_WINDOW = 20  # rounds in each, at least

@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from syncprims._protocol.trace_file import ROUND
 from syncprims.errors import BackendUnavailable, ConfigurationError
 
-from .analysis import seconds_text
+from .analysis import Analysis, GroupRounds, seconds_text
+from .reading import RankTrace
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from .analysis import Analysis, GroupRounds
-    from .reading import RankTrace
-
-    Intervals = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+Intervals = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 MOST_SLICES = 500_000  # viewers become slow beyond
 MOST_ARROWS = 5_000
@@ -144,6 +139,7 @@ def draw_image(analysis: Analysis, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise BackendUnavailable(
             "--png draws with matplotlib, which is not here: pip install 'syncprims[trace]', "
@@ -182,7 +178,12 @@ def draw_image(analysis: Analysis, path: Path) -> None:
     axes.set_xlabel("seconds")
     axes.spines[:].set_visible(False)
     _add_labels(axes, shown, row_height)
-    _add_legend(figure, analysis.conclusion, height, left)
+    figure.text(0.012, 1 - 0.25 / height, analysis.conclusion, fontsize=11, fontweight="bold",
+                va="center", wrap=True)  # fmt: skip
+    meanings = {WORKS: "works", WAITS: "waits", LATE: "the others wait for it"}
+    handles = [Patch(color=colour, label=label) for colour, label in meanings.items()]
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(left, 0.0), ncols=3,
+                  frameon=False, fontsize=9)  # fmt: skip
     figure.savefig(path, format=kind)  # without `format`, matplotlib adds a suffix to the name
 
 
@@ -220,17 +221,6 @@ def _add_labels(axes: Any, shown: Timeline, row_height: float) -> None:
                 break
     axes.set_ylim(len(shown.rows) - 0.5, -0.5)
     axes.set_xlim(0, shown.length)
-
-
-def _add_legend(figure: Any, conclusion: str, height: float, left: float) -> None:
-    from matplotlib.patches import Patch
-
-    figure.text(0.012, 1 - 0.25 / height, conclusion, fontsize=11, fontweight="bold",
-                va="center", wrap=True)  # fmt: skip
-    meanings = {WORKS: "works", WAITS: "waits", LATE: "the others wait for it"}
-    handles = [Patch(color=colour, label=label) for colour, label in meanings.items()]
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(left, 0.0), ncols=3,
-                  frameon=False, fontsize=9)  # fmt: skip
 
 
 # -- a page ------------------------------------------------------------------------------------

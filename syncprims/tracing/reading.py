@@ -6,16 +6,14 @@ import json
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from syncprims._protocol import trace_file
 from syncprims._protocol.trace_file import LEFT, POSTED, RESULT, ROUND, TEXT, WAITING
 from syncprims.errors import ConfigurationError, parse_ranks
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _WORDS = ("posted", "since", "done", "number")
 _ENTRY = np.dtype(
