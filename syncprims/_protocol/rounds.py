@@ -139,8 +139,8 @@ class Rounds:
     def skip_barrier(self) -> None:
         """Do nothing: a barrier in a group of one needs no round.
 
-        A subclass records it, with the call site two frames up: call it only in a `barrier`
-        function that the user calls.
+        A subclass records it, with the call site: call it only in a `barrier` function that the
+        user calls.
         """
 
     def atomic_call(self, label: Label | None, steps: Callable[[], T]) -> T:
