@@ -88,11 +88,25 @@ class Snapshot:
         )
 
     def absence(self) -> SyncError | None:
-        """Return why the round will not complete, the likeliest root cause first; or None.
+        """Return why the round will not complete; None if it may.
 
         A rank that is lost or failed breaks a round even if its note is up: the others should not
         wait for each other first, and find that out in the next round.
         """
+        error = self._likeliest_cause()
+        if error is not None:
+            error.waited = self._waited
+            error.missing = [  # will never come (again)
+                rank
+                for rank, status in self._seen.items()
+                if status.state in ("lost", "failed")
+                or (status.state == "finished" and rank in self.missing)
+            ]
+            gone = {*error.missing, *self.missing}
+            error.arrived = [rank for rank in self._seen if rank not in gone]
+        return error
+
+    def _likeliest_cause(self) -> SyncError | None:
         consequence: SyncError | None = None
         for rank, status in self._seen.items():
             if status.state == "failed":
@@ -151,10 +165,7 @@ class Snapshot:
         unknown = Failure(rank, "an exception", "its text was lost", "")
         # The board knows which rank failed: the failure itself counts ranks from 0 on every host.
         failure = next(iter(left.values()), unknown)._replace(rank=rank)
-        error = PeerFailed.from_failure(failure, waiting=self.call)
-        error.missing, error.arrived = self._gone_and_arrived()
-        error.waited = self._waited
-        return error
+        return PeerFailed.from_failure(failure, waiting=self.call)
 
     def _lost(self, rank: int, status: Status) -> PeerLost:
         if status.state == "finished":
@@ -169,22 +180,5 @@ class Snapshot:
                 f"Look at the output of rank {rank} and the system log (out of memory?), "
                 f"then restart the run."
             )
-        gone, arrived = self._gone_and_arrived()
-        return PeerLost(
-            f"{what} {self.call}\n  {self._last_seen(rank)}\n{cure}",
-            rank=rank,
-            missing=gone,
-            arrived=arrived,
-            **self._facts,
-        )
-
-    def _gone_and_arrived(self) -> tuple[list[int], list[int]]:
-        """Return the ranks that will never come (again), and those that are here."""
-        gone = [
-            rank
-            for rank, status in self._seen.items()
-            if status.state in ("lost", "failed")
-            or (status.state == "finished" and rank in self.missing)
-        ]
-        here = [r for r in self._seen if r not in gone and r not in self.missing]
-        return gone, here
+        text = f"{what} {self.call}\n  {self._last_seen(rank)}\n{cure}"
+        return PeerLost(text, rank=rank, call=self.call)
