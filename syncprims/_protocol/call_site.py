@@ -31,11 +31,10 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_LIBRARY):
-        frames.pop()
     short: TracebackType | None = None
     for one in reversed(frames):
-        short = type(one)(short, one.tb_frame, one.tb_lasti, one.tb_lineno)
+        if short or not one.tb_frame.f_code.co_filename.startswith(_LIBRARY):
+            short = type(one)(short, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return short
 
 
