@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
 from syncprims.errors import (
     CollectiveMismatch,
-    ConcurrentCall,
     Failure,
     PeerFailed,
     PeerLost,
@@ -16,10 +14,8 @@ from syncprims.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from syncprims.errors import SyncError
-    from syncprims.interface import Board, Label, Status
+    from syncprims.interface import Board, Status
 
 _CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
@@ -35,25 +31,6 @@ def mismatch_error(rank: int, number: int, calls: dict[int, str]) -> CollectiveM
         rank=rank,
         call=calls[rank],
         arrived=[rank for rank, call in calls.items() if call != "not here yet"],
-    )
-
-
-def concurrent_call_error(
-    rank: int, current: str, label: Label | None, threads: Iterable[int]
-) -> ConcurrentCall:
-    """Return the error of a call that comes while another, `current`, is under way."""
-    if len(set(threads)) > 1:
-        who = f"thread {threading.current_thread().name!r} comes with"
-        what = "two threads call"
-        cure = "make these calls from one thread; another may call a group of other members"
-    else:
-        who, what = "a signal handler of the same thread comes with", "a signal handler calls"
-        cure = "let the handler set a flag, as Trigger.set_on_signal does"
-    return ConcurrentCall(
-        f"{what} primitives of one group at once: one is in {current}, and {who} "
-        f"{label or 'another call'}. Rounds have one order: {cure}",
-        rank=rank,
-        call=str(label),
     )
 
 

@@ -16,11 +16,11 @@ from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from syncprims import errors
-from syncprims.errors import Failure, PeerFailed
+from syncprims.errors import ConcurrentCall, Failure, PeerFailed
 from syncprims.interface import Note
 
 from .call_site import NoteCache
-from .diagnosis import Snapshot, concurrent_call_error, mismatch_error
+from .diagnosis import Snapshot, mismatch_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -213,10 +213,23 @@ class Rounds:
         self._closed = why
 
     def _refuse(self, label: Label | None) -> NoReturn:
-        if len(self._inside) > 1:
-            raise concurrent_call_error(self.rank, self.here(), label, self._inside.values())
-        assert self._closed is not None
-        raise self._closed()
+        """Raise why a call cannot be made: another is under way, or the group is closed."""
+        if len(self._inside) < 2:
+            assert self._closed is not None
+            raise self._closed()
+        if len(set(self._inside.values())) > 1:
+            who = f"thread {threading.current_thread().name!r} comes with"
+            what = "two threads call"
+            cure = "make these calls from one thread; another may call a group of other members"
+        else:
+            who, what = "a signal handler of the same thread comes with", "a signal handler calls"
+            cure = "let the handler set a flag, as Trigger.set_on_signal does"
+        raise ConcurrentCall(
+            f"{what} primitives of one group at once: one is in {self.here()}, and {who} "
+            f"{label or 'another call'}. Rounds have one order: {cure}",
+            rank=self.rank,
+            call=str(label),
+        )
 
     def post(self, note: Note, timeout: float | None) -> None:
         """Post a note, after making room for it.
