@@ -290,9 +290,8 @@ def _reduce(
     try:
         return reduction.reduce(values, op, rounds.members, out_of_band)
     except RankMismatch as error:
-        members = list(rounds.members)
         raise RankMismatch(
-            f"{here}: {error}", rank=rounds.rank, call=here, arrived=members
+            f"{here}: {error}", rank=rounds.rank, call=here, arrived=list(rounds.members)
         ) from None
     except _NO_RESULT as error:
         # The builtin one: numpy's own cannot be made from a text.
