@@ -298,13 +298,10 @@ class _Decoder(NamedTuple):
 
             make_path = Path if tag == b"p" else PurePosixPath
             return make_path(_text(body))
-        if tag == b"P":
-            return self._unpickle(body)
         if tag == _OUT_OF_BAND and self.out_of_band is not None:
             return self.out_of_band(Spec.decode(body))
-        raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
-
-    def _unpickle(self, body: bytes) -> Any:
+        if tag != b"P":
+            raise EncodingError(f"unknown tag {tag!r}: these bytes are not an encoded object")
         if not self.allow_pickle:
             raise EncodingError("a pickle arrived, and SYNCPRIMS_PICKLE=0 forbids pickle")
         from . import pickling

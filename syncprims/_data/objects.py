@@ -31,9 +31,9 @@ _NO_RESULT = (TypeError, ValueError, OverflowError, ArithmeticError)
 def encode(rounds: Rounds, label: Label, obj: object, *, canonical: bool = False) -> bytes:
     """Return `obj` as bytes; if it cannot travel, the others get a `PeerFailed` in this round."""
     try:
-        return codec.encode(obj, allow_pickle=rounds.settings.pickle, canonical=canonical)
+        return _encode(rounds, label, obj, canonical=canonical)
     except EncodingError as error:
-        rounds.fail(label, _locate(error, rounds, label))
+        rounds.fail(label, error)
         raise
 
 
@@ -42,17 +42,17 @@ def check(rounds: Rounds, label: Label, obj: object) -> None:
 
     :raises EncodingError: as where it does.
     """
+    _encode(rounds, label, obj, out_of_band=[])
+
+
+def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
+    """Return `obj` as bytes; an error names the call."""
     try:
-        codec.encode(obj, allow_pickle=rounds.settings.pickle, out_of_band=[])
+        return codec.encode(obj, allow_pickle=rounds.settings.pickle, **options)
     except EncodingError as error:
-        raise _locate(error, rounds, label) from error.__cause__
-
-
-def _locate(error: EncodingError, rounds: Rounds, label: Label) -> EncodingError:
-    """Return `error`, which now names the call."""
-    error.call, error.rank = str(label), rounds.rank
-    error.args = (f"{label}: {error}",)
-    return error
+        error.call, error.rank = str(label), rounds.rank
+        error.args = (f"{label}: {error}",)
+        raise
 
 
 def _decode(
@@ -98,12 +98,10 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> _Package:
     arrays: list[Any] = []
     transport = None
     try:
-        payload = codec.encode(obj, allow_pickle=rounds.settings.pickle, out_of_band=arrays)
+        payload = _encode(rounds, label, obj, out_of_band=arrays)
         if arrays or _is_large(rounds, payload):
             transport = _transport(rounds)
     except _CANNOT as error:
-        if isinstance(error, EncodingError):
-            _locate(error, rounds, label)
         rounds.fail(label, error)
         raise
     if arrays and transport is None:
@@ -292,9 +290,8 @@ def _reduce(
     try:
         return reduction.reduce(values, op, rounds.members, out_of_band)
     except RankMismatch as error:
-        members = list(rounds.members)
         raise RankMismatch(
-            f"{here}: {error}", rank=rounds.rank, call=here, arrived=members
+            f"{here}: {error}", rank=rounds.rank, call=here, arrived=list(rounds.members)
         ) from None
     except _NO_RESULT as error:
         # The builtin one: numpy's own cannot be made from a text.

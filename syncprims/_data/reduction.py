@@ -75,14 +75,13 @@ def check_value(value: object, op: str, where: str = "value") -> None:
         _check_array(value, op, where)
     elif is_tensor(value):
         _check_tensor(value, op, where)
-    elif is_number(value):
-        if op in ("min", "max") and isinstance(value, complex):
-            raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
-    else:
+    elif not is_number(value):
         raise TypeError(
             f"{where} is a {type(value).__name__}; all_reduce takes numbers, numpy arrays, torch "
             f"tensors, and dicts, lists or tuples of them"
         )
+    elif op in ("min", "max") and isinstance(value, complex):
+        raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
 
 
 def _check_array(array: Any, op: str, where: str) -> None:

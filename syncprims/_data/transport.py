@@ -149,11 +149,7 @@ class DeviceTransport(Transport):
 
 def _host_room(target: Any) -> Any:
     """Return `target`, or, for one on a device, room for it in this host's memory."""
-    if not is_on_device(target):
-        return target
-    import torch
-
-    return torch.empty(target.shape, dtype=target.dtype)
+    return target.new_empty(target.shape, device="cpu") if is_on_device(target) else target
 
 
 def _copy_back(targets: Sequence[Any], here: Sequence[Any]) -> None:

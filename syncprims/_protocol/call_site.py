@@ -25,28 +25,20 @@ _LONGEST_PATH = 200
 _MOST_NOTES = 4096
 
 
-def users_frame(frame: FrameType) -> FrameType:
-    """Return the nearest frame from `frame` on outwards that is the user's."""
-    while frame.f_code.co_filename.startswith(_NOT_USERS) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
 def users_part(trace: TracebackType | None) -> TracebackType | None:
     """Return `trace` up to the user's last line, without the library's frames after it."""
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_LIBRARY):
-        frames.pop()
     short: TracebackType | None = None
     for one in reversed(frames):
-        short = type(one)(short, one.tb_frame, one.tb_lasti, one.tb_lineno)
+        if short or not one.tb_frame.f_code.co_filename.startswith(_LIBRARY):
+            short = type(one)(short, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return short
 
 
-def describe(frame: FrameType) -> str:
+def _describe(frame: FrameType) -> str:
     """Return ``file:line`` of `frame`; the path is relative if the file is below this directory."""
     path = frame.f_code.co_filename
     try:
@@ -88,18 +80,16 @@ class NoteCache:
         return cached[1] if flag else cached[0]
 
     def _add(self, key: tuple[object, ...], frame: FrameType, label: Label) -> _Cached:
-        user = users_frame(frame)
-        while frame is not user and frame.f_back is not None:
-            self._library_files.add(frame.f_code.co_filename)
+        while (code := frame.f_code).co_filename.startswith(_NOT_USERS) and frame.f_back:
+            self._library_files.add(code.co_filename)
             frame = frame.f_back
-        code = user.f_code
-        key = (*key[:4], id(code), user.f_lasti)
+        key = (*key[:4], id(code), frame.f_lasti)
         cached = self._notes.get(key)
         if cached is None:
             check_name(label.name)
             if len(self._notes) > _MOST_NOTES:  # names made from a counter must not fill memory
                 self._notes.clear()
-            label.site = describe(user)
+            label.site = _describe(frame)
             # The code object is kept, so that no other one gets its id.
             cached = self._notes[key] = Note(label), Note(label, flag=True), code
         return cached

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
 from syncprims.errors import (
     CollectiveMismatch,
-    ConcurrentCall,
     Failure,
     PeerFailed,
     PeerLost,
@@ -16,10 +14,8 @@ from syncprims.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from syncprims.errors import SyncError
-    from syncprims.interface import Board, Label, Status
+    from syncprims.interface import Board, Status
 
 _CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
@@ -35,25 +31,6 @@ def mismatch_error(rank: int, number: int, calls: dict[int, str]) -> CollectiveM
         rank=rank,
         call=calls[rank],
         arrived=[rank for rank, call in calls.items() if call != "not here yet"],
-    )
-
-
-def concurrent_call_error(
-    rank: int, current: str, label: Label | None, threads: Iterable[int]
-) -> ConcurrentCall:
-    """Return the error of a call that comes while another, `current`, is under way."""
-    if len(set(threads)) > 1:
-        who = f"thread {threading.current_thread().name!r} comes with"
-        what = "two threads call"
-        cure = "make these calls from one thread; another may call a group of other members"
-    else:
-        who, what = "a signal handler of the same thread comes with", "a signal handler calls"
-        cure = "let the handler set a flag, as Trigger.set_on_signal does"
-    return ConcurrentCall(
-        f"{what} primitives of one group at once: one is in {current}, and {who} "
-        f"{label or 'another call'}. Rounds have one order: {cure}",
-        rank=rank,
-        call=str(label),
     )
 
 
@@ -88,11 +65,25 @@ class Snapshot:
         )
 
     def absence(self) -> SyncError | None:
-        """Return why the round will not complete, the likeliest root cause first; or None.
+        """Return why the round will not complete; None if it may.
 
         A rank that is lost or failed breaks a round even if its note is up: the others should not
         wait for each other first, and find that out in the next round.
         """
+        error = self._likeliest_cause()
+        if error is not None:
+            error.waited = self._waited
+            error.missing = [  # will never come (again)
+                rank
+                for rank, status in self._seen.items()
+                if status.state in ("lost", "failed")
+                or (status.state == "finished" and rank in self.missing)
+            ]
+            gone = {*error.missing, *self.missing}
+            error.arrived = [rank for rank in self._seen if rank not in gone]
+        return error
+
+    def _likeliest_cause(self) -> SyncError | None:
         consequence: SyncError | None = None
         for rank, status in self._seen.items():
             if status.state == "failed":
@@ -151,10 +142,7 @@ class Snapshot:
         unknown = Failure(rank, "an exception", "its text was lost", "")
         # The board knows which rank failed: the failure itself counts ranks from 0 on every host.
         failure = next(iter(left.values()), unknown)._replace(rank=rank)
-        error = PeerFailed.from_failure(failure, waiting=self.call)
-        error.missing, error.arrived = self._gone_and_arrived()
-        error.waited = self._waited
-        return error
+        return PeerFailed.from_failure(failure, waiting=self.call)
 
     def _lost(self, rank: int, status: Status) -> PeerLost:
         if status.state == "finished":
@@ -169,22 +157,5 @@ class Snapshot:
                 f"Look at the output of rank {rank} and the system log (out of memory?), "
                 f"then restart the run."
             )
-        gone, arrived = self._gone_and_arrived()
-        return PeerLost(
-            f"{what} {self.call}\n  {self._last_seen(rank)}\n{cure}",
-            rank=rank,
-            missing=gone,
-            arrived=arrived,
-            **self._facts,
-        )
-
-    def _gone_and_arrived(self) -> tuple[list[int], list[int]]:
-        """Return the ranks that will never come (again), and those that are here."""
-        gone = [
-            rank
-            for rank, status in self._seen.items()
-            if status.state in ("lost", "failed")
-            or (status.state == "finished" and rank in self.missing)
-        ]
-        here = [r for r in self._seen if r not in gone and r not in self.missing]
-        return gone, here
+        text = f"{what} {self.call}\n  {self._last_seen(rank)}\n{cure}"
+        return PeerLost(text, rank=rank, call=self.call)

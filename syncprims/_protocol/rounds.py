@@ -16,11 +16,11 @@ from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from syncprims import errors
-from syncprims.errors import Failure, PeerFailed
+from syncprims.errors import ConcurrentCall, Failure, PeerFailed
 from syncprims.interface import Note
 
 from .call_site import NoteCache
-from .diagnosis import Snapshot, concurrent_call_error, mismatch_error
+from .diagnosis import Snapshot, mismatch_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +83,8 @@ class Rounds:
         # The calls under way. A dict, since one operation on it is atomic, also for an interrupt: a
         # lock taken just before a `try` can stay taken for ever.
         self._inside: dict[object, int] = {}
-        self._closed: Callable[[], SyncError] | None = None  # closed, forked or broken: why
+        #: Every later call raises ``closed()``: the world is closed, forked or broken.
+        self.closed: Callable[[], SyncError] | None = None
         self._before = 0  # rounds posted to before the call under way
         self.reported: BaseException | None = None  #: of the call under way: what the others know
         deadlocks.add(board, lambda: self._thread)
@@ -103,7 +104,7 @@ class Rounds:
         before = board.posted
         try:
             thread = self._inside[token] = get_ident()
-            if len(self._inside) > 1 or self._closed is not None:
+            if len(self._inside) > 1 or self.closed is not None:
                 self._refuse(note.label)
             self._thread, self.reported = thread, None
             if before != board.collected:
@@ -139,8 +140,8 @@ class Rounds:
     def skip_barrier(self) -> None:
         """Do nothing: a barrier in a group of one needs no round.
 
-        A subclass records it, with the call site two frames up: call it only in a `barrier`
-        function that the user calls.
+        A subclass records it, with the call site: call it only in a `barrier` function that the
+        user calls.
         """
 
     def atomic_call(self, label: Label | None, steps: Callable[[], T]) -> T:
@@ -153,7 +154,7 @@ class Rounds:
         before = board.posted
         try:
             thread = self._inside[token] = get_ident()
-            if len(self._inside) > 1 or self._closed is not None:
+            if len(self._inside) > 1 or self.closed is not None:
                 self._refuse(label)
             self._thread, self.reported, self._before = thread, None, before
             return steps()
@@ -197,7 +198,7 @@ class Rounds:
         Never raises: the caller is about to raise `error` itself. Waits only if as many rounds
         are outstanding as the board can hold.
         """
-        if self._closed is not None:
+        if self.closed is not None:
             return  # the others have a verdict already
         # If the group is broken, or the disk full, what is about to be raised says enough.
         with contextlib.suppress(errors.SyncError, OSError):
@@ -208,15 +209,24 @@ class Rounds:
         failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(label))
         return Note(label, failure=errors.dump(failed))
 
-    def close_with(self, why: Callable[[], SyncError]) -> None:
-        """Make every later call raise ``why()``."""
-        self._closed = why
-
     def _refuse(self, label: Label | None) -> NoReturn:
-        if len(self._inside) > 1:
-            raise concurrent_call_error(self.rank, self.here(), label, self._inside.values())
-        assert self._closed is not None
-        raise self._closed()
+        """Raise why a call cannot be made: another is under way, or the group is closed."""
+        if len(self._inside) < 2:
+            assert self.closed is not None
+            raise self.closed()
+        if len(set(self._inside.values())) > 1:
+            who = f"thread {threading.current_thread().name!r} comes with"
+            what = "two threads call"
+            cure = "make these calls from one thread; another may call a group of other members"
+        else:
+            who, what = "a signal handler of the same thread comes with", "a signal handler calls"
+            cure = "let the handler set a flag, as Trigger.set_on_signal does"
+        raise ConcurrentCall(
+            f"{what} primitives of one group at once: one is in {self.here()}, and {who} "
+            f"{label or 'another call'}. Rounds have one order: {cure}",
+            rank=self.rank,
+            call=str(label),
+        )
 
     def post(self, note: Note, timeout: float | None) -> None:
         """Post a note, after making room for it.
@@ -377,7 +387,7 @@ class Rounds:
 
     def _break_group(self, verdict: bytes) -> NoReturn:
         """Break the group: this call raises the verdict, and so does every later one."""
-        self._closed = lambda: errors.load(verdict)
+        self.closed = lambda: errors.load(verdict)
         raise errors.load(verdict)
 
     def _break_off(self, error: BaseException, before: int) -> None:
@@ -391,15 +401,15 @@ class Rounds:
             return
         if self.board.posted <= before:
             return
-        if self._closed is not None:
+        if self.closed is not None:
             # A signal handler has shut the world down, or this is a child that it has forked: what
             # was waited on is closed. What the handler itself raised is not changed.
             if isinstance(error, (ValueError, OSError)):
-                raise self._closed() from error
+                raise self.closed() from error
             return
         failed = PeerFailed.from_failure(Failure.of(self.rank, error), self.here())
         verdict = errors.dump(failed)
-        self._closed = lambda: errors.load(verdict)
+        self.closed = lambda: errors.load(verdict)
         board = self.board
         # What cannot be reported here, the others learn when this process ends.
         for _ in range(board.depth + 1):

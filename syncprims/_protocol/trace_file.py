@@ -152,9 +152,8 @@ class Recorder:
         """Continue in the file of `run`, or of a start that has failed."""
         if self._fd >= 0 or self._stopped:
             return
-        name = run or "failed-start-" + _safe(self._topology.run_id or self.run)
-        self.run = name
-        folder = f"{self._directory}/{name}"
+        self.run = run or "failed-start-" + _safe(self._topology.run_id or self.run)
+        folder = f"{self._directory}/{self.run}"
         self._path = f"{folder}/rank-{self._topology.rank}.trace"
         try:
             os.makedirs(folder, exist_ok=True)  # noqa: PTH103

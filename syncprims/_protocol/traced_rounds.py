@@ -5,24 +5,20 @@ Everything about it is here, so that a world without a trace pays nothing.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, ForkedProcess, WorldClosed, format_ranks
-from syncprims.interface import Label
 
-from .call_site import describe, users_frame
 from .rounds import Rounds
 from .trace_file import END, ENTRY, FURTHER, POSTED, RESULT, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import CodeType, FrameType
 
-    from syncprims.interface import Note
+    from syncprims.interface import Label, Note
 
     from .trace_file import Recorder
 
@@ -40,7 +36,6 @@ class TracedRounds(Rounds):
         super().__init__(*args)
         self._recorder = recorder
         self._write = partial(recorder.record, format_ranks(self.members))
-        self._skipped: dict[tuple[int, int], tuple[Label, CodeType]] = {}  # barriers, by call site
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
         self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
         self._label: Label | None = None  # of the note posted last
@@ -67,20 +62,11 @@ class TracedRounds(Rounds):
     def skip_barrier(self) -> None:
         """Record a barrier in a group of one, which needs no round: its number is 0.
 
-        Call it only in a `barrier` function that the user calls: the call site is two frames up.
+        Call it only in a `barrier` function that the user calls: that is where the search for the
+        call site begins.
         """
-        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - of the caller of `barrier`
-        known = self._skipped.get((id(frame.f_code), frame.f_lasti))
-        label = known[0] if known is not None else self._label_of_skipped(frame)
-        now = self._now()
+        label, now = self.note("barrier").label, self._now()
         self._record(label, now, now, 0)
-
-    def _label_of_skipped(self, frame: FrameType) -> Label:
-        user = users_frame(frame)
-        label = Label("barrier", site=describe(user))
-        if user is frame:  # the code object is kept, so that no other one gets its id
-            self._skipped[id(frame.f_code), frame.f_lasti] = label, frame.f_code
-        return label
 
     def post(self, note: Note, timeout: float | None) -> None:
         """Post a note, and remember when."""

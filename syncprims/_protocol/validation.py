@@ -34,12 +34,10 @@ def seconds(timeout: Any) -> float | None:
     """
     if timeout is None:
         return None
-    if hasattr(timeout, "total_seconds"):
-        value = float(timeout.total_seconds())
-    elif hasattr(timeout, "__float__"):
-        value = float(timeout)
-    else:
+    number = timeout.total_seconds() if hasattr(timeout, "total_seconds") else timeout
+    if not hasattr(number, "__float__"):
         raise TypeError(f"timeout={timeout!r}: it takes seconds, or a timedelta")
+    value = float(number)
     if not value > 0:
         raise ValueError(f"timeout={timeout!r}: it takes seconds above 0, or None for the default")
     return value

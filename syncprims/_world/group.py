@@ -211,7 +211,7 @@ def close_group(group: Group, why: Callable[[], SyncError]) -> None:
     group._alone = group._silent = False
     group._skip_barrier = None
     if group._member is not None:
-        group._member.close_with(why)
+        group._member.closed = why
 
 
 class SharedResult(NamedTuple):
