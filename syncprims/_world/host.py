@@ -59,15 +59,13 @@ def find_file_system(path: Path) -> str | None:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
         return None
-    where = os.path.realpath(path)
-    best = point = ""
+    where, innermost, found = Path(os.path.realpath(path)), "", None
     for line in lines:
         before, _, after = line.partition(" - ")
-        mounted = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split(" ")[4])
-        above = where == mounted or where.startswith(mounted.rstrip("/") + "/")
-        if above and len(mounted) >= len(point):
-            best, point = after.split(" ")[0], mounted
-    return best or None
+        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split(" ")[4])
+        if where.is_relative_to(point) and len(point) >= len(innermost):
+            innermost, found = point, after.split(" ")[0]
+    return found
 
 
 @contextlib.contextmanager

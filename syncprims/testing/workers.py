@@ -168,11 +168,11 @@ class PortableFunction:
 
 def main() -> None:
     """Run the worker that the arguments name; or fork all workers, as a fork server does."""
-    path, rank = sys.argv[1:]
+    path, which = sys.argv[1:]
     spec, function = pickle.loads(Path(path).read_bytes())
     fn = function.load()
-    if rank != "all":
-        _run_worker(spec, int(rank), fn)
+    if which != "all":
+        _run_worker(spec, int(which), fn)
     # Fork all; report to the parent the pid of each rank, and at its end the exit code.
     _die_with(spec.parent)
     _load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])

@@ -272,7 +272,8 @@ def write_chrome_trace(analysis: Analysis, path: Path) -> int:
 
     :raises OSError: if it cannot be written.
     """
-    waits = np.concatenate([_durations(rank.rounds) for rank in analysis.run.ranks])
+    rounds = np.concatenate([rank.rounds for rank in analysis.run.ranks])
+    waits = (rounds["done"] - rounds["since"])[rounds["kind"] == ROUND].astype(float)
     left_out = max(0, len(waits) - MOST_SLICES)
     shortest = float(np.partition(waits, left_out - 1)[left_out - 1]) if left_out else -1.0
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -286,10 +287,6 @@ def write_chrome_trace(analysis: Analysis, path: Path) -> int:
     finally:
         new.unlink(missing_ok=True)
     return left_out
-
-
-def _durations(rounds: Any) -> Any:
-    return (rounds["done"] - rounds["since"])[rounds["kind"] == ROUND].astype(float)
 
 
 def _events(analysis: Analysis, shortest: float) -> Iterator[dict[str, Any]]:

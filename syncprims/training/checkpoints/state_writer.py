@@ -158,7 +158,8 @@ class StateWriter(NamedTuple):
         A file that only has such a name stays: it may be a model that was saved beside the state.
         """
         folder = self.destination.folder
-        objects, listed = (_as_dict(old.get(part)) for part in ("objects", "files"))
+        parts = (old.get(part) for part in ("objects", "files"))
+        objects, listed = (part if isinstance(part, dict) else {} for part in parts)
         names = (*self.manifest.objects, *objects)
         patterns = [re.compile(re.escape(name) + _VERSION) for name in names] + [_RANK_FILE]
 
@@ -168,7 +169,3 @@ class StateWriter(NamedTuple):
             return name in listed or begins_as_of_state(f"{folder}/{name}")
 
         filesystem.remove_each_or_log(folder, is_old)
-
-
-def _as_dict(found: object) -> dict[str, Any]:
-    return found if isinstance(found, dict) else {}
