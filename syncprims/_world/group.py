@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims._data import codec, objects, reduction
@@ -226,16 +227,13 @@ class SharedResult(NamedTuple):
     src: int
 
     def __enter__(self) -> Callable[[Any], Any]:
-        return self._send
+        """Return a function that returns the result of `src` everywhere, without a timeout."""
+        return partial(_broadcast, self.group, self.call, src=self.src, out=None, timeout=math.inf)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             rounds = self.group._rounds
             rounds.fail(rounds.note(self.call, src=self.src).label, error)
-
-    def _send(self, result: Any) -> Any:
-        """Return the result of `src` on every member; as in `main_first`, without a timeout."""
-        return _broadcast(self.group, self.call, result, self.src, None, math.inf)
 
 
 def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Seconds) -> T:

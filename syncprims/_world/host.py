@@ -1,4 +1,4 @@
-"""This machine: processors, devices, shared memory, file systems, and processes that have ended."""
+"""This machine: processors, devices, shared memory, file systems, ports."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
         return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
     try:
         found = os.listdir("/proc/driver/nvidia/gpus")  # noqa: PTH208 - names are all it takes
+        return [str(number) for number in range(len(found))]
     except OSError:
         return None
-    return [str(number) for number in range(len(found))]
 
 
 def find_shared_memory() -> Path:

@@ -158,7 +158,11 @@ class ThreadWorld(Observer):
         """Return when all ranks have ended or the world is given up."""
         limit = self._spec.time_limit
         while not self.scheduler.finished.wait(limit):
-            stacks = self._stacks()
+            stacks = "\n".join(
+                f"stack of rank {rank}:\n"
+                + "".join(trim_stack(traceback.format_stack(at))).rstrip()
+                for rank, at in self._frames().items()
+            )
             if any(
                 str(frame.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS
                 for found in self._frames().values()
@@ -197,12 +201,6 @@ class ThreadWorld(Observer):
             for rank, thread in enumerate(self._threads)
             if thread.ident in frames
         }
-
-    def _stacks(self) -> str:
-        return "\n".join(
-            f"stack of rank {rank}:\n" + "".join(trim_stack(traceback.format_stack(frame))).rstrip()
-            for rank, frame in self._frames().items()
-        )
 
 
 @contextlib.contextmanager

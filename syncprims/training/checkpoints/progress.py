@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
 _DELAY = 1.0  # seconds
+
+
+@functools.cache
+def _bar_class() -> Any:
+    """Return tqdm's class with a lock of this process.
+
+    Forked ranks share tqdm's own lock, and it stays locked if one of them is killed inside.
+    """
+    from tqdm.auto import tqdm
+
+    return type("ProgressBar", (tqdm,), {"_lock": threading.RLock()})
 
 
 @contextlib.contextmanager
@@ -34,14 +47,11 @@ def progress_bar(
             return
         try:
             if bar is None:
-                from tqdm.auto import tqdm
-
-                bar = tqdm(
-                    total=total, initial=done, desc=doing, leave=False,
+                bar = _bar_class()(
+                    total=total, initial=done - size, desc=doing, leave=False,
                     unit="B", unit_scale=True, unit_divisor=1024,
                 )  # fmt: skip
-            else:
-                bar.update(size)
+            bar.update(size)
         except Exception:  # as when the reader of stderr is gone
             hidden = True
 
