@@ -158,11 +158,10 @@ class ThreadWorld(Observer):
         """Return when all ranks have ended or the world is given up."""
         limit = self._spec.time_limit
         while not self.scheduler.finished.wait(limit):
-            stacks = "\n".join(
-                f"stack of rank {rank}:\n"
-                + "".join(trim_stack(traceback.format_stack(at))).rstrip()
+            stacks = "".join(
+                f"stack of rank {rank}:\n{''.join(trim_stack(traceback.format_stack(at)))}"
                 for rank, at in self._frames().items()
-            )
+            ).rstrip()
             if any(
                 str(frame.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS
                 for found in self._frames().values()
