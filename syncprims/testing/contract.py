@@ -296,7 +296,7 @@ class BackendContract:
 
     @_on_every_rank
     def test_finished_member_is_seen_and_ends_waits(self) -> None:
-        """A wait for a member that has finished is in vain, and ends."""
+        """A wait for a member that has finished ends: its note will never come."""
         self.needs_others()
         board = _board()
         if sp.get_rank() != 1:

@@ -120,7 +120,7 @@ class ProbedBoard(Board):
         probe.observer.on_post(probe.rank, self._last, inner.posted)
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
-        """Collect; the observer is asked meanwhile whether waiting is in vain."""
+        """Collect; the observer is asked meanwhile whether the round can never complete."""
         probe = self._probe
         probe.check_alive()
         probe.outcome.waits = self._last

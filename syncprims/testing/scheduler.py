@@ -1,6 +1,6 @@
 """One rank at a time, in an order that a seed decides.
 
-A rank gives up its turn where it is about to post to a round, or waits. There the schedule decides
+A rank gives up its turn where it waits for a round, or completes one. There the schedule decides
 who is next: the thread wakes that rank and sleeps, which is one thread switch per change of ranks;
 there is no thread above the ranks. As only one rank runs, nothing here needs a lock, and passing
 the turn orders the memory accesses of both threads, also without a global interpreter lock.
