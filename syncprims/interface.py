@@ -182,7 +182,7 @@ class Engine(ABC):
 
     @abstractmethod
     def exchange(self, mine: memoryview, theirs: memoryview) -> None:
-        """All-to-all in equal parts: part i of `mine` goes to member i, and its part fills `theirs`."""
+        """All-to-all: of equal parts, number i of `mine` goes to member i, whose part fills `theirs`."""
 
     @abstractmethod
     def gather(self, mine: memoryview, all_: memoryview) -> None:
@@ -229,7 +229,8 @@ class Board(ABC):
     note_limit: int | None = None
     #: Whether :attr:`now` stands still while any rank can go on, as in a test. Then `collect`
     #: returns None only when its time is up or the round can never complete. The library does not
-    #: call it in between, and `timeout` may be infinite. It sets :attr:`waiting_since` when a wait begins.
+    #: call it in between, and `timeout` may be infinite. It sets :attr:`waiting_since` when a wait
+    #: begins.
     virtual_time: bool = False
     waiting_since: float = 0.0
     #: Whether a barrier of one member is a round, too, as where a test observes every round.
@@ -257,9 +258,9 @@ class Board(ABC):
         """Return the notes of this rank's oldest uncollected round, in member order.
 
         Returns None, and the round stays uncollected, when `timeout` seconds have passed, and
-        earlier when the round can never complete: the board was aborted at this round or before, a member is
-        lost or failed, or one whose note is missing has finished. Every member that collects round
-        *k* collects equal notes, and no member collects it before all have posted to it.
+        earlier when the round can never complete: the board was aborted at this round or before, a
+        member is lost or failed, or one whose note is missing has finished. Every member that
+        collects round *k* collects equal notes, and no member collects it before all have posted.
         """
 
     @abstractmethod
