@@ -182,7 +182,7 @@ class Engine(ABC):
 
     @abstractmethod
     def exchange(self, mine: memoryview, theirs: memoryview) -> None:
-        """All-to-all: of equal parts, number i of `mine` goes to member i, whose part fills `theirs`."""
+        """All-to-all in equal parts: part i of `mine` goes to member i; its own fills `theirs`."""
 
     @abstractmethod
     def gather(self, mine: memoryview, all_: memoryview) -> None:
