@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _VERSION = r"(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetensors"
 _RANK_FILE = re.compile(rf"rank-\d{{5,}}{_VERSION}")
 _LEFTOVER = re.compile(
-    rf"\.{re.escape(manifest.NAME)}(?:\.told-\d+(?:-part)?)?\.tmp-[0-9a-f]{{16}}"
+    rf"\.{re.escape(manifest.NAME)}(?:\.report-\d+(?:-part)?)?\.tmp-[0-9a-f]{{16}}"
 )
 
 
@@ -114,7 +114,7 @@ class StateWriter(NamedTuple):
 
         The leading rank's own says that it waits for reports.
         """
-        name = temporary(f"{manifest.NAME}.told-{place}{suffix}", self.destination.token)
+        name = temporary(f"{manifest.NAME}.report-{place}{suffix}", self.destination.token)
         return f"{self.destination.folder}/{name}"
 
     def abandon(self) -> None:

@@ -77,7 +77,7 @@ def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
 
     def program() -> tuple[int | None, int | None]:
         def at(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if sp.is_main() and name == "open" and ".told-1" in args[0]:
+            if sp.is_main() and name == "open" and ".report-1" in args[0]:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
             if sp.get_rank() == 2 and is_write(name):
                 signs.wait("given up")
@@ -115,7 +115,7 @@ def test_a_save_whose_files_somebody_removes_is_an_error_and_no_hang(
             saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
             if sp.get_rank() == 1:
                 saving._has_written.wait()  # type: ignore[attr-defined]
-                for left in (tmp_path / "run").glob("**/.checkpoint.json.told-*"):
+                for left in (tmp_path / "run").glob("**/.checkpoint.json.report-*"):
                     left.unlink()
                 signs.give("gone")
             with pytest.raises(sp.CheckpointError, match="while ranks still wrote there"):
