@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims._data import codec, objects, reduction
 from syncprims._data.partition import split
+from syncprims._protocol.rounds import RoundSequence
 from syncprims._protocol.validation import seconds, whole_number
 from syncprims.errors import RankMismatch
 from syncprims.interface import Note
@@ -113,10 +113,7 @@ class Group:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
-        value = _broadcast(self, "broadcast", obj, src, out, timeout)
-        if out is not None and out is not value:
-            value = reduction.copy_into(out, value)
-        return value
+        return _broadcast(self, "broadcast", obj, src, out, timeout)
 
     def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
         """As :func:`syncprims.all_gather`, among the members."""
@@ -130,28 +127,19 @@ class Group:
         note = self._rounds.note("all_reduce", op=op)
         limit = self._seconds(timeout)
         result: T = objects.all_reduce(self._rounds, note, value, op, out, limit)
-        if out is not None and out is not result:
-            result = reduction.copy_into(out, result)
         return result
 
     def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
         rounds = self._rounds
         note = rounds.note("any_rank", flag=bool(flag))
-        # A loop, since `any` over a generator takes as long as all the rest of this method.
-        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
-            if other.flag:
-                return True
-        return False
+        return rounds.meet(note, self._seconds(timeout), _has_flag)
 
     def all_ranks(self, flag: object, *, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
         rounds = self._rounds
         note = rounds.note("all_ranks", flag=bool(flag))
-        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
-            if not other.flag:
-                return False
-        return True
+        return rounds.meet(note, self._seconds(timeout), _have_all_flags)
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
         """As :func:`syncprims.assert_same`, among the members."""
@@ -162,23 +150,14 @@ class Group:
         data = objects.encode(rounds, label, value, canonical=True)
         digest = hashlib.blake2b(data, digest_size=16).digest()
         limit = self._seconds(timeout)
-        seen = [note.payload for note in rounds.meet(Note(label, payload=digest), limit)]
-        if all(other == digest for other in seen):
-            return
-        # Equal objects may have different pickles: those are sent, to be compared themselves.
-        mine = _shorten(value), None if codec.is_plain(value) else value
-        shown = objects.gather(rounds, label, mine, limit)
-        if not _all_equal([pickled for _, pickled in shown]):
-            lines = "\n".join(
-                f"  rank {rank}: {text}  (digest {other.hex()[:8]})"
-                for rank, (text, _), other in zip(self.ranks, shown, seen, strict=True)
-            )
-            raise RankMismatch(
-                f"{name} differs between ranks, at {label}:\n{lines}\n"
-                f"Make it the same everywhere: equal seeds and inputs, or broadcast it.",
-                call=str(label),
-                arrived=list(self.ranks),
-            )
+
+        def compare(notes: Sequence[Note]) -> None:
+            seen = [note.payload for note in notes]
+            if not all(other == digest for other in seen):
+                sequence = RoundSequence(rounds, Note(label), limit)
+                _compare_values(sequence, value, name, [other.hex()[:8] for other in seen])
+
+        rounds.meet(Note(label, payload=digest), limit, compare)
 
     def main_first(self, *, name: str | None = None, timeout: Seconds = None) -> MainFirst:
         """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
@@ -218,22 +197,25 @@ def close_group(group: Group, why: Callable[[], SyncError]) -> None:
 class SharedResult(NamedTuple):
     """A result that rank `src` of a group sends to the others, in the call that the user wrote.
 
-    The block computes it, and gets the function that sends it. If the block raises, the others
-    raise `PeerFailed` where they wait for the result.
+    The block computes it, and :meth:`send` sends it. If the block raises, the others raise
+    `PeerFailed` where they wait for the result.
     """
 
     group: Group
     call: str
     src: int
 
-    def __enter__(self) -> Callable[[Any], Any]:
-        """Return a function that returns the result of `src` everywhere, without a timeout."""
-        return partial(_broadcast, self.group, self.call, src=self.src, out=None, timeout=math.inf)
+    def __enter__(self) -> SharedResult:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             rounds = self.group._rounds
             rounds.fail(rounds.note(self.call, src=self.src).label, error)
+
+    def send(self, result: Any) -> Any:
+        """Return the result of `src` on every member, without a timeout."""
+        return _broadcast(self.group, self.call, result, self.src, None, math.inf)
 
 
 def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Seconds) -> T:
@@ -242,8 +224,8 @@ def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Sec
     limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
-        rounds.meet(note)
-        return obj
+        same: T = rounds.meet(note, None, lambda _: objects.copy_into(rounds, out, obj))
+        return same
     value: T = objects.broadcast(rounds, note, obj, src, out, limit)
     return value
 
@@ -258,6 +240,50 @@ def gather_as(group: Group, kind: str, obj: T, timeout: Seconds = math.inf) -> l
         rounds.meet(note)
         return [obj]
     return objects.gather(rounds, note.label, obj, limit)
+
+
+def _compare_values(
+    sequence: RoundSequence, value: object, name: str, digests: Sequence[str]
+) -> None:
+    """Return if all values are equal although their digests differ.
+
+    :raises RankMismatch: on all members otherwise, showing each rank's value.
+    """
+    rounds, label = sequence.rounds, sequence.note.label
+    # Equal objects may have different pickles: those are sent, to be compared themselves.
+    mine = sequence.attempt(lambda: (_shorten(value), None if codec.is_plain(value) else value))
+    shown = objects.gather_within(sequence, mine)
+    equal = sequence.attempt(lambda: _all_equal([pickled for _, pickled in shown]))
+    # They compare by the object's own code, which may find different things on two ranks.
+    if all(note.flag for note in sequence.meet(Note(label, equal))):
+        return
+    lines = "\n".join(
+        f"  rank {rank}: {text}  (digest {digest})"
+        for rank, (text, _), digest in zip(rounds.members, shown, digests, strict=True)
+    )
+    rounds.raise_in_step(
+        RankMismatch(
+            f"{name} differs between ranks, at {label}:\n{lines}\n"
+            f"Make it the same everywhere: equal seeds and inputs, or broadcast it.",
+            call=str(label),
+            arrived=list(rounds.members),
+        )
+    )
+
+
+def _has_flag(notes: Sequence[Note]) -> bool:
+    # A loop, since `any` over a generator takes as long as all the rest of the call.
+    for note in notes:  # noqa: SIM110
+        if note.flag:
+            return True
+    return False
+
+
+def _have_all_flags(notes: Sequence[Note]) -> bool:
+    for note in notes:  # noqa: SIM110
+        if not note.flag:
+            return False
+    return True
 
 
 def _all_equal(values: list[Any]) -> bool:
