@@ -1,4 +1,4 @@
-"""Exceptions at any bytecode of the library, as a signal handler or a lack of memory raises them."""
+"""Exceptions at any instruction of the library, as signal handlers raise them."""
 
 from __future__ import annotations
 
