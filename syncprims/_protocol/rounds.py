@@ -97,9 +97,7 @@ class Rounds:
     @overload
     def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]: ...
     @overload
-    def meet(
-        self, note: Note, timeout: float | None, read: Callable[[Sequence[Note]], T]
-    ) -> T: ...
+    def meet(self, note: Note, timeout: float | None, read: Callable[[Sequence[Note]], T]) -> T: ...
     def meet(
         self,
         note: Note,
@@ -155,6 +153,8 @@ class Rounds:
             del self._calls[token]
             return found
         except BaseException as error:
+            if before >= 0:
+                self._call_failed(error, before)
             if self._is_in_step(error, before, collected) and token in self._calls:
                 del self._calls[token]
             raise

@@ -6,7 +6,6 @@ import dis
 import mmap
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -262,10 +261,12 @@ def run_disturbed(call: Call, disturb: Disturb, entered: Entered, rank: int, bas
     for number in range(1, _COUNT + 2):
         entered.enter(rank, base + number)
         for attempt in range(2):
-            make = partial(call.make, number)
             try:
-                value = disturb(make) if number == 1 and not attempt else make()
-            except (sp.SyncError, *ERRORS):
+                if number == 1 and not attempt:
+                    value = disturb(lambda: call.make(1))
+                else:
+                    value = call.make(number)
+            except (sp.SyncError, TypeError, *ERRORS):
                 if attempt:
                     return ""  # torn
                 continue
@@ -353,7 +354,8 @@ def disturb_processes(
                     count = sp.broadcast(len(todo))
             problems += [f"{place}: {text}"] if text else []
             number += 1
-        return problems + recorder.say_interruptible()
+        # Rank 1 leaves a block of `in_turn` by another call: what is between is not within a call.
+        return problems + ([] if rank else recorder.say_interruptible())
 
     first, second = world.run_alone(program, **variables)
     return [*first, *second]
