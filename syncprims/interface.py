@@ -223,7 +223,7 @@ class Board(ABC):
     #: Carries bytes between all members, if there is no window. All members have one, or none.
     engine: Engine | None = None
     #: Carries tensors between all members' devices; without it they pass through hosts' memory.
-    devices: DeviceEngine | None = None
+    device_engine: DeviceEngine | None = None
     #: Payloads of more bytes travel through the engine and not in a note. None on a board with a
     #: window, where two transfers of one call would use the same places.
     note_limit: int | None = None
