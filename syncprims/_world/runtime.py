@@ -145,7 +145,8 @@ def shutdown() -> None:
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else that of all ranks."""
-    return entered.get() or (_state.world or current(timeout)).group
+    groups = entered.get()
+    return groups[-1] if groups else (_state.world or current(timeout)).group
 
 
 def get_topology() -> Topology:
