@@ -8,6 +8,7 @@ their digests differ and everything else is equal.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import sys
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from syncprims.errors import RankMismatch
 from syncprims.interface import Note
 
 from . import codec, objects
-from .arrays import flat, is_array, is_list_or_tuple, is_tensor, on_host, raw, spec_of
+from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,9 +84,7 @@ def _compare(sequence: RoundSequence, value: object, mine: _Digest) -> list[str]
 
 def _all_equal(found: list[list[Any]]) -> bool:
     first, *others = found
-    return all(
-        len(other) == len(first) and all(map(_are_equal, first, other)) for other in others
-    )
+    return all(len(other) == len(first) and all(map(_are_equal, first, other)) for other in others)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -205,9 +204,7 @@ class _Walk:
         if type(value).__module__.startswith("pathlib"):
             return [codec.encode(str(value))]
         numpy = sys.modules.get("numpy")
-        if numpy is not None and (
-            type(value) is numpy.ndarray or isinstance(value, numpy.generic)
-        ):
+        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
             return self._parts_of_array(numpy.asarray(value))
         return None
 
@@ -255,10 +252,8 @@ class _Walk:
             return b"object"
         reduced = None
         if not isinstance(value, type):  # its method would be that of its instances
-            try:
+            with contextlib.suppress(Exception):  # pickle knows other ways, as for functions
                 reduced = value.__reduce_ex__(_PICKLE_PROTOCOL)
-            except Exception:
-                pass  # pickle knows other ways, as for functions
         if not isinstance(reduced, tuple):
             return _hash(codec.encode(value))
         call, args, state, items, pairs, *rest = (*reduced, None, None, None, None)
