@@ -72,7 +72,7 @@ class JoinWarning:
         """Seconds until the next warning."""
         return max(0.0, self._at - time.monotonic())
 
-    def log(self, missing: str, detail: str) -> None:
+    def log(self, missing: str, detail: object) -> None:
         """Log a warning, and begin to wait for the next one."""
         waited = time.monotonic() - self._begin
         text = "still waiting for %s at init for %.0f s; %s"

@@ -250,7 +250,7 @@ class _Walk:
         if self._objects is not None:
             self._objects.append(value)
             return b"object"
-        reduced = None
+        reduced: object = None
         if not isinstance(value, type):  # its method would be that of its instances
             with contextlib.suppress(Exception):  # pickle knows other ways, as for functions
                 reduced = value.__reduce_ex__(_PICKLE_PROTOCOL)

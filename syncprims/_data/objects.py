@@ -83,7 +83,7 @@ def _transport(rounds: Rounds) -> Transport | None:
         host = SharedMemoryTransport(window)
     elif board.engine is not None:
         host = EngineTransport(board.engine)
-    return host and DeviceTransport(host, board.devices)
+    return host and DeviceTransport(host, board.device_engine)
 
 
 class _Package(NamedTuple):

@@ -149,6 +149,14 @@ def get_active_group(timeout: float | timedelta | None = None) -> Group:
     return groups[-1] if groups else (_state.world or current(timeout)).group
 
 
+def get_settings() -> Settings:
+    """Return what the user has set for this process, whether it is a rank or not.
+
+    :raises ConfigurationError: if a variable's value is not what it takes.
+    """
+    return read_settings(_get_state().environ)
+
+
 def get_topology() -> Topology:
     """Return this process's place, from the world if there is or was one, else the environment.
 
