@@ -256,7 +256,8 @@ class _Walk:
                 reduced = value.__reduce_ex__(_PICKLE_PROTOCOL)
         if not isinstance(reduced, tuple):
             return _hash(codec.encode(value))
-        call, args, state, items, pairs, *rest = (*reduced, None, None, None, None)
+        held: list[Any] = [*reduced, None, None, None]  # at most two iterators of items
+        call, args, state, items, pairs, *rest = held
         lists = [None if part is None else list(part) for part in (items, pairs)]
         return _hash(*map(self.digest, (call, args, state, *lists, rest)))
 
