@@ -50,6 +50,7 @@ class Settings(NamedTuple):
     directory: str | None = None  #: where the ranks of one host meet, if the user says so
     runtime_directory: str | None = None  #: the system's directory for runtime files, if any
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
+    strict: bool = False  #: all ranks must make a call that has no name from the same line
     store: tuple[str, int] | None = None  #: host and port of the rendezvous store
     agent_store: bool = False  #: torchrun's agent serves it, so that no rank has to
     heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
@@ -67,7 +68,8 @@ class Label:
     """The call that a rank makes in a round.
 
     `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
-    the call, is shown but never compared: `barrier()` in two branches of an `if` is one barrier.
+    the call, is shown and no part of equality: `barrier()` in two branches of an `if` is one
+    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that have no name.
     """
 
     __slots__ = ("_encoded", "kind", "name", "op", "site", "src")

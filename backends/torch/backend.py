@@ -25,7 +25,7 @@ from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import HostGroup, Placement, Rendezvous, unreachable
+from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, unreachable
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
@@ -119,6 +119,7 @@ class TorchBackend(Backend):
         """Learn which ranks share this host, and join them."""
         top, settings = self.topology, self.settings
         deadline = time.monotonic() + settings.join_timeout
+        warning = JoinWarning(settings.warn_after)
         while True:
             requests = StoreLink(  # which is asked first, so that only one of the two has to wait
                 "requests",
@@ -129,7 +130,7 @@ class TorchBackend(Backend):
             )
             links = self._links = requests, StoreLink("waits", endpoint.connect)
             try:
-                placement = Rendezvous(links, endpoint, top, settings, deadline).run()
+                placement = Rendezvous(links, endpoint, top, settings, deadline, warning).run()
                 break
             except StoreGone:
                 # An earlier world may have served it, and it ended with that.

@@ -250,13 +250,14 @@ class _Walk:
         if self._objects is not None:
             self._objects.append(value)
             return b"object"
-        reduced = None
+        reduced: object = None
         if not isinstance(value, type):  # its method would be that of its instances
             with contextlib.suppress(Exception):  # pickle knows other ways, as for functions
                 reduced = value.__reduce_ex__(_PICKLE_PROTOCOL)
         if not isinstance(reduced, tuple):
             return _hash(codec.encode(value))
-        call, args, state, items, pairs, *rest = (*reduced, None, None, None, None)
+        held: list[Any] = [*reduced, None, None, None]  # at most two iterators of items
+        call, args, state, items, pairs, *rest = held
         lists = [None if part is None else list(part) for part in (items, pairs)]
         return _hash(*map(self.digest, (call, args, state, *lists, rest)))
 

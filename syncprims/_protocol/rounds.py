@@ -22,7 +22,7 @@ from syncprims.errors import ConcurrentCall, Failure, PeerFailed, SyncError
 from syncprims.interface import Note
 
 from .call_site import NoteCache
-from .diagnosis import Snapshot, mismatch_error
+from .diagnosis import Snapshot, compare_sites, mismatch_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,6 +75,8 @@ class Rounds:
         self.members = board.members
         self.settings = settings
         self._own = own
+        # In a test of threads, it warns of what would be wrong in silence elsewhere.
+        self._compares_sites = settings.strict or board.virtual_time
         self._first_look = math.inf if board.virtual_time else _FIRST_LOOK
         self._deadlocks = deadlocks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
@@ -311,6 +313,12 @@ class Rounds:
                 calls = {r: str(n.label) for r, n in zip(self.members, notes, strict=True)}
                 error = mismatch_error(self.rank, number - self._own, calls)
                 self._break_group(errors.dump(error))
+        if self._compares_sites and number > self._own:
+            labels = {r: n.label for r, n in zip(self.members, notes, strict=True)}
+            strict = self.settings.strict
+            refused = compare_sites(self.rank, number - self._own, labels, strict=strict)
+            if refused is not None:
+                self._break_group(errors.dump(refused))
         if self._deadlocks.holds_verdict:
             self._deadlocks.withdraw_verdict()
         if self._pending:

@@ -103,7 +103,13 @@ class Group:
         rounds.meet(rounds.note("barrier", name), timeout)
 
     def broadcast(
-        self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None
+        self,
+        obj: T,
+        src: int | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
     ) -> T:
         """As :func:`syncprims.broadcast`, among the members; `src` is by default the lowest."""
         if src is None:
@@ -114,32 +120,38 @@ class Group:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
-        return _broadcast(self, "broadcast", obj, src, out, timeout)
+        return _broadcast(self, "broadcast", name, obj, src, out, timeout)
 
-    def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
+    def all_gather(self, obj: T, *, name: str | None = None, timeout: Seconds = None) -> list[T]:
         """As :func:`syncprims.all_gather`, among the members."""
-        return gather_as(self, "all_gather", obj, timeout)
+        return gather_as(self, "all_gather", obj, timeout, name=name)
 
     def all_reduce(
-        self, value: T, op: str = "sum", *, out: Any = None, timeout: Seconds = None
+        self,
+        value: T,
+        op: str = "sum",
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
     ) -> T:
         """As :func:`syncprims.all_reduce`, among the members."""
         reduction.check_op(op)
-        note = self._rounds.note("all_reduce", op=op)
+        note = self._rounds.note("all_reduce", name, op=op)
         limit = self._seconds(timeout)
         result: T = objects.all_reduce(self._rounds, note, value, op, out, limit)
         return result
 
-    def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
+    def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
         rounds = self._rounds
-        note = rounds.note("any_rank", flag=bool(flag))
+        note = rounds.note("any_rank", name, flag=bool(flag))
         return rounds.meet(note, self._seconds(timeout), _has_flag)
 
-    def all_ranks(self, flag: object, *, timeout: Seconds = None) -> bool:
+    def all_ranks(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
         rounds = self._rounds
-        note = rounds.note("all_ranks", flag=bool(flag))
+        note = rounds.note("all_ranks", name, flag=bool(flag))
         return rounds.meet(note, self._seconds(timeout), _have_all_flags)
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
@@ -154,9 +166,9 @@ class Group:
         """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
         return MainFirst(self._rounds, name, seconds(timeout))
 
-    def in_turn(self, *, timeout: Seconds = None) -> InTurn:
+    def in_turn(self, *, name: str | None = None, timeout: Seconds = None) -> InTurn:
         """As :func:`syncprims.in_turn`, among the members."""
-        return InTurn(self._rounds, self._seconds(timeout))
+        return InTurn(self._rounds, name, self._seconds(timeout))
 
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
@@ -200,6 +212,7 @@ class SharedResult(NamedTuple):
 
     group: Group
     call: str
+    name: str | None
     src: int
 
     def __enter__(self) -> SharedResult:
@@ -208,16 +221,18 @@ class SharedResult(NamedTuple):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             rounds = self.group._rounds
-            rounds.fail(rounds.note(self.call, src=self.src).label, error)
+            rounds.fail(rounds.note(self.call, self.name, self.src).label, error)
 
     def send(self, result: Any) -> Any:
         """Return the result of `src` on every member, without a timeout."""
-        return _broadcast(self.group, self.call, result, self.src, None, math.inf)
+        return _broadcast(self.group, self.call, self.name, result, self.src, None, math.inf)
 
 
-def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Seconds) -> T:
+def _broadcast(
+    group: Group, kind: str, name: str | None, obj: T, src: int, out: Any, timeout: Seconds
+) -> T:
     rounds = group._rounds
-    note = rounds.note(kind, src=src)
+    note = rounds.note(kind, name, src)
     limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
@@ -227,10 +242,12 @@ def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Sec
     return value
 
 
-def gather_as(group: Group, kind: str, obj: T, timeout: Seconds = math.inf) -> list[T]:
+def gather_as(
+    group: Group, kind: str, obj: T, timeout: Seconds = math.inf, *, name: str | None = None
+) -> list[T]:
     """Gather under the name of the call `kind`; by default all members wait without a timeout."""
     rounds = group._rounds
-    note = rounds.note(kind)
+    note = rounds.note(kind, name)
     limit = group._seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)

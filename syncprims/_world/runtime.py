@@ -50,7 +50,7 @@ class _State:
         self.topology: Topology | None = None  # of a world that has ended
         self.starting = threading.RLock()  # two threads may make the first call
         self.aside: World | None = None  # the process's world, while threads are ranks
-        self.rank_threads = 0  # how many threads are
+        self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
 
     @property
@@ -171,7 +171,7 @@ def get_topology() -> Topology:
 
 
 def _check_is_rank(state: _State) -> None:
-    if state is _state and state.rank_threads:
+    if state is _state and state.thread_worlds:
         raise ConfigurationError(
             "ranks of this process are threads, in a test, and this thread is none of them; call "
             "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
@@ -208,26 +208,37 @@ def clean_environ() -> dict[str, str]:
 
 
 @contextlib.contextmanager
+def threads_as_ranks() -> Generator[None]:
+    """Set the process's own world aside within the block, in which threads are ranks.
+
+    It is not the threads that do this: one that never ends must not keep the world.
+    """
+    with _state.starting:
+        if not _state.thread_worlds:
+            _state.aside, _state.world = _state.world, None
+        _state.thread_worlds += 1
+    try:
+        yield
+    finally:
+        with _state.starting:
+            _state.thread_worlds -= 1
+            if not _state.thread_worlds:
+                _state.world, _state.aside = _state.aside, None
+
+
+@contextlib.contextmanager
 def thread_as_rank(environ: Mapping[str, str], make: MakeBackend) -> Generator[None]:
     """Make this thread, or task, a rank of its own, with these variables, within the block.
 
-    `make` makes its backend. The process's own world is set aside meanwhile.
+    `make` makes its backend. :func:`threads_as_ranks` surrounds all ranks.
     """
     _exit_hooks.watch_forks()
     token = _thread_state.set(_State(environ, make))
-    with _state.starting:
-        if not _state.rank_threads:
-            _state.aside, _state.world = _state.world, None
-        _state.rank_threads += 1
     try:
         with provided_world():
             yield
     finally:
         _thread_state.reset(token)
-        with _state.starting:
-            _state.rank_threads -= 1
-            if not _state.rank_threads:
-                _state.world, _state.aside = _state.aside, None
 
 
 @contextlib.contextmanager
@@ -329,7 +340,7 @@ def _on_fork() -> None:
         _state.topology = thread.topology or detect(thread.environ)
         _state.ended = thread.ended or _forked
     _leave_to_parent(_state)
-    _state.rank_threads = 0
+    _state.thread_worlds = 0
 
 
 def _leave_to_parent(state: _State) -> None:

@@ -171,6 +171,7 @@ def join_world(world: World) -> None:
         "world size": top.world_size,
         "run id": top.run_id,
         "SYNCPRIMS_PICKLE": world.settings.pickle,
+        "SYNCPRIMS_STRICT": world.settings.strict,
     }
     rounds = rounds_of(world.group)
     trace = recorder.run if recorder is not None else None
