@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
 FILE = "liveness"
-_MAGIC = b"syncprims liveness 2"
+MAGIC = b"syncprims liveness 2"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
 _PUBLISHED_AT, _PUBLISHED_SIZE = 64, 4096 - 64
@@ -77,7 +77,7 @@ class Liveness:
         with contextlib.ExitStack() as undo:
             self.doorbell = Doorbell(directory, rank)
             undo.callback(self.doorbell.close)
-            self._memory = map_file(directory, FILE, _MAGIC, world_size, _slot(world_size))
+            self._memory = map_file(directory, FILE, MAGIC, world_size, _slot(world_size))
             undo.callback(self._memory.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
@@ -249,7 +249,7 @@ def world_size_of(directory: PrivateDirectory) -> int | None:
     with contextlib.suppress(FileNotFoundError), directory.opened(FILE, os.O_RDONLY) as fd:
         magic, world_size = read_header(fd)
         # A number that does not fit the size of the file is damaged, and might be absurd.
-        if magic == _MAGIC and os.fstat(fd).st_size == _slot(world_size):
+        if magic == MAGIC and os.fstat(fd).st_size == _slot(world_size):
             return world_size
     return None
 

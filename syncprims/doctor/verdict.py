@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 
 class RankWait(NamedTuple):
-    """A wait of one rank that two looks have seen."""
+    """A wait of one rank that two looks have seen: for absent ranks, or else for data."""
 
     board: BoardView
     number: int  #: of the round
@@ -87,9 +87,9 @@ def judge(
     if long:
         rank, wait = max(long.items(), key=lambda item: item[1].seconds)
         text = Snapshot(wait.board, rank, wait.number, wait.seconds, 0).warning
-        stopped = [other for other in wait.board.members if other in doing and other not in long]
-        told = "".join(f"; rank {other} {doing[other]}" for other in stopped[:_MOST_NAMED])
-        return Verdict("waiting", stopped, text + told, waited, stuck)
+        others = [other for other in wait.board.members if other in doing and other not in long]
+        told = "".join(f"; rank {other} {doing[other]}" for other in others[:_MOST_NAMED])
+        return Verdict("waiting", others, text + told, waited, stuck)
     return Verdict("moving", [], "all is moving")
 
 
