@@ -14,7 +14,7 @@ from syncprims.errors import name_ranks
 from syncprims.interface import BoardView, State, WorldView
 
 #: Seconds of waiting from which on a verdict names who waits: less is part of any program.
-NOTABLE = 1.0
+NOTABLE = 0.5
 _MOST_NAMED = 8  # ranks whose doing is told
 
 Kind = Literal["moving", "waiting", "deadlock", "lost", "failed", "finished", "ended", "unreadable"]

@@ -26,7 +26,7 @@ from support.rank_worlds import PATIENCE, Kind, Signs, fork
 
 import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
-from syncprims.doctor import WorldReport, who
+from syncprims.doctor import WorldReport, processes, who
 from syncprims.doctor.observation import Observation
 from syncprims.doctor.verdict import RankWait, judge
 from syncprims.interface import BoardView, Label, Status, WaitView, WorldView
@@ -117,6 +117,23 @@ def test_the_rank_that_does_not_come_is_named(
     assert second.startswith("  rank 1 was last seen at barrier 'start' (")
     assert doing in second
     assert "'start'" in (seen.last_barrier or "")
+
+
+def test_the_line_of_a_running_rank_is_named_where_py_spy_is_installed(meeting_place: Path) -> None:
+    if not processes.python_lines([os.getpid()]):
+        pytest.skip("there is no py-spy here, or it does not know this Python")
+
+    def program() -> None:
+        if sp.get_rank() == 1:
+            loop_in_python()
+        sp.barrier()
+
+    with running(PAIR, meeting_place, program):
+        seen = await_report(meeting_place, lambda r: ", in " in r.ranks[1].doing)
+    line = loop_in_python.__code__.co_firstlineno
+    doing = [f", in loop_in_python (test_who.py:{line + after})" for after in (1, 2)]
+    assert seen.ranks[1].doing.endswith(tuple(doing))
+    assert seen.ranks[1].doing in seen.verdict.text
 
 
 EXPECTED: dict[str, str] = json.loads(GOLDEN.read_text())
@@ -537,5 +554,5 @@ def test_a_wait_for_data_is_no_wait_for_a_rank() -> None:
 
 def test_a_short_wait_is_no_verdict() -> None:
     all_ = board({0: (4, "all"), 1: (3, "all")}, {0: WaitView(4)})
-    assert judge(view([all_], 2), {0: RankWait(all_, 4, 0.5)}, {}, 30).kind == "moving"
+    assert judge(view([all_], 2), {0: RankWait(all_, 4, 0.4)}, {}, 30).kind == "moving"
     assert judge(view([all_], 2), {0: RankWait(all_, 4, 1.5)}, {}, 30).waiting_for == [1]
