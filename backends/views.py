@@ -39,7 +39,7 @@ from .torch.host_state import OF_HOST, read_report
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from syncprims.interface import Settings
+    from syncprims.interface import Settings, State
 
 Description = TypeVar("Description", WorldDescription, BoardDescription)
 
@@ -57,6 +57,7 @@ class FileWorldReader(WorldReader):
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
         self._fd = fd
+        self._namespace = ProcessIdentity.own().namespace
 
     def close(self) -> None:
         """Close the directory."""
@@ -82,11 +83,11 @@ class FileWorldReader(WorldReader):
         with self._opened(FILE) as fd:
             about = self._about(fd)
             for slot, rank in enumerate(_ranks(about.ranks)):
-                identity, state, detail, failure = examine_from_outside(self._fd, fd, slot)
+                identity, state, detail, failure = self._examine(fd, slot)
                 states[rank] = Status(0, None, state, detail, failure)
                 if identity is not None:
                     identities[rank] = identity
-        pids = _visible_pids(identities)
+        pids = self._visible_pids(identities)
         names = os.listdir(self._fd)  # noqa: PTH208 - pathlib knows no descriptors
         boards: list[BoardView] = []
         for name in sorted(names):
@@ -111,9 +112,38 @@ class FileWorldReader(WorldReader):
             return self._described(WORLD, WorldDescription)
         except FileNotFoundError:
             slots = range(min(count, _MOST_RANKS))
-            if any(examine_from_outside(self._fd, liveness, s)[1] == "alive" for s in slots):
+            if any(self._examine(liveness, slot)[1] == "alive" for slot in slots):
                 raise _OtherVersion from None
             raise
+
+    # -- processes ------------------------------------------------------------------------------
+
+    def _examine(self, fd: int, slot: int) -> tuple[ProcessIdentity | None, State, str, bytes]:
+        return examine_from_outside(self._fd, fd, slot, self._namespace)
+
+    def _visible_pids(self, identities: Mapping[int, ProcessIdentity]) -> dict[int, int]:
+        """Return the number of each process as this one sees it, of those that it sees."""
+        own = self._namespace
+        found = {
+            rank: identity.pid
+            for rank, identity in identities.items()
+            if identity.namespace == own and not identity.is_gone(own)
+        }
+        others = {
+            (who.namespace, who.pid): rank
+            for rank, who in identities.items()
+            if who.namespace not in (own, 0)
+        }
+        namespaces = {namespace for namespace, _ in others}
+        for pid in _processes() if others else ():
+            with contextlib.suppress(OSError, ValueError):
+                namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
+                if namespace in namespaces:
+                    text = Path(f"/proc/{pid}/status").read_text()
+                    inner = int(text.partition("\nNSpid:")[2].partition("\n")[0].split()[-1])
+                    if (namespace, inner) in others:
+                        found[others[namespace, inner]] = pid
+        return found
 
     # -- boards ---------------------------------------------------------------------------------
 
@@ -247,35 +277,6 @@ def _last_barrier(cells: CellReader, complete: int) -> Label | None:
         if label is not None and label.kind == "barrier" and label.name is not None:
             return label
     return None
-
-
-# -- processes --------------------------------------------------------------------------------
-
-
-def _visible_pids(identities: Mapping[int, ProcessIdentity]) -> dict[int, int]:
-    """Return the number of each process as this one sees it, of those that it sees."""
-    own = ProcessIdentity.own().namespace
-    found = {
-        rank: identity.pid
-        for rank, identity in identities.items()
-        if identity.namespace == own and not identity.is_gone()
-    }
-    others = {
-        (who.namespace, who.pid): rank
-        for rank, who in identities.items()
-        if who.namespace not in (own, 0)
-    }
-    if others:
-        namespaces = {namespace for namespace, _ in others}
-        for pid in _processes():
-            with contextlib.suppress(OSError, ValueError):
-                namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
-                if namespace in namespaces:
-                    text = Path(f"/proc/{pid}/status").read_text()
-                    inner = int(text.partition("\nNSpid:")[2].partition("\n")[0].split()[-1])
-                    if (namespace, inner) in others:
-                        found[others[namespace, inner]] = pid
-    return found
 
 
 def _processes() -> list[int]:

@@ -217,13 +217,16 @@ def _common_waits(before: _Look, now: _Look) -> dict[int, RankWait]:
     old = {board.members: board.waits for board in before.view.boards}
     found: dict[int, RankWait] = {}
     for board in now.view.boards:
+        absent: dict[int, list[int]] = {}  # by round
         for rank, wait in board.waits.items():
-            seconds = max(0.0, now.at - wait.since)
+            if wait.number not in absent:
+                statuses = board.statuses.items()
+                absent[wait.number] = [r for r, one in statuses if one.rounds < wait.number]
+            missing, seconds = absent[wait.number], max(0.0, now.at - wait.since)
             same = old.get(board.members, {}).get(rank) == wait
-            if same and (rank not in found or seconds > found[rank].seconds):
-                one = RankWait(board, wait.number, seconds)
-                if wait.for_data or one.missing:
-                    found[rank] = one
+            longer = rank not in found or seconds > found[rank].seconds
+            if same and longer and (missing or wait.for_data):
+                found[rank] = RankWait(board, wait.number, seconds, sorted(missing))
     return found
 
 
