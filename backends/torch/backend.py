@@ -169,8 +169,9 @@ class TorchBackend(Backend):
     def _description(self, ranks: Sequence[int]) -> WorldDescription:
         """Return what this host's part of the world, with these ranks, belongs to."""
         top = self.topology
+        hosts = [[host.name, errors.format_ranks(host.ranks)] for host in self._placement.hosts]
         return WorldDescription(
-            top.run_id or "", self.name, top.world_size, errors.format_ranks(ranks)
+            top.run_id or "", self.name, top.world_size, errors.format_ranks(ranks), hosts
         )
 
     # -- boards ---------------------------------------------------------------------------------
