@@ -71,6 +71,7 @@ class TorchBackend(Backend):
             ranks = list(range(topology.world_size))
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
             self._placement = Placement(topology.run_id or "", [host])
+            self.host = host.name
             self._local = FileBackend(topology, settings)
             return
         try:
@@ -136,12 +137,9 @@ class TorchBackend(Backend):
         self._placement = placement
         host = placement.host_of[top.rank]
         ranks = placement.hosts[host].ranks
-        slot, count, nodes = ranks.index(top.rank), len(ranks), len(placement.hosts)
-        if top.launcher == "torch.distributed":  # which knows no hosts
-            self.topology = top = top._replace(
-                local_rank=slot, local_world_size=count, node_rank=host, num_nodes=nodes
-            )
-        if nodes == 1:
+        slot, count = ranks.index(top.rank), len(ranks)
+        self.host = str(host)
+        if len(placement.hosts) == 1:
             self._local = FileBackend(top._replace(run_id=placement.token), settings)
             self._close_links()
             return

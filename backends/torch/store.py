@@ -236,10 +236,14 @@ def check_findable(topology: Topology, settings: Settings) -> None:
     """
     if settings.store is not None or dist.is_initialized():
         return
-    if topology.num_nodes > 1:
+    if topology.num_nodes != 1:
+        nodes = "several" if topology.num_nodes < 1 else topology.num_nodes
+        started = f"{topology.launcher} started {nodes} nodes"
+        if max(topology.num_nodes, topology.local_world_size) < 1:
+            started = f"{topology.launcher} does not say which ranks share a host"
         raise ConfigurationError(
-            f"{topology.launcher} started {topology.num_nodes} nodes, and nothing says where their "
-            f"ranks meet: set {_CURE}, the same on all ranks, or start them with torchrun"
+            f"{started}, and nothing says where the ranks meet: set {_CURE}, the same on all "
+            f"ranks, or start them with torchrun"
         )
     if topology.run_id is None:
         raise ConfigurationError(
