@@ -321,9 +321,14 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
         num_nodes = 1 if num_nodes is None else num_nodes
     said = rank, world_size, local_rank, local_world_size, node_rank, num_nodes
     _check_numbers(launcher.name, *said)
-    local = (UNKNOWN if number is None else number for number in said[2:])
+    local = (_or_unknown(local_rank), _or_unknown(local_world_size))
+    nodes = (_or_unknown(node_rank), _or_unknown(num_nodes))
     run_id = _read_run_id(launcher, environ)
-    return Topology(rank, world_size, *local, launcher=launcher.name, run_id=run_id)
+    return Topology(rank, world_size, *local, *nodes, launcher.name, run_id)
+
+
+def _or_unknown(number: int | None) -> int:
+    return UNKNOWN if number is None else number
 
 
 def _check_numbers(

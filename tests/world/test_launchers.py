@@ -344,7 +344,7 @@ def test_all_ranks_of_mpirun_in_a_slurm_job_meet_on_its_first_node() -> None:
     there["SLURM_STEP_NODELIST"] = "node2"
     assert meeting(here) == meeting(there)
     assert meeting(here) is not None
-    with pytest.raises(ConfigurationError, match="rank 0 is on node node2.*MASTER_ADDR=node2"):
+    with pytest.raises(ConfigurationError, match=r"rank 0 is on node node2.*MASTER_ADDR=node2"):
         meeting({**there, "OMPI_COMM_WORLD_RANK": "0"})
 
 
