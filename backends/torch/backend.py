@@ -23,12 +23,13 @@ from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import HostGroup, Placement, Rendezvous, unreachable
+from .rendezvous import HostGroup, Placement, Rendezvous, identify_place, unreachable
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
     StoreGone,
     StoreLink,
+    agree_on_run_id,
     check_findable,
     find_store,
     read_key,
@@ -68,11 +69,14 @@ class TorchBackend(Backend):
         self._endpoint = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
         if self._endpoint is None:
+            run_id = topology.run_id
+            if topology.world_size > 1:
+                run_id = agree_on_run_id(topology, settings, identify_place(settings))
             ranks = list(range(topology.world_size))
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
-            self._placement = Placement(topology.run_id or "", [host])
+            self._placement = Placement(run_id or "", [host])
             self.host = host.name
-            self._local = FileBackend(topology, settings)
+            self._local = FileBackend(topology._replace(run_id=run_id), settings)
             return
         try:
             self._join(self._endpoint)

@@ -268,6 +268,45 @@ def find_spread(environ: Mapping[str, str], place: Topology) -> str:
     return ""
 
 
+#: Variables that say that there is a job of several processes, and what starts these.
+_JOBS = (
+    ("SLURM_NTASKS", "srun"),
+    ("SLURM_JOB_NUM_NODES", "srun"),
+    ("PET_NNODES", "torchrun, which reads it"),
+    ("PET_NPROC_PER_NODE", "torchrun, which reads it"),
+    ("OMPI_UNIVERSE_SIZE", "mpirun; a container gets its variables only if they are passed on"),
+    ("LSB_DJOB_NUMPROC", "jsrun"),
+)
+
+
+def find_half_world(environ: Mapping[str, str], place: Topology) -> str:
+    """Return which variables speak of more ranks than a world of one has, and what is missing."""
+    if environ.get("SYNCPRIMS_LAUNCHER") or place.launcher in (_OURS.name, "torch.distributed"):
+        return ""
+    if place.launcher == "none":
+        for name, starter in _JOBS:
+            value = environ.get(name, "1")
+            if value not in ("1", "0", "1:1", "cpu", "auto"):
+                return f"{name}={value} is set, and this process was not started by {starter}"
+        if environ.get("PMIX_RANK", "0") != "0":
+            return (
+                f"PMIX_RANK={environ['PMIX_RANK']} is set, and nothing says how many ranks there "
+                f"are: pass on the launcher's other variables, or use srun without --mpi"
+            )
+        if "JOB_COMPLETION_INDEX" in environ:
+            return (
+                f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} is set, and Kubernetes "
+                f"does not say how many ranks there are: set RANK, WORLD_SIZE, MASTER_ADDR and "
+                f"MASTER_PORT, or start torchrun in each pod"
+            )
+        return ""
+    sizes = find_world_sizes(environ)
+    if sizes:
+        shown = " and ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"{place.launcher} says so, and {shown}; SYNCPRIMS_LAUNCHER says which counts"
+    return ""
+
+
 def read_number(environ: Mapping[str, str], name: str) -> int:
     """Return the whole number that a variable holds.
 
@@ -306,6 +345,14 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
             f"ranks itself, it has to initialize torch.distributed before the first call"
         )
     rank, world_size = read_number(environ, launcher.rank), read_number(environ, size_name)
+    per_pod = environ.get("PET_NPROC_PER_NODE", "1")
+    by_hand = launcher is _TORCHRUN and not {launcher.agent, launcher.local_rank} & environ.keys()
+    if by_hand and per_pod not in ("0", "1") and per_pod.isdecimal():
+        raise ConfigurationError(
+            f"PET_NPROC_PER_NODE={per_pod} and {size_name}={world_size} count {per_pod} ranks in "
+            f"each pod, and this process is the only one of its pod: start it with torchrun, which "
+            f"reads these variables"
+        )
     node_rank, num_nodes = number(launcher.node_rank), number(*launcher.num_nodes)
     if launcher is _SLURM:
         local_world_size = _read_tasks_on_node(environ, node_rank)

@@ -23,7 +23,7 @@ from syncprims.interface import UNKNOWN, Topology
 
 from .exit_hooks import ExitHooks, reason
 from .group import entered
-from .launchers import detect, list_rank_variables
+from .launchers import detect, find_half_world, list_rank_variables
 from .nodes import place_on_nodes
 from .registry import choose_backend
 from .settings import derive_store, read_settings
@@ -53,6 +53,7 @@ class _State:
         self.aside: World | None = None  # the process's world, while threads are ranks
         self.rank_threads = 0  # how many threads are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
+        self.warned = False  # that this world may be smaller than meant
         self.process_group: Any = None  # torch's, that was last compared with the world
 
     @property
@@ -252,7 +253,7 @@ def _check_process_group(state: _State) -> None:
         f"torch.distributed says rank={group.rank()} and world_size={group.size()}, and the world "
         f"of this process, which was started before, says rank={place.rank} and "
         f"world_size={place.world_size}: make the first call of syncprims after "
-        f"init_process_group(), or call shutdown() and init() again after it",
+        f"init_process_group(), or call init() after it",
         rank=place.rank,
     )
     _fail(state, error)
@@ -349,6 +350,7 @@ def _start(
         world = World(made, choice.backend, settings, place, end=_end_block)
         if state is _state:
             _exit_hooks.install()
+            _warn_of_half_a_world(state, place)
         state.world, state.ended, state.topology = world, None, place
         join_world(world)
         state.topology = world.topology
@@ -363,6 +365,21 @@ def _start(
             _fail(state, error)
         raise
     return world
+
+
+def _warn_of_half_a_world(state: _State, place: Topology) -> None:
+    """Log once if variables say that there should be more ranks than this one."""
+    if place.world_size > 1 or state.warned:
+        return
+    missing = find_half_world(state.environ, place)
+    if missing:
+        import logging  # slow to import
+
+        state.warned = True
+        logging.getLogger("syncprims").warning(
+            f"this is a world of one: {missing}. If it is meant to be alone, SYNCPRIMS_LAUNCHER=none "
+            f"says so"
+        )
 
 
 def _fail(state: _State, error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ from support.launcher_variables import (
 )
 
 from syncprims import ConfigurationError
-from syncprims._world.launchers import detect, make_rank_variables
+from syncprims._world.launchers import (
+    detect,
+    find_half_world,
+    find_spread,
+    make_rank_variables,
+)
 from syncprims._world.settings import derive_store, read_settings
 from syncprims.interface import UNKNOWN
 
@@ -213,6 +219,11 @@ WRONG: list[tuple[str, dict[str, str], list[str]]] = [
     ("half of ours", {"SYNCPRIMS_RANK": "0"}, ["SYNCPRIMS_RANK=0", "SYNCPRIMS_WORLD_SIZE"]),
     ("half of MPICH", {"PMI_SIZE": "2"}, ["PMI_SIZE=2", "PMI_RANK"]),
     ("half of Open MPI", {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_SIZE"]),
+    (
+        "a pod of several ranks without torchrun",
+        {"RANK": "1", "WORLD_SIZE": "8", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
+        ["PET_NPROC_PER_NODE=4", "WORLD_SIZE=8", "torchrun"],
+    ),
     ("no number", {"RANK": "one", "WORLD_SIZE": "2"}, ["RANK='one'", "whole number"]),
     ("no such rank", {"RANK": "2", "WORLD_SIZE": "2"}, ["rank=2", "world_size=2"]),
     ("negative", {"RANK": "-1", "WORLD_SIZE": "2"}, ["rank=-1"]),
@@ -265,6 +276,35 @@ def test_agents_that_count_their_own_restarts_have_one_run_id() -> None:
     assert first.run_id == detect(second).run_id
     own = {"SYNCPRIMS_RUN_ID": "mine"}
     assert detect({**TORCHRUN, **own, "TORCHELASTIC_RESTART_COUNT": "1"}).run_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, ""),
+        ({"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "PET_NNODES": "1"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1"}, ""),
+        (SLURM_JOB, "SLURM_NTASKS=6 is set, and this process was not started by srun"),
+        ({**SLURM_JOB, "SYNCPRIMS_LAUNCHER": "none"}, ""),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "PET_NNODES=2 is set .* torchrun"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1 .* RANK, WORLD_SIZE"),
+        ({"OMPI_UNIVERSE_SIZE": "8"}, "OMPI_UNIVERSE_SIZE=8 .* mpirun; a container"),
+        ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "a"}, "PMIX_RANK=3"),
+    ],
+)
+def test_a_world_of_one_says_what_speaks_of_more(environ: dict[str, str], words: str) -> None:
+    said = find_half_world(environ, detect(environ))
+    assert re.match(words or "$", said), said
+
+
+def test_pods_are_several_hosts() -> None:
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    in_cluster = {**pod, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert "MASTER_ADDR=job-master-0" in find_spread(in_cluster, detect(in_cluster))
+    assert "PET_NNODES=2" in find_spread(pod | {"PET_NNODES": "2"}, detect(pod))
+    assert find_spread(pod, detect(pod)) == ""
+    spawned = {**in_cluster, "MASTER_ADDR": "localhost"}
+    assert find_spread(spawned, detect(spawned)) == ""
 
 
 def test_run_ids_tell_runs_apart() -> None:
