@@ -377,8 +377,8 @@ def _warn_of_half_a_world(state: _State, place: Topology) -> None:
 
         state.warned = True
         logging.getLogger("syncprims").warning(
-            f"this is a world of one: {missing}. If it is meant to be alone, SYNCPRIMS_LAUNCHER=none "
-            f"says so"
+            f"this is a world of one: {missing}. If it is meant to be alone, set "
+            f"SYNCPRIMS_LAUNCHER=none"
         )
 
 

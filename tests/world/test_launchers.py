@@ -286,7 +286,7 @@ def test_agents_that_count_their_own_restarts_have_one_run_id() -> None:
         ({"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1"}, ""),
         (SLURM_JOB, "SLURM_NTASKS=6 is set, and this process was not started by srun"),
         ({**SLURM_JOB, "SYNCPRIMS_LAUNCHER": "none"}, ""),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "PET_NNODES=2 is set .* torchrun"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "PET_NNODES=2 is set, .* torchrun"),
         ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1 .* RANK, WORLD_SIZE"),
         ({"OMPI_UNIVERSE_SIZE": "8"}, "OMPI_UNIVERSE_SIZE=8 .* mpirun; a container"),
         ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "a"}, "PMIX_RANK=3"),
