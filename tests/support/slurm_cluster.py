@@ -28,6 +28,7 @@ SlurmctldHost=host0(10.77.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=5
 CryptoType=crypto/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -122,12 +123,13 @@ class Cluster:
         )
         return Done(done.returncode, done.stdout)
 
-    def submit(self, script: str, *options: str) -> str:
+    def submit(self, script: str, *options: str, environ: str = "") -> str:
         """Submit a batch script, and return the number of the job. It writes ``out-<number>``."""
         number = len(list(self.folder.glob("batch-*")))
         path = self.folder / f"batch-{number}"
         path.write_text("#!/bin/bash\n" + script)
-        line = f"sbatch --parsable -o out-%j --open-mode=append {' '.join(options)} {path}"
+        out = self.folder / "out-%j"
+        line = f"{environ} sbatch --parsable -o {out} {' '.join(options)} {path}"
         done = self.on(0, line)
         assert done.code == 0, done.out
         return done.out.split()[-1]
@@ -139,7 +141,11 @@ class Cluster:
 
     def output_of(self, job: str) -> str:
         """Return what a job has written."""
-        path = self.folder / f"out-{job}"
+        return self.read(f"out-{job}")
+
+    def read(self, name: str) -> str:
+        """Return the text of a file in the folder of the cluster; empty if it is not there."""
+        path = self.folder / name
         return path.read_text(errors="replace") if path.exists() else ""
 
     def await_state(self, job: str, *states: str) -> str:
@@ -158,8 +164,8 @@ class Cluster:
         while not condition():
             if time.monotonic() > deadline:
                 logs = [*self.folder.glob("out-*"), *self.folder.glob("*.log")]
-                said = "\n".join(f"{p.name}:\n{p.read_text(errors='replace')[-3000:]}" for p in logs)
-                raise AssertionError(f"{why}\n{said}")
+                said = [f"{p.name}:\n{p.read_text(errors='replace')[-3000:]}" for p in logs]
+                raise AssertionError("\n".join([why, *said]))
             time.sleep(0.1)
 
     def close(self) -> None:

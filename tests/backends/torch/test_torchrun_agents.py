@@ -1,4 +1,4 @@
-"""Several agents of torchrun: runs that are restarted meet again, and who shares a host is known."""
+"""Several agents of torchrun: restarted runs meet again, and who shares a host is known."""
 
 from __future__ import annotations
 
