@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
+#: In place of a number of ranks or nodes on hosts that the launcher does not say. All of them are
+#: known once the world has met.
+UNKNOWN = -1
+
+
 class Topology(NamedTuple):
-    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms."""
+    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms.
+
+    Those about hosts, `local_rank` to `num_nodes`, may be :data:`UNKNOWN` before the world has met.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -370,6 +378,9 @@ class Backend(ABC):
     detects_death: ClassVar[bool] = False
     #: can the ranks have a default group of ``torch.distributed``?
     has_process_group: ClassVar[bool] = False
+    #: Of a backend that spans hosts and knows who shares one: the same for all ranks of this host,
+    #: and for no other rank. Without it the library asks the operating system.
+    host: str | None = None
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.topology = topology
@@ -381,6 +392,10 @@ class Backend(ABC):
 
         Optional: `syncprims env` calls it, and `syncprims run` before it starts any rank.
         """
+
+    def set_topology(self, topology: Topology) -> None:
+        """Keep `topology`: the ranks have met, so its numbers about hosts are known now."""
+        self.topology = topology
 
     @abstractmethod
     def board(self, members: Sequence[int]) -> Board:
