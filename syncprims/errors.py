@@ -168,6 +168,10 @@ class PeerFailed(SyncError, RuntimeError):
         )
 
 
+class SyncWarning(UserWarning):
+    """Ranks of a test have probably met in different calls, without a difference that counts."""
+
+
 class CheckpointError(SyncError, OSError):
     """A checkpoint could not be written completely, or is not what was written.
 
@@ -275,6 +279,7 @@ _CLASSES: list[type[SyncError]] = [SyncError, *SyncError.__subclasses__()]
 _KINDS = {kind.__name__: kind for kind in _CLASSES}
 for _kind in _KINDS.values():
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import
+SyncWarning.__module__ = "syncprims"
 
 
 def describe_exit(status: int | None) -> str:

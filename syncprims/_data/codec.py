@@ -36,16 +36,15 @@ def encode(
     obj: object,
     *,
     allow_pickle: bool = True,
-    canonical: bool = False,
     out_of_band: list[Any] | None = None,
 ) -> bytes:
-    """Return `obj` as bytes; if `canonical`, equal dicts in any order give equal bytes.
+    """Return `obj` as bytes.
 
     With `out_of_band`, large arrays are appended to that list, and only their specs are encoded.
 
     :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it.
     """
-    encoder = _Encoder(allow_pickle, canonical, out_of_band)
+    encoder = _Encoder(allow_pickle, out_of_band)
     try:
         data = encoder.encode(obj)
     except _NeedsPickle:
@@ -53,15 +52,6 @@ def encode(
             out_of_band.clear()  # the pickle holds all
         return _PICKLES + _pickled(obj, allow_pickle)
     return _PICKLES + data if encoder.pickles else data
-
-
-def is_plain(obj: object) -> bool:
-    """Return whether `obj` can travel without pickle."""
-    try:
-        encode(obj, allow_pickle=False, out_of_band=[])
-    except EncodingError:
-        return False
-    return True
 
 
 def is_one_array(data: bytes) -> bool:
@@ -131,9 +121,8 @@ def _sized(tag: bytes, body: bytes) -> bytes:
 class _Encoder:
     """Writes one object."""
 
-    def __init__(self, allow_pickle: bool, canonical: bool, out_of_band: list[Any] | None) -> None:
+    def __init__(self, allow_pickle: bool, out_of_band: list[Any] | None) -> None:
         self._allow_pickle = allow_pickle
-        self._canonical = canonical
         self._out_of_band = out_of_band
         self._open: set[int] = set()  # containers that are being written
         self._seen: set[int] = set()  # and that have been: written again, they could be huge
@@ -188,7 +177,7 @@ class _Encoder:
         if key in self._open:
             raise _NeedsPickle
         if key in self._seen and len(obj):
-            if self._allow_pickle and not self._canonical:
+            if self._allow_pickle:
                 raise _NeedsPickle
             self._repeats += 1
             if self._repeats > _MOST_REPEATS:
@@ -201,9 +190,6 @@ class _Encoder:
         out.append(_CONTAINERS[kind] + _LENGTH.pack(len(obj)))
         if kind in (set, frozenset):  # no order of its own, and no two runs give the same
             out += sorted(self.encode(item, depth) for item in obj)
-        elif kind is dict and self._canonical:
-            pairs = [(self.encode(k, depth), self.encode(v, depth)) for k, v in obj.items()]
-            out += [part for pair in sorted(pairs) for part in pair]
         elif kind is dict:
             for name, value in obj.items():
                 self._write(name, out, depth)

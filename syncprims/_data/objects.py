@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _NO_RESULT = (TypeError, ValueError, OverflowError, ArithmeticError)
 
 
-def encode(rounds: Rounds, label: Label, obj: object, *, canonical: bool = False) -> bytes:
+def encode(rounds: Rounds, label: Label, obj: object) -> bytes:
     """Return `obj` as bytes; whatever prevents it, the others get a `PeerFailed` in this round."""
     try:
-        return _encode(rounds, label, obj, canonical=canonical)
+        return _encode(rounds, label, obj)
     except BaseException as error:
         rounds.fail(label, error)
         raise
@@ -47,9 +47,15 @@ def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
     try:
         return codec.encode(obj, allow_pickle=rounds.settings.pickle, **options)
     except EncodingError as error:
+        name_call(rounds, label, error)
+        raise
+
+
+def name_call(rounds: Rounds, label: Label, error: BaseException) -> None:
+    """Add the call to an error that says why an object cannot travel."""
+    if isinstance(error, EncodingError):
         error.call, error.rank = str(label), rounds.rank
         error.args = (f"{label}: {error}",)
-        raise
 
 
 def _decode(
@@ -84,7 +90,7 @@ def _transport(rounds: Rounds) -> Transport | None:
         host = SharedMemoryTransport(window)
     elif board.engine is not None:
         host = EngineTransport(board.engine)
-    return host and DeviceTransport(host, board.devices)
+    return host and DeviceTransport(host, board.device_engine)
 
 
 def _needed_transport(rounds: Rounds) -> Transport:

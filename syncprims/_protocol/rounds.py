@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, Failure, PeerFailed, SyncError
-from syncprims.interface import Note
+from syncprims.interface import Note, WaitView
 
 from .call_site import NoteCache
-from .diagnosis import Snapshot, mismatch_error
+from .diagnosis import Snapshot, compare_sites, mismatch_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,6 +75,8 @@ class Rounds:
         self.members = board.members
         self.settings = settings
         self._own = own
+        # In a test of threads, it warns of what would be wrong in silence elsewhere.
+        self._compares_sites = settings.strict or board.virtual_time
         self._first_look = math.inf if board.virtual_time else _FIRST_LOOK
         self._deadlocks = deadlocks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
@@ -312,6 +315,12 @@ class Rounds:
                 calls = {r: str(n.label) for r, n in zip(self.members, notes, strict=True)}
                 error = mismatch_error(self.rank, number - self._own, calls)
                 self._break_group(errors.dump(error))
+        if self._compares_sites and number > self._own:
+            labels = {r: n.label for r, n in zip(self.members, notes, strict=True)}
+            strict = self.settings.strict
+            refused = compare_sites(self.rank, number - self._own, labels, strict=strict)
+            if refused is not None:
+                self._break_group(errors.dump(refused))
         if self._deadlocks.holds_verdict:
             self._deadlocks.withdraw_verdict()
         if self._pending:
@@ -342,6 +351,7 @@ class Rounds:
         # Where time is virtual, a wait without a deadline lasts for ever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
         board.waits_until = deadline
+        board.publish_wait(WaitView(number, begin, not at_board))
         try:
             while True:
                 verdict = board.verdict()
@@ -362,7 +372,9 @@ class Rounds:
                 elif now >= warn_at:
                     import logging  # slow to import, and only a long wait needs it
 
-                    logging.getLogger("syncprims").warning(seen.warning)
+                    hint = f"; `syncprims who {os.getpid()}` shows what each rank does"
+                    hint = hint if board.seen_outside else ""
+                    logging.getLogger("syncprims").warning(seen.warning + hint)
                     warn_every *= 2
                     warn_at = now + warn_every
                 until = min(now + pause, warn_at, deadline if now < deadline else math.inf)
@@ -374,6 +386,7 @@ class Rounds:
                 pause = max(self._first_look, min(2 * pause, _LONGEST_PAUSE))
         finally:
             board.waits_until = None
+            board.publish_wait(WaitView(0))
             self._deadlocks.end_wait()
 
     def _explain(

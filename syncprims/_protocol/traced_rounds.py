@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Label, Note
 
-    from .trace_file import Recorder
+    from .trace_file import Recorder, Segment
 
 T = TypeVar("T")
 
+_LONG_WAIT = 1.0  # seconds after which it is recorded for whom this rank waits
 _pack_into = ENTRY.pack_into
 #: With these a call is refused before its first round.
 _REFUSED = (ConcurrentCall, ForkedProcess, WorldClosed)
@@ -126,12 +127,46 @@ class TracedRounds(Rounds):
 
     def _wait_is_long(self, waited: float) -> None:
         """Record what this rank waits for: that is known even if the rank is killed meanwhile."""
+        if not self.board.virtual_time:
+            self._write_wait(self._now() - int(waited * 1e9), 0)
+
+    def wait(
+        self,
+        attempt: Callable[[float], T | None],
+        timeout: float | None,
+        begin: float,
+        *,
+        at_board: bool = True,
+    ) -> T:
+        """Wait as `Rounds` does; record for which ranks, and when this rank was last seen waiting.
+
+        So a trace says who made others wait in a round that never completes.
+        """
         board = self.board
-        if not board.virtual_time:
-            number, since = board.collected + 1, self._now() - int(waited * 1e9)
-            label = self._open[number][0] if number in self._open else self._label
-            if label is not None:
-                self._write(label, since, since, 0, number, kind=WAITING)
+        since = self._now() - int((board.now() - begin) * 1e9)
+        seen: tuple[str, tuple[Segment, int] | None] = "", None
+
+        def watched(seconds: float) -> T | None:
+            nonlocal seen
+            found = attempt(seconds)
+            now = self._now()
+            if found is None and now - since > _LONG_WAIT * 1e9:
+                number = board.collected + 1
+                missing = [rank for rank in self.members if board.status(rank).rounds < number]
+                late = format_ranks(missing)
+                if late != seen[0] or not self._recorder.update(seen[1], now):
+                    seen = late, self._write_wait(since, now, late)
+            return found
+
+        chosen = watched if at_board and not board.virtual_time else attempt
+        return Rounds.wait(self, chosen, timeout, begin, at_board=at_board)
+
+    def _write_wait(self, since: int, now: int, late: str = "") -> tuple[Segment, int] | None:
+        number = self.board.collected + 1
+        label = self._open[number][0] if number in self._open else self._label
+        if label is None:
+            return None
+        return self._write(label, since, since, now, number, outcome=late, kind=WAITING)
 
     def _call_failed(self, error: BaseException, before: int) -> None:
         """Record the rounds that a call leaves behind when it raises, and with what."""

@@ -56,15 +56,18 @@ class InTurn:
     last. If a block raises, no later one runs, and all ranks raise.
     """
 
-    def __init__(self, rounds: Rounds, timeout: float | None) -> None:
+    def __init__(self, rounds: Rounds, name: str | None, timeout: float | None) -> None:
         self._rounds = rounds
+        self._name = name
         self._timeout = timeout
         self._index = rounds.members.index(rounds.rank)
         self._labels: list[Label] = []
 
     def __enter__(self) -> None:
         rounds = self._rounds
-        self._labels = [rounds.note("in_turn", src=member).label for member in rounds.members]
+        self._labels = [
+            rounds.note("in_turn", self._name, member).label for member in rounds.members
+        ]
         self._pass(self._labels[: self._index])
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
