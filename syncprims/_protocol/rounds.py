@@ -79,7 +79,6 @@ class Rounds:
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         self.note = NoteCache().note  #: see there for what it asks of its caller
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
-        self._thread = 0  # that called last
         # The calls under way. A dict, since one operation on it is atomic, also for an interrupt: a
         # lock taken just before a `try` can stay taken for ever.
         self._inside: dict[object, int] = {}
@@ -87,7 +86,7 @@ class Rounds:
         self.closed: Callable[[], SyncError] | None = None
         self._before = 0  # rounds posted to before the call under way
         self.reported: BaseException | None = None  #: of the call under way: what the others know
-        deadlocks.add(board, lambda: self._thread)
+        deadlocks.add(board)
 
     # -- what the primitives use ------------------------------------------------------------
 
@@ -103,10 +102,10 @@ class Rounds:
         board, token = self.board, object()
         before = board.posted
         try:
-            thread = self._inside[token] = get_ident()
+            self._inside[token] = get_ident()
             if len(self._inside) > 1 or self.closed is not None:
                 self._refuse(note.label)
-            self._thread, self.reported = thread, None
+            self.reported = None
             if before != board.collected:
                 self.make_room(timeout)
             try:
@@ -153,10 +152,10 @@ class Rounds:
         board, token = self.board, object()
         before = board.posted
         try:
-            thread = self._inside[token] = get_ident()
+            self._inside[token] = get_ident()
             if len(self._inside) > 1 or self.closed is not None:
                 self._refuse(label)
-            self._thread, self.reported, self._before = thread, None, before
+            self.reported, self._before = None, before
             return steps()
         except BaseException as error:
             self._call_failed(error, before)
