@@ -143,7 +143,9 @@ class Liveness:
 
     def ended(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they ended."""
-        events = self._poll.poll(0) if self._rank_of_fd else []
+        events: list[tuple[int, int]] = []
+        with contextlib.suppress(RuntimeError):  # another thread is looking; the next look will do
+            events = self._poll.poll(0) if self._rank_of_fd else []
         closed = {self._rank_of_fd[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
         for rank in ranks:
@@ -345,7 +347,13 @@ class Doorbell:
 
     def sleep(self, seconds: float) -> None:
         """Return when another rank wakes this one, a watched process ends, or the time is up."""
-        for fd, _ in self._poll.poll(seconds * 1000):
+        try:
+            events = self._poll.poll(seconds * 1000)
+        except RuntimeError:  # another thread of this rank sleeps: one poll serves one thread
+            poll = select.poll()
+            poll.register(self._own, select.POLLIN)
+            events = poll.poll(seconds * 1000)
+        for fd, _ in events:
             if fd == self._own:
                 with contextlib.suppress(BlockingIOError):
                     os.read(fd, 4096)

@@ -247,7 +247,6 @@ class StoreProbe:
         self._limit = limit
         self._socket: socket.socket | None = None
         self._since = 0.0  # when it began to connect
-        self._poll = select.poll()
 
     def is_cut_off(self, silence: float) -> bool:
         """Return whether the store, silent for `silence` seconds, is out of reach; do not wait."""
@@ -256,9 +255,10 @@ class StoreProbe:
             return False
         now = time.monotonic()
         if self._socket is None:
-            self._connect(*self._endpoint.peer)
-            self._since = now
-        for _, event in self._poll.poll(0):
+            self._socket, self._since = self._connect(*self._endpoint.peer), now
+        poll = select.poll()  # one serves one thread, and several may wait
+        poll.register(self._socket, select.POLLOUT)
+        for _, event in poll.poll(0):
             if not event & (select.POLLERR | select.POLLHUP):
                 self._since = math.inf  # connected; from now on the kernel keeps watch
                 continue
@@ -266,8 +266,8 @@ class StoreProbe:
             return silence >= self._limit
         return silence >= self._limit and now - self._since >= self._limit / 2
 
-    def _connect(self, family: int, address: Any) -> None:
-        self._socket = probe = socket.socket(family, socket.SOCK_STREAM)
+    def _connect(self, family: int, address: Any) -> socket.socket:
+        probe = socket.socket(family, socket.SOCK_STREAM)
         probe.setblocking(False)
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         every = max(1, int(self._limit / 4))
@@ -275,12 +275,11 @@ class StoreProbe:
             with contextlib.suppress(AttributeError):  # macOS has its own names
                 probe.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
         probe.connect_ex(address)
-        self._poll.register(probe, select.POLLOUT)
+        return probe
 
     def close(self) -> None:
         """End the connection."""
         if self._socket is not None:
-            self._poll.unregister(self._socket)
             self._socket.close()
             self._socket = None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncprims import errors
 from syncprims.errors import CollectiveMismatch, SyncError, name_ranks, parse_ranks
 
-from .threads import may_call_elsewhere
+from .threads import threads_that_may_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -111,7 +111,7 @@ class DeadlockDetector:
         """Publish that this rank waits at `board`; return an error once a deadlock is certain."""
         if len(self._boards) < 2:
             return None  # no rank can wait elsewhere
-        if may_call_elsewhere():
+        if threads_that_may_call():
             return None  # while this thread waits, another may post
         self._published = True
         self._publish(

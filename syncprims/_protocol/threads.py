@@ -11,7 +11,6 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from types import FrameType
 
 #: Functions in which a thread waits for nothing that ends in a call of ours: another thread would
@@ -27,15 +26,15 @@ _IDLE = {
 _WAITS = {"multiprocessing.connection", "multiprocessing.queues", "queue", "selectors", "threading"}
 
 
-def may_call_elsewhere(waiting: Collection[int] = ()) -> bool:
-    """Return whether a thread may make a call that is not this one, nor one of those `waiting`.
+def threads_that_may_call() -> set[int]:
+    """Return the identifiers of the other threads that may make a call.
 
-    Threads are given by their identifiers. The library's own, named ``syncprims-...``, make none.
+    The library's own threads, named ``syncprims-...``, make none.
     """
     own = {t.ident for t in threading.enumerate() if t.name.startswith("syncprims-")}
-    known = {threading.get_ident(), *waiting, *own}
+    own.add(threading.get_ident())
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    return any(ident not in known and not _is_idle(at) for ident, at in frames.items())
+    return {ident for ident, at in frames.items() if ident not in own and not _is_idle(at)}
 
 
 def _is_idle(frame: FrameType | None) -> bool:
