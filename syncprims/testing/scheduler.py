@@ -38,6 +38,7 @@ from syncprims._protocol.threads import threads_that_may_call
 from .errors import WorldAborted
 
 _PATIENCE = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
+_HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
 
 
@@ -229,32 +230,37 @@ class Scheduler:
             turn.waits = True
             self._await(turn, _PATIENCE)
 
-    def _take_from_busy(self, steps: int) -> None:
+    def _take_from_busy(self, turn: _Turn, steps: int) -> None:
         """Pass the turn on if it is with a thread outside, and has been there since `steps`.
 
         That one is busy elsewhere, and may wait for the thread that calls this.
         """
         with self._passing:
             holder = self._holder
-            if holder is None or holder.inside or steps != self.steps:
+            if holder in (None, turn) or holder.inside or steps != self.steps:
                 return
-            if not any(turn.able(self._now) for turn in self._turns):
+            if not any(other.able(self._now) for other in self._turns):
                 return
             self._holder = None
         self._pass_on()
 
     def go(self, turn: _Turn) -> None:
         """Pass the turn on, where a thread that has it leaves the boards."""
-        if self._holder is not turn or self.aborted:
+        if not self._give_up(turn):
             return
         if any(other.able(self._now) for other in self._turns):
-            self._pass_to(self._choose(None))
+            self._pass_on()
             return
         # This thread must not wait here: others may wait for what it does next.
+        threading.Thread(target=self._pass_on, name=_HELPER, daemon=True).start()
+
+    def _give_up(self, turn: _Turn) -> bool:
+        """Return whether this thread has the turn; then it has it no more, and must pass it on."""
         with self._passing:
+            if self._holder is not turn or self.aborted:
+                return False
             self._holder = None
-        name = "syncprims-schedule"
-        threading.Thread(target=self._pass_on, name=name, daemon=True).start()
+            return True
 
     def _pass_on(self) -> None:
         with contextlib.suppress(WorldAborted):
@@ -265,7 +271,8 @@ class Scheduler:
         others = {t.ident for t in threading.enumerate() if isinstance(t, RankThread)}
         others |= {t.ident for t in self._strangers}
         me = threading.get_ident()
-        mine = {me for (_, ident), turn in self._by_thread.items() if ident == me and not turn.own}
+        helper = threading.current_thread().name.startswith(_HELPER)  # with the number of an ended thread
+        mine = {me for _, ident in self._by_thread if ident == me and not helper}
         return (threads_that_may_call() | mine) - others - self._foreign
 
     def _may_come(self) -> bool:
@@ -302,9 +309,8 @@ class Scheduler:
         turn = self._turns[rank]
         turn.done = True
         turn.waits = False
-        with contextlib.suppress(WorldAborted):
-            if not self.aborted and self._holder is turn:
-                self._pass_to(self._choose(None))
+        if self._give_up(turn):
+            self._pass_on()
 
     def abort(self) -> None:
         """Raise `WorldAborted` on every rank, now or at its next call of the scheduler."""
@@ -332,7 +338,7 @@ class Scheduler:
         steps = self.steps
         while not turn.lock.acquire(timeout=patience):
             if not self.aborted:
-                self._take_from_busy(steps)
+                self._take_from_busy(turn, steps)
             steps = self.steps
         if self.aborted:
             raise WorldAborted
