@@ -27,6 +27,8 @@ from .store import StoreGone, first_line, read_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncprims.interface import WaitView
+
     from ..file.board import SharedMemoryBoard
     from ..file.liveness import Liveness
     from .host_state import Heartbeat
@@ -70,6 +72,7 @@ class TwoLevelBoard(Board):
     """The board of `members` on several hosts, seen from one of them."""
 
     note_limit = _NOTE_LIMIT
+    seen_outside = True
 
     def __init__(
         self,
@@ -313,6 +316,10 @@ class TwoLevelBoard(Board):
         if not connection.probe.is_cut_off(silence):
             return ""
         return f"{store} has not answered for {silence:.0f} s, nor has its host"
+
+    def publish_wait(self, wait: WaitView) -> None:
+        """Record on this host what this rank waits for."""
+        self.local.publish_wait(wait)
 
     # -- abort ----------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ..file.liveness import Liveness
     from ..file.private_dir import PrivateDirectory
 
-_MAGIC = b"syncprims host state 3"
+MAGIC = b"syncprims host state 3"
+OF_HOST = "-host"  #: what the name of this file adds to that of the board
 _ROUND = struct.Struct("<Q")
 ENTRY_SIZE = 8 * 1024
 #: Bytes of a decision that fits.
@@ -61,7 +62,7 @@ class HostState:
         intents_at = self._entries_at + CELLS * ENTRY_SIZE
         texts_at = intents_at + _ROUND.size * count
         size = texts_at + TEXT_SIZE * count
-        self._memory = map_file(liveness.directory, f"{name}-host", _MAGIC, count, size)
+        self._memory = map_file(liveness.directory, f"{name}{OF_HOST}", MAGIC, count, size)
         #: Breaks the board for this host, which is cut off from the store, unless it already knows
         #: the decision about the round: so either all its ranks raise, or none does.
         self.cut = Aborts(
@@ -136,6 +137,18 @@ class HostState:
     def _read(self, at: int, size: int, number: int) -> bytes | None:
         data = read_record(self._memory, at, size)
         return data[8:] if data is not None and data[:8] == _ROUND.pack(number) else None
+
+
+def read_report(memory: bytes, count: int) -> tuple[int, dict[str, Any]]:
+    """Return the latest report about other hosts in the copied state of `count` members.
+
+    It is of the round that is also returned: 0 if there is none.
+    """
+    at = HEADER_SIZE + _ROUND.size * (count + 1)
+    data = read_record(memory, at, _REPORT_SIZE) or b""
+    if len(data) <= _ROUND.size:
+        return 0, {}
+    return int(_ROUND.unpack_from(data)[0]), json.loads(data[_ROUND.size :])
 
 
 class Heartbeat:

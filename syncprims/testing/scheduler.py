@@ -271,7 +271,9 @@ class Scheduler:
         others = {t.ident for t in threading.enumerate() if isinstance(t, RankThread)}
         others |= {t.ident for t in self._strangers}
         me = threading.get_ident()
-        helper = threading.current_thread().name.startswith(_HELPER)  # with the number of an ended thread
+        helper = threading.current_thread().name.startswith(
+            _HELPER
+        )  # with the number of an ended thread
         mine = {me for _, ident in self._by_thread if ident == me and not helper}
         return (threads_that_may_call() | mine) - others - self._foreign
 

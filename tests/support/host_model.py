@@ -151,8 +151,9 @@ class Model:
             for result, after in self._apply(state, action, *step):
                 actions = list(after.actions)
                 actions[index] = action._replace(results=(*action.results, result))
-                yield f"host {action.host}: {step}", self._tidy(
-                    after._replace(actions=tuple(actions))
+                yield (
+                    f"host {action.host}: {step}",
+                    self._tidy(after._replace(actions=tuple(actions))),
                 )
         yield from self._looks(state)
         yield from self._faults(state)
@@ -161,10 +162,10 @@ class Model:
         """Have a host that waits look at the round: the one counted last may be gone."""
         for action in state.actions:
             step, busy = self._next_step(action), ("contribute", "look")
-            if step[0] == "wait" and self._silent(state, action.host):
-                if not any(a.host == action.host and a.name in busy for a in state.actions):
-                    after = self._submit(state, action.host, "look", step[1])
-                    yield f"host {action.host} looks", after
+            looks = any(a.host == action.host and a.name in busy for a in state.actions)
+            if step[0] == "wait" and not looks and self._silent(state, action.host):
+                after = self._submit(state, action.host, "look", step[1])
+                yield f"host {action.host} looks", after
 
     def _tidy(self, state: State) -> State:
         """Remove what can make no difference any more: so there are fewer states."""
@@ -283,14 +284,10 @@ class Model:
             return []
         return [number for number, h in enumerate(state.hosts) if not (h.alive and h.link)]
 
-    def _ask(
-        self, state: State, host: int, number: int, text: str
-    ) -> Iterator[tuple[Any, State]]:
+    def _ask(self, state: State, host: int, number: int, text: str) -> Iterator[tuple[Any, State]]:
         yield None, self._submit(state, host, "abort", number, text)
 
-    def _await_answer(
-        self, state: State, host: int, number: int
-    ) -> Iterator[tuple[Any, State]]:
+    def _await_answer(self, state: State, host: int, number: int) -> Iterator[tuple[Any, State]]:
         known = dict(state.hosts[host].known).get(number, _decisions.END)
         if known[:1] != _decisions.END:
             yield from self._obey(state, host, known)
@@ -341,9 +338,7 @@ class Model:
         if len(told) > 1:
             return f"hosts that were not cut off raise different verdicts: {told}"
         working = any("dies" not in what and "is cut" not in what for what, _ in steps)
-        if not working and any(
-            h.alive and not h.raised and h.passed < self.rounds for h in hosts
-        ):
+        if not working and any(h.alive and not h.raised and h.passed < self.rounds for h in hosts):
             return "a host waits for ever"
         return ""
 

@@ -316,7 +316,9 @@ def _hurt(pids: Sequence[int], made: Plan, joined: int) -> tuple[dict[int, int],
             os.close(eye)
 
 
-def check(seeds: Sequence[int], directory: Path, logs: Path, store: ServedStore | None = None) -> None:
+def check(
+    seeds: Sequence[int], directory: Path, logs: Path, store: ServedStore | None = None
+) -> None:
     """Run these seeds and assert that every history keeps all promises."""
     for seed in seeds:
         history = run(seed, directory, logs, store)

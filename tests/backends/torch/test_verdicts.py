@@ -1,4 +1,4 @@
-"""One verdict per round across hosts: explored in a model, and tried with stores that are stopped."""
+"""One verdict per round across hosts: in a model, and with stores that are stopped."""
 
 from __future__ import annotations
 
