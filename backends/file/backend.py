@@ -122,8 +122,11 @@ class FileBackend(Backend):
     @contextlib.contextmanager
     def locked_directory(self) -> Generator[PrivateDirectory]:
         """Hold the run's lock: meanwhile no other rank creates a file in this world's directory."""
+        directory = self.liveness.directory
+        if directory.is_removed:
+            raise BackendUnavailable(str(directory.removed("opening a group").strerror))
         with self._explained_os_errors(), _locked(self._base, self._run_path.name):
-            yield self.liveness.directory
+            yield directory
 
     def is_broken(self) -> bool:
         """Return whether a group of this rank is broken."""

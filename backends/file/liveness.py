@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncprims import errors
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
+from .claims import Claims
 from .memory import (
     RECORD_HEAD,
     await_record,
@@ -70,6 +71,7 @@ class Liveness:
         self.rank = rank  #: whose slot this is
         self._world_size = world_size
         self._watches: dict[int, ProcessWatch] = {}
+        self._unwatched: dict[int, int] = {}  # lock files of ranks that have no watch
         self._finished_at: dict[int, float] = {}
         self._ended: dict[int, tuple[State, str, bytes]] = {}  # final states
         self._poll = select.poll()  # on all watches at once
@@ -79,6 +81,8 @@ class Liveness:
             undo.callback(self.doorbell.close)
             self._memory = map_file(directory, FILE, MAGIC, world_size, _slot(world_size))
             undo.callback(self._memory.close)
+            self.claims = Claims(directory)  #: of the world
+            undo.callback(self.claims.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
             _lock(self._lock_fd)
@@ -105,7 +109,10 @@ class Liveness:
         self._watches.clear()
         self._rank_of_fd.clear()
         self.doorbell.close()
-        os.close(self._lock_fd)
+        for fd in (self._lock_fd, *self._unwatched.values()):
+            os.close(fd)
+        self._unwatched.clear()
+        self.claims.close()
         self._memory.close()
 
     # -- the others' slots ----------------------------------------------------------------------
@@ -115,10 +122,13 @@ class Liveness:
         return self._read_text(rank, _PUBLISHED_AT, _PUBLISHED_SIZE)
 
     def watch_all(self) -> None:
-        """Watch every other rank, while all are known to live."""
+        """Watch every other rank, while all are known to live: later a file may be removed."""
         for rank in range(self._world_size):
             if rank != self.rank:
-                self._watch(rank)
+                if self._watch(rank) is None and rank not in self._unwatched:
+                    with contextlib.suppress(FileNotFoundError):
+                        name = _lock_name(rank)
+                        self._unwatched[rank] = self.directory.open_file(name, os.O_RDWR)
                 self.doorbell.connect(rank)
 
     def _watch(self, rank: int) -> ProcessWatch | None:
@@ -140,7 +150,9 @@ class Liveness:
 
     def ended(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they ended."""
-        events = self._poll.poll(0) if self._rank_of_fd else []
+        events: list[tuple[int, int]] = []
+        with contextlib.suppress(RuntimeError):  # another thread is looking; the next look will do
+            events = self._poll.poll(0) if self._rank_of_fd else []
         closed = {self._rank_of_fd[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
         for rank in ranks:
@@ -168,7 +180,7 @@ class Liveness:
         # Not only once all have joined: a rank that dies while others still join is named as well.
         watch = self._watch(rank) if rank != self.rank else None
         ended = watch is not None and watch.has_ended()
-        gone = ended or (rank != self.rank and is_unlocked(self.directory, rank))
+        gone = ended or (rank != self.rank and self._is_unlocked(rank))
         after = self._read_state(rank)
         if after == _EMPTY:
             return "unknown", "", b""
@@ -194,7 +206,7 @@ class Liveness:
 
     def is_alive(self, rank: int) -> bool:
         """Return whether `rank` has joined and lives."""
-        return self._read_state(rank) == _ALIVE and not is_unlocked(self.directory, rank)
+        return self._read_state(rank) == _ALIVE and not self._is_gone(rank)
 
     def has_finished(self, rank: int) -> bool:
         """Return whether `rank` has published a normal end."""
@@ -202,9 +214,17 @@ class Liveness:
 
     def is_lost(self, rank: int) -> bool:
         """Return whether `rank` is gone and has published no end."""
-        if self._read_state(rank) != _ALIVE or not is_unlocked(self.directory, rank):
+        if self._read_state(rank) != _ALIVE or not self._is_gone(rank):
             return False
         return self._read_state(rank) == _ALIVE  # it may have published its end meanwhile
+
+    def _is_gone(self, rank: int) -> bool:
+        watch = self._watches.get(rank)
+        return (watch is not None and watch.has_ended()) or self._is_unlocked(rank)
+
+    def _is_unlocked(self, rank: int) -> bool:
+        fd = self._unwatched.get(rank)
+        return is_unlocked(self.directory, rank) if fd is None else _can_lock(fd)
 
     # -- bytes ----------------------------------------------------------------------------------
 
@@ -309,16 +329,25 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
 
 
 def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
-    """Return whether no process holds the lock of `rank`: its process is gone."""
+    """Return whether no process holds the lock of `rank`: its process is gone.
+
+    Without the file this is not known, and False: something has removed it.
+    """
     try:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            directory.opened(_lock_name(rank), os.O_RDWR) as fd,
-        ):
-            # Shared, so that two ranks that check at the same moment do not see each other.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
+            return _can_lock(fd)
+    except FileNotFoundError:
+        return False
+
+
+def _can_lock(fd: int) -> bool:
+    """Return whether no process holds the lock of this file; it is not kept."""
+    try:
+        # Shared, so that two ranks that check at the same moment do not see each other.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
     return True
 
 
@@ -377,7 +406,13 @@ class Doorbell:
 
     def sleep(self, seconds: float) -> None:
         """Return when another rank wakes this one, a watched process ends, or the time is up."""
-        for fd, _ in self._poll.poll(seconds * 1000):
+        try:
+            events = self._poll.poll(seconds * 1000)
+        except RuntimeError:  # another thread of this rank sleeps: one poll serves one thread
+            poll = select.poll()
+            poll.register(self._own, select.POLLIN)
+            events = poll.poll(seconds * 1000)
+        for fd, _ in events:
             if fd == self._own:
                 with contextlib.suppress(BlockingIOError):
                     os.read(fd, 4096)
