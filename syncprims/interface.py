@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
+#: In place of a number of ranks or nodes on hosts that the launcher does not say. All of them are
+#: known once the world has met.
+UNKNOWN = -1
+
+
 class Topology(NamedTuple):
-    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms."""
+    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms.
+
+    Those about hosts, `local_rank` to `num_nodes`, may be :data:`UNKNOWN` before the world has met.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -50,6 +58,7 @@ class Settings(NamedTuple):
     directory: str | None = None  #: where the ranks of one host meet, if the user says so
     runtime_directory: str | None = None  #: the system's directory for runtime files, if any
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
+    strict: bool = False  #: all ranks must make a call that has no name from the same line
     store: tuple[str, int] | None = None  #: host and port of the rendezvous store
     agent_store: bool = False  #: torchrun's agent serves it, so that no rank has to
     heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
@@ -67,7 +76,8 @@ class Label:
     """The call that a rank makes in a round.
 
     `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
-    the call, is shown but never compared: `barrier()` in two branches of an `if` is one barrier.
+    the call, is shown and no part of equality: `barrier()` in two branches of an `if` is one
+    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that have no name.
     """
 
     __slots__ = ("_encoded", "kind", "name", "op", "site", "src")
@@ -271,7 +281,7 @@ class Board(ABC):
     #: Carries bytes between all members, if there is no window. All members have one, or none.
     engine: Engine | None = None
     #: Carries tensors between all members' devices; without it they pass through hosts' memory.
-    devices: DeviceEngine | None = None
+    device_engine: DeviceEngine | None = None
     #: Payloads of more bytes travel through the engine and not in a note. None on a board with a
     #: window, where two transfers of one call would use the same places.
     note_limit: int | None = None
@@ -368,6 +378,9 @@ class Backend(ABC):
     detects_death: ClassVar[bool] = False
     #: can the ranks have a default group of ``torch.distributed``?
     has_process_group: ClassVar[bool] = False
+    #: Of a backend that spans hosts and knows who shares one: the same for all ranks of this host,
+    #: and for no other rank. Without it the library asks the operating system.
+    host: str | None = None
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.topology = topology
@@ -379,6 +392,10 @@ class Backend(ABC):
 
         Optional: `syncprims env` calls it, and `syncprims run` before it starts any rank.
         """
+
+    def set_topology(self, topology: Topology) -> None:
+        """Keep `topology`: the ranks have met, so its numbers about hosts are known now."""
+        self.topology = topology
 
     @abstractmethod
     def board(self, members: Sequence[int]) -> Board:
