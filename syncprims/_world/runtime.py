@@ -206,16 +206,17 @@ def _check_is_rank(state: _State) -> None:
 def _find_topology(environ: Mapping[str, str]) -> Topology:
     """Return this process's place by its launcher, or by the group it has initialized itself.
 
-    The group counts where no launcher says all, and where the launcher's processes have started
-    more ranks: then its variables are those of the first of them, or of a node.
+    If they differ, the group counts, unless the launcher has started more ranks than it has. Then
+    the backend refuses it: each of these may have a group of its own.
     """
     group = _get_process_group()
     if group is None:
         return detect(environ)
     try:
         place = detect(environ)
-        if place.world_size >= group.size() and place.launcher != "none":
-            return place  # or the backend refuses a group that contradicts it
+        same = (place.rank, place.world_size) == (group.rank(), group.size())
+        if place.world_size > group.size() or (same and place.launcher != "none"):
+            return place
     except ConfigurationError:
         if environ.get("SYNCPRIMS_LAUNCHER"):
             raise
