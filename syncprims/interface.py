@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 #: In place of a number of ranks or nodes on hosts that the launcher does not say. All of them are
@@ -58,6 +58,7 @@ class Settings(NamedTuple):
     directory: str | None = None  #: where the ranks of one host meet, if the user says so
     runtime_directory: str | None = None  #: the system's directory for runtime files, if any
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
+    strict: bool = False  #: all ranks must make a call that has no name from the same line
     store: tuple[str, int] | None = None  #: host and port of the rendezvous store
     agent_store: bool = False  #: torchrun's agent serves it, so that no rank has to
     heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
@@ -75,7 +76,8 @@ class Label:
     """The call that a rank makes in a round.
 
     `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
-    the call, is shown but never compared: `barrier()` in two branches of an `if` is one barrier.
+    the call, is shown and no part of equality: `barrier()` in two branches of an `if` is one
+    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that have no name.
     """
 
     __slots__ = ("_encoded", "kind", "name", "op", "site", "src")
@@ -169,6 +171,54 @@ class Status(NamedTuple):
     failure: bytes = b""  #: what it raised, if it failed
 
 
+class WaitView(NamedTuple):
+    """A wait of one member of a board."""
+
+    number: int  #: of the round; 0 if it does not wait
+    since: float = 0.0  #: as :func:`time.monotonic`
+    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
+
+
+class BoardView(NamedTuple):
+    """What a process outside of the run reads of a board, while its members go on."""
+
+    members: tuple[int, ...]  #: world ranks, ascending
+    statuses: Mapping[int, Status]  #: of each member
+    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
+    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
+
+    def status(self, rank: int) -> Status:
+        """Return what is known of member `rank`."""
+        return self.statuses[rank]
+
+
+class WorldView(NamedTuple):
+    """What a process outside of the run reads of a world, or of its part on this host."""
+
+    run_id: str
+    backend: str
+    world_size: int
+    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
+    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
+    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
+    states: Mapping[int, Status]  #: of the ranks of this host
+    problem: str = ""  #: why the rest cannot be read, if it cannot
+
+
+class WorldReader(ABC):
+    """Reads one world from outside. It never writes, and takes no lock that a rank needs."""
+
+    path: str  #: of the directory in which the ranks meet
+
+    @abstractmethod
+    def read(self) -> WorldView | None:
+        """Return what can be read now; None once the world has ended and removed its files."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is open."""
+
+
 class Window(NamedTuple):
     """Memory that all members of a board share, for arrays in bulk."""
 
@@ -231,7 +281,7 @@ class Board(ABC):
     #: Carries bytes between all members, if there is no window. All members have one, or none.
     engine: Engine | None = None
     #: Carries tensors between all members' devices; without it they pass through hosts' memory.
-    devices: DeviceEngine | None = None
+    device_engine: DeviceEngine | None = None
     #: Payloads of more bytes travel through the engine and not in a note. None on a board with a
     #: window, where two transfers of one call would use the same places.
     note_limit: int | None = None
@@ -243,6 +293,8 @@ class Board(ABC):
     waiting_since: float = 0.0
     #: Whether a barrier of one member is a round, too, as where a test observes every round.
     posts_alone: bool = False
+    #: Whether `syncprims who` can read it from outside: the warning of a long wait says so.
+    seen_outside: bool = False
     #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
     #: has none. None while it does not wait.
     waits_until: float | None = None
@@ -291,6 +343,12 @@ class Board(ABC):
         """Update the status of all members: it is about to become a verdict.
 
         Optional: for boards whose :meth:`status` may lag behind.
+        """
+
+    def publish_wait(self, wait: WaitView) -> None:  # noqa: B027 - optional
+        """Publish to other processes what this rank waits for; called if that takes a moment.
+
+        Optional: `syncprims who` shows it.
         """
 
     def window(self) -> Window | None:

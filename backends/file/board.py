@@ -36,7 +36,7 @@ from .private_dir import no_room
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncprims.interface import Window
+    from syncprims.interface import WaitView, Window
 
     from .liveness import Liveness
     from .private_dir import PrivateDirectory
@@ -54,6 +54,8 @@ _WIDTH = WORD.size
 
 class SharedMemoryBoard(Board):
     """The board of `members` in the file `name`, seen from the one whose slot `liveness` holds."""
+
+    seen_outside = True
 
     def __init__(
         self, name: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int]
@@ -378,6 +380,11 @@ class SharedMemoryBoard(Board):
     def verdict(self) -> bytes | None:
         """Return the verdict that covers the oldest uncollected round, if there is one."""
         return self._aborts.verdict(self.collected + 1)
+
+    def publish_wait(self, wait: WaitView) -> None:
+        """Record in this board's memory what this rank waits for."""
+        with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked
+            self._cells.write_wait(self._index, wait)
 
     def window(self) -> Window:
         """Return the memory that arrays pass through; the first call creates it."""

@@ -15,15 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
+from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology, own_device_index
 
 from ..file.backend import FileBackend, board_name
+from ..file.description import WorldDescription
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import HostGroup, Placement, Rendezvous, identify_place, unreachable
+from .rendezvous import (
+    HostGroup,
+    JoinWarning,
+    Placement,
+    Rendezvous,
+    identify_place,
+    unreachable,
+)
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
@@ -76,7 +85,8 @@ class TorchBackend(Backend):
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
             self._placement = Placement(run_id or "", [host])
             self.host = host.name
-            self._local = FileBackend(topology._replace(run_id=run_id), settings)
+            place = topology._replace(run_id=run_id)
+            self._local = FileBackend(place, settings, self._description(ranks))
             return
         try:
             self._join(self._endpoint)
@@ -122,6 +132,7 @@ class TorchBackend(Backend):
         """Learn which ranks share this host, and join them."""
         top, settings = self.topology, self.settings
         deadline = time.monotonic() + settings.join_timeout
+        warning = JoinWarning(settings.warn_after)
         while True:
             requests = StoreLink(  # which is asked first, so that only one of the two has to wait
                 "requests",
@@ -132,7 +143,7 @@ class TorchBackend(Backend):
             )
             links = self._links = requests, StoreLink("waits", endpoint.connect)
             try:
-                placement = Rendezvous(links, endpoint, top, settings, deadline).run()
+                placement = Rendezvous(links, endpoint, top, settings, deadline, warning).run()
                 break
             except StoreGone:
                 # An earlier world may have served it, and it ended with that.
@@ -144,12 +155,13 @@ class TorchBackend(Backend):
         slot, count = ranks.index(top.rank), len(ranks)
         self.host = str(host)
         if len(placement.hosts) == 1:
-            self._local = FileBackend(top._replace(run_id=placement.token), settings)
+            place = top._replace(run_id=placement.token)
+            self._local = FileBackend(place, settings, self._description(ranks))
             self._close_links()
             return
         run_id = f"{placement.token}-{host}"
         here = Topology(slot, count, slot, count, 0, 1, top.launcher, run_id)
-        self._local = FileBackend(here, settings)
+        self._local = FileBackend(here, settings, self._description(ranks))
         try:
             with self._local.locked_directory() as directory:
                 heartbeat = Heartbeat(directory, placement.token, host, settings.heartbeat)
@@ -164,6 +176,14 @@ class TorchBackend(Backend):
             self._local.close()
             raise
 
+    def _description(self, ranks: Sequence[int]) -> WorldDescription:
+        """Return what this host's part of the world, with these ranks, belongs to."""
+        top = self.topology
+        hosts = [[host.name, errors.format_ranks(host.ranks)] for host in self._placement.hosts]
+        return WorldDescription(
+            top.run_id or "", self.name, top.world_size, errors.format_ranks(ranks), hosts
+        )
+
     # -- boards ---------------------------------------------------------------------------------
 
     def board(self, members: Sequence[int]) -> Board:
@@ -171,7 +191,8 @@ class TorchBackend(Backend):
         board = self._board(members)
         if self._may_use_nccl({self._placement.host_of[rank] for rank in members}):
             # Its first group takes all ranks of the world.
-            board.devices = NcclEngine(members, self.topology.world_size, self.open_process_group)
+            size = self.topology.world_size
+            board.device_engine = NcclEngine(members, size, self.open_process_group)
         return board
 
     def _board(self, members: Sequence[int]) -> Board:
@@ -182,8 +203,8 @@ class TorchBackend(Backend):
         slots = [here.index(rank) for rank in local]
         name = board_name(members)
         if len(local) == len(members):
-            return self._local.open_board(local, name, slots)
-        own = self._local.open_board(local, f"{name}-here", slots)
+            return self._local.open_board(local, name, slots, members)
+        own = self._local.open_board(local, f"{name}-here", slots, members)
         with self._local.locked_directory():
             board = TwoLevelBoard(members, name, own, self._connection)
         prefix = f"{self._placement.token}/{name}/gloo"

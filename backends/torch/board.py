@@ -25,6 +25,8 @@ from .store import StoreGone, first_line, read_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncprims.interface import WaitView
+
     from ..file.board import SharedMemoryBoard
     from ..file.liveness import Liveness
     from .host_state import Heartbeat
@@ -67,6 +69,7 @@ class TwoLevelBoard(Board):
     """The board of `members` on several hosts, seen from one of them."""
 
     note_limit = _NOTE_LIMIT
+    seen_outside = True
 
     def __init__(
         self,
@@ -299,6 +302,10 @@ class TwoLevelBoard(Board):
                 return f"{store} is gone: {first_line(link.broken)}"
         silence = connection.requests.silent_for
         return f"{store} has not answered for {silence:.0f} s" if silence >= limit else ""
+
+    def publish_wait(self, wait: WaitView) -> None:
+        """Record on this host what this rank waits for."""
+        self.local.publish_wait(wait)
 
     # -- abort ----------------------------------------------------------------------------------
 

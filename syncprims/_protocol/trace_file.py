@@ -52,13 +52,18 @@ class Segment:
         self.tags: dict[int, int] = {}  #: by the identity of a label that is kept here
         self._kept: list[Label] = []
         self._texts: dict[str, int] = {}
+        self._numbers = itertools.count(1)  # of texts: two threads never take the same
 
-    def put(self, a: int, b: int, c: int, d: int, tag: int) -> None:
-        """Write an entry. The tag is its last word, so that a kill leaves it whole or unseen."""
+    def put(self, a: int, b: int, c: int, d: int, tag: int) -> int:
+        """Write an entry, and return where.
+
+        The tag is its last word, so that a kill leaves it whole or unseen.
+        """
         at = next(self.slots)
         if at > END:
             raise Full
         ENTRY.pack_into(self.memory, at, a, b, c, d, tag)
+        return at
 
     def tag(self, label: Label, group: str) -> int:
         """Return the tag of a round of `label`, having defined it here."""
@@ -74,7 +79,7 @@ class Segment:
         """Return the number of `text`, having written it here."""
         number = self._texts.get(text)
         if number is None:
-            number = len(self._texts) + 1
+            number = next(self._numbers)
             if number >= _MOST_TEXTS:
                 raise Full
             data = text.encode("utf-8", "backslashreplace")[: SEGMENT // 4]
@@ -120,31 +125,43 @@ class Recorder:
         flags: int = 0,
         outcome: str = "",
         kind: int = ROUND,
-    ) -> None:
+    ) -> tuple[Segment, int] | None:
         """Record a round: when it was posted, waited for since, and done; its outcome if bad.
 
-        Without a label, it is an event of another `kind`.
+        Without a label, it is an event of another `kind`. Returns where the entry is.
         """
-        for _ in range(4):
+        while True:
             segment = self.segment
             try:
                 tag = kind if label is None else segment.tag(label, group) - ROUND + kind
                 if outcome:
                     tag |= segment.text(outcome) << OUTCOME
-                segment.put(posted, since, done, number, tag | flags << FLAGS)
-                return
+                return segment, segment.put(posted, since, done, number, tag | flags << FLAGS)
             except Full:
-                self._turn(segment)
+                if not self._turn(segment):
+                    return None
 
-    def _turn(self, full: Segment) -> None:
-        """Continue in the next segment, unless another thread has done so already."""
-        # A signal handler may run inside of this, and an interrupt may have left the lock taken.
-        if self._turning.acquire(timeout=1.0):
-            try:
-                if self.segment is full:
-                    self.segment = _in_memory() if self._fd < 0 else self._next()
-            finally:
-                self._turning.release()
+    def update(self, entry: tuple[Segment, int] | None, done: int) -> bool:
+        """Change when an entry was done; return False where it can no longer be changed."""
+        if entry is None or entry[0] is not self.segment:
+            return False  # its place in the file may hold another segment
+        segment, at = entry
+        struct.pack_into("<Q", segment.memory, at + 16, done)  # its third word
+        return True
+
+    def _turn(self, full: Segment) -> bool:
+        """Continue in the next segment, unless another thread has done so; return False if stuck.
+
+        A signal handler may run inside of this, and an interrupt may have left the lock taken.
+        """
+        if not self._turning.acquire(timeout=1.0):
+            return False
+        try:
+            if self.segment is full:
+                self.segment = _in_memory() if self._fd < 0 else self._next()
+        finally:
+            self._turning.release()
+        return True
 
     # -- the file -----------------------------------------------------------------------------
 

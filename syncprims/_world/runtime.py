@@ -51,7 +51,7 @@ class _State:
         self.topology: Topology | None = None  # of a world that has ended
         self.starting = threading.RLock()  # two threads may make the first call
         self.aside: World | None = None  # the process's world, while threads are ranks
-        self.rank_threads = 0  # how many threads are
+        self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
         self.warned = False  # that this world may be smaller than meant
         self.process_group: Any = None  # torch's, that was last compared with the world
@@ -149,12 +149,18 @@ def shutdown() -> None:
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else that of all ranks."""
-    world = _state.world
-    if world is None:
-        return entered.get() or current(timeout).group
-    if _get_process_group() is not _state.process_group:
+    groups, world = entered.get(), _state.world
+    if world is not None and _get_process_group() is not _state.process_group:
         _check_process_group(_state)
-    return entered.get() or world.group
+    return groups[-1] if groups else (world or current(timeout)).group
+
+
+def get_settings() -> Settings:
+    """Return what the user has set for this process, whether it is a rank or not.
+
+    :raises ConfigurationError: if a variable's value is not what it takes.
+    """
+    return read_settings(_get_state().environ)
 
 
 def get_topology() -> Topology:
@@ -196,7 +202,7 @@ def _find_one_host(place: Topology) -> Topology | None:
 
 
 def _check_is_rank(state: _State) -> None:
-    if state is _state and state.rank_threads:
+    if state is _state and state.thread_worlds:
         raise ConfigurationError(
             "ranks of this process are threads, in a test, and this thread is none of them; call "
             "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
@@ -272,26 +278,37 @@ def clean_environ() -> dict[str, str]:
 
 
 @contextlib.contextmanager
+def threads_as_ranks() -> Generator[None]:
+    """Set the process's own world aside within the block, in which threads are ranks.
+
+    It is not the threads that do this: one that never ends must not keep the world.
+    """
+    with _state.starting:
+        if not _state.thread_worlds:
+            _state.aside, _state.world = _state.world, None
+        _state.thread_worlds += 1
+    try:
+        yield
+    finally:
+        with _state.starting:
+            _state.thread_worlds -= 1
+            if not _state.thread_worlds:
+                _state.world, _state.aside = _state.aside, None
+
+
+@contextlib.contextmanager
 def thread_as_rank(environ: Mapping[str, str], make: MakeBackend) -> Generator[None]:
     """Make this thread, or task, a rank of its own, with these variables, within the block.
 
-    `make` makes its backend. The process's own world is set aside meanwhile.
+    `make` makes its backend. :func:`threads_as_ranks` surrounds all ranks.
     """
     _exit_hooks.watch_forks()
     token = _thread_state.set(_State(environ, make))
-    with _state.starting:
-        if not _state.rank_threads:
-            _state.aside, _state.world = _state.world, None
-        _state.rank_threads += 1
     try:
         with provided_world():
             yield
     finally:
         _thread_state.reset(token)
-        with _state.starting:
-            _state.rank_threads -= 1
-            if not _state.rank_threads:
-                _state.world, _state.aside = _state.aside, None
 
 
 @contextlib.contextmanager
@@ -421,7 +438,7 @@ def _on_fork() -> None:
         _state.topology = thread.topology or detect(thread.environ)
         _state.ended = thread.ended or _forked
     _leave_to_parent(_state)
-    _state.rank_threads = 0
+    _state.thread_worlds = 0
 
 
 def _leave_to_parent(state: _State) -> None:

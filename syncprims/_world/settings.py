@@ -21,16 +21,14 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     :raises ConfigurationError: if a value is not what its variable takes.
     """
     default = Settings()
-    pickle = environ.get("SYNCPRIMS_PICKLE", "1")
-    if pickle not in ("0", "1"):
-        raise ConfigurationError(f"SYNCPRIMS_PICKLE={pickle!r}: it takes 0 or 1")
     return Settings(
         timeout=_read_seconds(environ, "SYNCPRIMS_TIMEOUT"),
         join_timeout=_read_seconds(environ, "SYNCPRIMS_JOIN_TIMEOUT") or default.join_timeout,
         warn_after=_read_seconds(environ, "SYNCPRIMS_WARN_AFTER") or default.warn_after,
         directory=environ.get("SYNCPRIMS_DIR") or None,
         runtime_directory=environ.get("XDG_RUNTIME_DIR") or None,
-        pickle=pickle == "1",
+        pickle=_read_switch(environ, "SYNCPRIMS_PICKLE", default=True),
+        strict=_read_switch(environ, "SYNCPRIMS_STRICT", default=False),
         store=_read_store(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         heartbeat=_read_seconds(environ, "SYNCPRIMS_HEARTBEAT") or default.heartbeat,
@@ -40,6 +38,13 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         trace_limit=_read_mebibytes(environ, "SYNCPRIMS_TRACE_LIMIT") or default.trace_limit,
         mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
     )
+
+
+def _read_switch(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = environ.get(name) or str(int(default))
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"{name}={value!r}: it takes 0 or 1")
+    return value == "1"
 
 
 def _read_seconds(environ: Mapping[str, str], name: str) -> float | None:

@@ -172,6 +172,7 @@ def join_world(world: World) -> None:
         "world size": top.world_size,
         "run id": top.run_id,
         "SYNCPRIMS_PICKLE": world.settings.pickle,
+        "SYNCPRIMS_STRICT": world.settings.strict,
     }
     rounds = rounds_of(world.group)
     trace = recorder.run if recorder is not None else None
@@ -228,13 +229,8 @@ def make_group(world: World, ranks: Sequence[int]) -> Group:
     note = rounds.note("group", name_ranks(members))
 
     def make(sequence: RoundSequence) -> Group:
-        try:
-            group = world._make_group(members)
-        except (OSError, SyncError) as error:  # or the others would wait for this rank in it
-            sequence.fail(error)
-            raise
-        sequence.meet()
-        return group
+        # If one rank cannot make it, the others would wait for that rank in it.
+        return sequence.agree(lambda: world._make_group(members))
 
     return RoundSequence.run(rounds, note, world.timeout, make)
 

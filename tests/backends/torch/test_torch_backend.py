@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -208,6 +210,27 @@ def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
     outcomes = world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="8")
     assert outcomes.pop(2) is None
     assert outcomes == [([2], [0, 1, 3], True)] * 3
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_joins_says_for_whom_it_waits(absent: int, meeting_place: Path) -> None:
+    def program() -> Any:
+        if sp.get_rank() == absent:
+            return []
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("syncprims").addHandler(handler)
+        with pytest.raises(sp.SyncError):
+            sp.barrier()
+        return said
+
+    world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
+    times = {"SYNCPRIMS_JOIN_TIMEOUT": "4", "SYNCPRIMS_WARN_AFTER": "0.5"}
+    said = world.run_alone(program, **times)[1 - absent]
+    assert 1 <= len(said) <= 3  # with growing pauses
+    what = r"ranks \[1\]" if absent else r"the store at 127\.0\.0\.1:\d+"
+    assert re.match(rf"still waiting for {what} at init for \d+ s; ", said[0])
 
 
 def test_a_store_that_nobody_serves_is_told(meeting_place: Path) -> None:
