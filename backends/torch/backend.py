@@ -25,14 +25,7 @@ from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import (
-    HostGroup,
-    JoinWarning,
-    Placement,
-    Rendezvous,
-    identify_place,
-    unreachable,
-)
+from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, identify_place, unreachable
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,

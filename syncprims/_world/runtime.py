@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
+_C10D = "torch.distributed.distributed_c10d"
+_modules = sys.modules
+
 
 class _State:
     """What a rank has: no world yet, a world, or the reason why it has none any more."""
@@ -149,10 +152,11 @@ def shutdown() -> None:
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else that of all ranks."""
-    groups, world = entered.get(), _state.world
-    if world is not None and _get_process_group() is not _state.process_group:
+    # Every call comes here, and few programs have such a group: the name is looked up first.
+    if _C10D in _modules and _get_process_group() is not _state.process_group:
         _check_process_group(_state)
-    return groups[-1] if groups else (world or current(timeout)).group
+    groups = entered.get()
+    return groups[-1] if groups else (_state.world or current(timeout)).group
 
 
 def get_settings() -> Settings:
@@ -236,12 +240,9 @@ def _find_topology(environ: Mapping[str, str]) -> Topology:
 
 def _get_process_group() -> Any:
     """Return the default group of ``torch.distributed``, if the program has initialized it."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None:
-        return None
     try:
-        return c10d.group.WORLD
-    except AttributeError:  # another thread is importing it
+        return _modules[_C10D].group.WORLD
+    except (KeyError, AttributeError):  # not imported; or another thread is importing it
         return None
 
 
