@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,14 @@ class Trigger:
                 first.append(now)
                 self.set(signal.Signals(received).name)
 
+        def on_exit() -> None:
+            # Python takes the handler away before it has ended, and a process that ends after the
+            # first signal must not die of the second.
+            if first and signal.getsignal(signum) is on_signal:
+                signal.signal(signum, signal.SIG_IGN)
+
         signal.signal(signum, on_signal)
+        atexit.register(on_exit)
 
 
 def _get_default() -> Trigger:
