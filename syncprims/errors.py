@@ -35,11 +35,14 @@ class Failure(NamedTuple):
             name = f"{kind.__module__}.{name}"
         try:
             message = str(error)
-        except Exception as broken:  # a user's __str__ must not hide the failure
+        except BaseException as broken:  # a user's __str__ must not hide the failure
             message = f"<no text: its __str__ raised {type(broken).__name__}>"
         import traceback  # slow to import, and only a failure needs it
 
-        text = "".join(traceback.format_exception(error))
+        try:
+            text = "".join(traceback.format_exception(error))
+        except Exception as broken:  # there may be no memory or no stack left
+            text = f"<no traceback: to format it raised {type(broken).__name__}>"
         return cls(rank, name, _cut(message, 1500), _cut(text, 6000), isinstance(error, TORN))
 
     @property

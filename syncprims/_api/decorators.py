@@ -180,9 +180,9 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
             here = choice.runs_here()
             if not share:
                 return await fn(*args, **kwargs) if here else default
-            with choice.find_shared_result() as send:
+            with choice.find_shared_result() as shared:
                 result = await fn(*args, **kwargs) if here else default
-            return send(result)
+            return shared.send(result)
 
         return call_async
 
@@ -191,8 +191,8 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
         here = choice.runs_here()
         if not share:
             return fn(*args, **kwargs) if here else default
-        with choice.find_shared_result() as send:
+        with choice.find_shared_result() as shared:
             result = fn(*args, **kwargs) if here else default
-        return send(result)
+        return shared.send(result)
 
     return call

@@ -13,6 +13,7 @@ from syncprims._world.runtime import current, get_active_group
 from syncprims.interface import Note
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     from syncprims._protocol.rounds import PendingRound
@@ -66,13 +67,19 @@ class Trigger:
         if why is not None:
             note = Note(note.label, True, codec.encode(why[0]))
         if not self._lag:
-            notes = rounds.meet(note, group._timeout)
-        else:
-            # Of another group, or another world: then this is the first check of this one.
-            of, pending = self._before or (group, None)
-            before = pending if of is group else None
-            self._before = group, rounds.defer(note, group._timeout, before)
-            notes = rounds.finish(before) if before is not None else ()
+            return rounds.meet(note, group._timeout, lambda notes: self._read(group, notes))
+        # Of another group, or another world: then this is the first check of this one.
+        of, pending = self._before or (group, None)
+        before = pending if of is group else None
+
+        def check() -> bool:
+            self._before = group, rounds.post_deferred(note, group._timeout)
+            return before is not None and self._read(group, rounds.collect_deferred(before))
+
+        return rounds.atomic_call(note.label, check)
+
+    def _read(self, group: Group, notes: Sequence[Note]) -> bool:
+        """Return whether a rank had set the flag, and keep which ranks had."""
         for lowest in notes:
             if lowest.flag:
                 self.ranks = [r for r, n in zip(group.ranks, notes, strict=True) if n.flag]

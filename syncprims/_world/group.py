@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims._data import objects, reduction
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from syncprims._protocol.rounds import Rounds
     from syncprims.errors import SyncError
+    from syncprims.interface import Note
 
     Seconds = float | timedelta | None
 
@@ -120,10 +120,7 @@ class Group:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
-        value = _broadcast(self, "broadcast", name, obj, src, out, timeout)
-        if out is not None and out is not value:
-            value = reduction.copy_into(out, value)
-        return value
+        return _broadcast(self, "broadcast", name, obj, src, out, timeout)
 
     def all_gather(self, obj: T, *, name: str | None = None, timeout: Seconds = None) -> list[T]:
         """As :func:`syncprims.all_gather`, among the members."""
@@ -143,28 +140,19 @@ class Group:
         note = self._rounds.note("all_reduce", name, op=op)
         limit = self._seconds(timeout)
         result: T = objects.all_reduce(self._rounds, note, value, op, out, limit)
-        if out is not None and out is not result:
-            result = reduction.copy_into(out, result)
         return result
 
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
         rounds = self._rounds
         note = rounds.note("any_rank", name, flag=bool(flag))
-        # A loop, since `any` over a generator takes as long as all the rest of this method.
-        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
-            if other.flag:
-                return True
-        return False
+        return rounds.meet(note, self._seconds(timeout), _has_flag)
 
     def all_ranks(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
         rounds = self._rounds
         note = rounds.note("all_ranks", name, flag=bool(flag))
-        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
-            if not other.flag:
-                return False
-        return True
+        return rounds.meet(note, self._seconds(timeout), _have_all_flags)
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
         """As :func:`syncprims.assert_same`, among the members."""
@@ -218,8 +206,8 @@ def close_group(group: Group, why: Callable[[], SyncError]) -> None:
 class SharedResult(NamedTuple):
     """A result that rank `src` of a group sends to the others, in the call that the user wrote.
 
-    The block computes it, and gets the function that sends it. If the block raises, the others
-    raise `PeerFailed` where they wait for the result.
+    The block computes it, and :meth:`send` sends it. If the block raises, the others raise
+    `PeerFailed` where they wait for the result.
     """
 
     group: Group
@@ -227,15 +215,17 @@ class SharedResult(NamedTuple):
     name: str | None
     src: int
 
-    def __enter__(self) -> Callable[[Any], Any]:
-        """Return a function that returns the result of `src` everywhere, without a timeout."""
-        send = partial(_broadcast, self.group, self.call, self.name)
-        return partial(send, src=self.src, out=None, timeout=math.inf)
+    def __enter__(self) -> SharedResult:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             rounds = self.group._rounds
             rounds.fail(rounds.note(self.call, self.name, self.src).label, error)
+
+    def send(self, result: Any) -> Any:
+        """Return the result of `src` on every member, without a timeout."""
+        return _broadcast(self.group, self.call, self.name, result, self.src, None, math.inf)
 
 
 def _broadcast(
@@ -246,8 +236,8 @@ def _broadcast(
     limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
-        rounds.meet(note)
-        return obj
+        same: T = rounds.meet(note, None, lambda _: objects.copy_into(rounds, out, obj))
+        return same
     value: T = objects.broadcast(rounds, note, obj, src, out, limit)
     return value
 
@@ -264,6 +254,21 @@ def gather_as(
         rounds.meet(note)
         return [obj]
     return objects.gather(rounds, note.label, obj, limit)
+
+
+def _has_flag(notes: Sequence[Note]) -> bool:
+    # A loop, since `any` over a generator takes as long as all the rest of the call.
+    for note in notes:  # noqa: SIM110
+        if note.flag:
+            return True
+    return False
+
+
+def _have_all_flags(notes: Sequence[Note]) -> bool:
+    for note in notes:  # noqa: SIM110
+        if not note.flag:
+            return False
+    return True
 
 
 def _wait_for_device() -> None:

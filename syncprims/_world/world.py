@@ -219,13 +219,8 @@ def make_group(world: World, ranks: Sequence[int]) -> Group:
     note = rounds.note("group", name_ranks(members))
 
     def make(sequence: RoundSequence) -> Group:
-        try:
-            group = world._make_group(members)
-        except (OSError, SyncError) as error:  # or the others would wait for this rank in it
-            sequence.fail(error)
-            raise
-        sequence.meet()
-        return group
+        # If one rank cannot make it, the others would wait for that rank in it.
+        return sequence.agree(lambda: world._make_group(members))
 
     return RoundSequence.run(rounds, note, world.timeout, make)
 
