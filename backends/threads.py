@@ -84,6 +84,7 @@ class ThreadBackend(Backend):
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._room = room
+        self.host = str(topology.node_rank)  # that a test pretends
         room.states[topology.rank] = "alive", "", b""
 
     @classmethod

@@ -102,8 +102,7 @@ class Rendezvous:
         self._prefix = f"world-{topology.world_size}/rendezvous"
         self._epoch = ""  # prefix of the keys of the epoch that this rank is in
         self._missing: list[int] = []  # as last known: the rank that serves the store may go first
-        with contextlib.closing(PrivateDirectory.open(base_path(settings))) as base:
-            place = _identity(base.fd)
+        place = identify_place(settings)
         # To count the devices that this process sees touches none.
         entry = [topology.rank, place, socket.gethostname(), torch.cuda.device_count()]
         self._entry = json.dumps(entry).encode() + b"\n"
@@ -251,9 +250,10 @@ def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[HostGroup]:
     ]
 
 
-def _identity(directory_fd: int) -> str:
-    """Return what this kernel, and no other, calls the open directory."""
-    found = os.fstat(directory_fd)
+def identify_place(settings: Settings) -> str:
+    """Return what this kernel, and no other, calls the directory where ranks of a host meet."""
+    with contextlib.closing(PrivateDirectory.open(base_path(settings))) as base:
+        found = os.fstat(base.fd)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

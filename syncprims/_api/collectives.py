@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncprims._data.partition import split as split_items
 from syncprims._world.group import innermost_group
-from syncprims._world.runtime import current, get_active_group, get_topology
+from syncprims._world.runtime import current, get_active_group, get_host_number, get_topology
 from syncprims._world.world import get_node_group, make_group
 
 if TYPE_CHECKING:
@@ -43,23 +43,26 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's number on its node, from 0. Waits for no rank."""
-    return get_topology().local_rank
+    """Return this process's number on its node, from 0.
+
+    If the launcher does not say it, the first call starts the world, as a primitive does.
+    """
+    return get_host_number("local_rank")
 
 
 def get_local_world_size() -> int:
-    """Return the number of ranks on this node. Waits for no rank."""
-    return get_topology().local_world_size
+    """Return the number of ranks on this node. May start the world, as :func:`get_local_rank`."""
+    return get_host_number("local_world_size")
 
 
 def get_node_rank() -> int:
-    """Return this node's number, from 0. Waits for no rank."""
-    return get_topology().node_rank
+    """Return this node's number, from 0. May start the world, as :func:`get_local_rank`."""
+    return get_host_number("node_rank")
 
 
 def get_num_nodes() -> int:
-    """Return the number of nodes. Waits for no rank."""
-    return get_topology().num_nodes
+    """Return the number of nodes. May start the world, as :func:`get_local_rank`."""
+    return get_host_number("num_nodes")
 
 
 def is_main() -> bool:
@@ -68,8 +71,11 @@ def is_main() -> bool:
 
 
 def is_local_main() -> bool:
-    """Return whether this is the first rank of its node. Waits for no rank."""
-    return get_topology().local_rank == 0
+    """Return whether this is the first rank of its node.
+
+    May start the world, as :func:`get_local_rank`.
+    """
+    return get_host_number("local_rank") == 0
 
 
 def is_last() -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar,
 
 from syncprims._protocol.validation import whole_number
 from syncprims._world.group import SharedResult, innermost_group
-from syncprims._world.runtime import current, get_topology
+from syncprims._world.runtime import current, get_host_number, get_topology
 from syncprims._world.world import get_node_group
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Choice(NamedTuple):
         place = get_topology()
         mine, count = place.rank, place.world_size
         if self.local:
-            mine, count = place.local_rank, place.local_world_size
+            mine, count = get_host_number("local_rank"), get_host_number("local_world_size")
         chosen = count - 1 if self.number is None else self.number
         if not 0 <= chosen < count:
             where = "on this node" if self.local else "in this world"

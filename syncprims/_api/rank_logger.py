@@ -38,7 +38,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             if not self.isEnabledFor(level):
                 return
             place = get_topology()
-            if (local and place.local_rank != 0) or (main_only and not local and place.rank != 0):
+            # Where it is not known yet which rank is a node's first, all of them log.
+            if (local and place.local_rank > 0) or (main_only and not local and place.rank != 0):
                 return
             if once:
                 key = place.rank, level, f"{msg}{args or ''}"  # threads that are ranks share this

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from syncprims._protocol.rounds import PendingRound
     from syncprims._world.group import Group
+
+_ONE_SIGNAL = 2.0  # seconds within which signals are one
 
 
 class Trigger:
@@ -90,7 +93,11 @@ class Trigger:
     def set_on_signal(self, signum: int | None = None) -> None:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
 
-        A second signal has the effect it had before.
+        Signals within 2 seconds are one: a launcher and the system may each send it to every
+        process of a job. A later one has the effect that it had before.
+
+        The launcher kills a process that does not end in time: torchrun 30 s after SIGTERM, SLURM
+        after `KillWait` (30 s), Open MPI a second after it.
 
         :raises ValueError: outside the main thread, as :func:`signal.signal`.
         """
@@ -98,10 +105,16 @@ class Trigger:
 
         signum = signal.SIGTERM if signum is None else signum
         previous: Any = signal.getsignal(signum)
+        first: list[float] = []  # when the first one came
 
         def on_signal(received: int, frame: FrameType | None) -> None:
-            signal.signal(signum, previous)  # a second one is meant
-            self.set(signal.Signals(received).name)
+            now = time.monotonic()
+            if first and now - first[0] >= _ONE_SIGNAL:
+                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+                signal.raise_signal(signum)
+            elif not first:
+                first.append(now)
+                self.set(signal.Signals(received).name)
 
         signal.signal(signum, on_signal)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, Failure, PeerFailed, SyncError
-from syncprims.interface import Note
+from syncprims.interface import Note, WaitView
 
 from .call_site import NoteCache
 from .diagnosis import Snapshot, compare_sites, mismatch_error
@@ -354,7 +354,7 @@ class Rounds:
         # Where time is virtual, a wait without a deadline lasts for ever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
         board.waits_until = deadline
-        board.publish_wait(number, begin)
+        board.publish_wait(WaitView(number, begin, not at_board))
         try:
             while True:
                 verdict = board.verdict()
@@ -389,7 +389,7 @@ class Rounds:
                 pause = max(self._first_look, min(2 * pause, self._longest_pause))
         finally:
             board.waits_until = None
-            board.publish_wait(0, 0.0)
+            board.publish_wait(WaitView(0))
             self._deadlocks.end_wait()
 
     def _explain(

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.validation import seconds
 from syncprims.errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed, dump, load
-from syncprims.interface import Topology
+from syncprims.interface import UNKNOWN, Topology
 
 from .exit_hooks import ExitHooks, reason
 from .group import entered
-from .launchers import detect, list_rank_variables
+from .launchers import detect, find_half_world, list_rank_variables
+from .nodes import place_on_nodes
 from .registry import choose_backend
-from .settings import read_settings
+from .settings import derive_store, read_settings
 from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class _State:
         self.aside: World | None = None  # the process's world, while threads are ranks
         self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
+        self.warned = False  # that this world may be smaller than meant
+        self.process_group: Any = None  # torch's, that was last compared with the world
 
     @property
     def running(self) -> World | None:
@@ -100,6 +103,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
                 raise _forked()
             return _start(state, backend, limit)
         if not state.provided:
+            _check_process_group(state)
             _check_same(running, backend, limit)
         elif limit is not None:
             set_world_timeout(running, limit)
@@ -145,8 +149,10 @@ def shutdown() -> None:
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else that of all ranks."""
-    groups = entered.get()
-    return groups[-1] if groups else (_state.world or current(timeout)).group
+    groups, world = entered.get(), _state.world
+    if world is not None and _get_process_group() is not _state.process_group:
+        _check_process_group(_state)
+    return groups[-1] if groups else (world or current(timeout)).group
 
 
 def get_settings() -> Settings:
@@ -160,14 +166,39 @@ def get_settings() -> Settings:
 def get_topology() -> Topology:
     """Return this process's place, from the world if there is or was one, else the environment.
 
-    :raises ConfigurationError: in a thread that is no rank, while other threads are (in a test).
+    What a launcher does not say about hosts is unknown until the world has met.
+
+    :raises ConfigurationError: if a group of ``torch.distributed`` contradicts the world; and in a
+        thread that is no rank, while other threads are (in a test).
     """
     world = _state.world
     if world is not None:
+        if _get_process_group() is not _state.process_group:
+            _check_process_group(_state)
         return world.topology
     state = _get_state()
     _check_is_rank(state)
     return state.topology or _find_topology(state.environ)
+
+
+def get_host_number(name: str) -> int:
+    """Return a number of :func:`get_topology` about hosts; where it is unknown, start the world."""
+    place = get_topology()
+    if getattr(place, name) == UNKNOWN:
+        place = _find_one_host(place) or current().topology
+    number: int = getattr(place, name)
+    return number
+
+
+def _find_one_host(place: Topology) -> Topology | None:
+    """Return `place` on the one host that the named backend joins; None if it spans hosts."""
+    state = _get_state()
+    if state.running is not None or not state.environ.get("SYNCPRIMS_BACKEND"):
+        return None
+    choice = choose_backend(state.environ, None, grouped=False, find_topology=lambda: place)
+    if choice.load().spans_hosts:
+        return None
+    return place_on_nodes(place, [(0, rank) for rank in range(place.world_size)])
 
 
 def _check_is_rank(state: _State) -> None:
@@ -179,22 +210,60 @@ def _check_is_rank(state: _State) -> None:
 
 
 def _find_topology(environ: Mapping[str, str]) -> Topology:
-    """Return this process's place by its launcher, else by the group it has initialized itself."""
-    place = detect(environ)
-    distributed = _find_process_group() if place.launcher == "none" else None
-    if distributed is None:
-        return place
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    # Which ranks share a host is not known before they have met.
-    return Topology(rank, size, rank, size, launcher="torch.distributed", run_id=place.run_id)
+    """Return this process's place by its launcher, or by the group it has initialized itself.
+
+    The group counts where no launcher says all, and where the launcher's processes have started
+    more ranks: then its variables are those of the first of them, or of a node.
+    """
+    group = _get_process_group()
+    if group is None:
+        return detect(environ)
+    try:
+        place = detect(environ)
+        if place.world_size >= group.size() and place.launcher != "none":
+            return place  # or the backend refuses a group that contradicts it
+    except ConfigurationError:
+        if environ.get("SYNCPRIMS_LAUNCHER"):
+            raise
+    run_id = environ.get("SYNCPRIMS_RUN_ID") or None
+    hosts = (0, 1, 0, 1) if group.size() == 1 else (UNKNOWN,) * 4
+    return Topology(group.rank(), group.size(), *hosts, "torch.distributed", run_id)
 
 
-def _find_process_group() -> Any:
-    """Return ``torch.distributed`` if the program has initialized its default group, else None."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+def _get_process_group() -> Any:
+    """Return the default group of ``torch.distributed``, if the program has initialized it."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
         return None
-    return distributed
+    try:
+        return c10d.group.WORLD
+    except AttributeError:  # another thread is importing it
+        return None
+
+
+def _check_process_group(state: _State) -> None:
+    """Compare the world with the default group of ``torch.distributed``, once for each group.
+
+    If they contradict each other, this rank leaves the world: its numbers are wrong.
+
+    :raises ConfigurationError: if they do.
+    """
+    world, group = state.running, _get_process_group()
+    if state is not _state or world is None:
+        return
+    state.process_group = group
+    place = world.topology
+    if group is None or (group.rank(), group.size()) == (place.rank, place.world_size):
+        return
+    error = ConfigurationError(
+        f"torch.distributed says rank={group.rank()} and world_size={group.size()}, and the world "
+        f"of this process, which was started before, says rank={place.rank} and "
+        f"world_size={place.world_size}: make the first call of syncprims after "
+        f"init_process_group(), or call init() after it",
+        rank=place.rank,
+    )
+    _fail(state, error)
+    raise error
 
 
 # -- for tests: ranks that are threads, and backends that are observed -----------------------------
@@ -286,29 +355,57 @@ def _start(
                 f"drop one of them"
             )
         settings = settings._replace(timeout=timeout)
-    grouped = _find_process_group() is not None
+    grouped = _get_process_group() is not None
     choice = choose_backend(
         environ, backend, grouped=grouped, find_topology=lambda: _find_topology(environ)
     )
-    made = state.make(choice.load(), choice.topology, settings)
-    place = made.topology  # it may know more of hosts than the launcher says
+    place = choice.topology
+    if settings.store is None:
+        settings = settings._replace(store=derive_store(environ, place))
+    made = state.make(choice.load(), place, settings)
     try:
         world = World(made, choice.backend, settings, place, end=_end_block)
         if state is _state:
             _exit_hooks.install()
+            _warn_of_half_a_world(state, place)
         state.world, state.ended, state.topology = world, None, place
         join_world(world)
+        state.topology = world.topology
+        _check_process_group(state)
     except BaseException as error:
-        met = state.world is not None
-        _end(state, error) if met else made.close(None)
         # It never ran, and `init` may try again. But where ranks may have met already, a mere call
         # does not: it would take the place of the one that failed, out of step.
-        state.ended = state.topology = None
-        if met and isinstance(error, SyncError):
-            verdict = dump(error)
-            state.ended = lambda: load(verdict)
+        if state.world is None:
+            made.close(None)
+            state.ended = state.topology = None
+        else:
+            _fail(state, error)
         raise
     return world
+
+
+def _warn_of_half_a_world(state: _State, place: Topology) -> None:
+    """Log once if variables say that there should be more ranks than this one."""
+    if place.world_size > 1 or state.warned:
+        return
+    missing = find_half_world(state.environ, place)
+    if missing:
+        import logging  # slow to import
+
+        state.warned = True
+        logging.getLogger("syncprims").warning(
+            f"this is a world of one: {missing}. If it is meant to be alone, set "
+            f"SYNCPRIMS_LAUNCHER=none"
+        )
+
+
+def _fail(state: _State, error: BaseException) -> None:
+    """Leave the world because of `error`; every later call raises it, until `init`."""
+    _end(state, error)
+    state.ended = state.topology = None
+    if isinstance(error, SyncError):
+        verdict = dump(error)
+        state.ended = lambda: load(verdict)
 
 
 def _end(state: _State, error: BaseException | None) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
-from syncprims.interface import Settings
+from syncprims.interface import Settings, Topology
 
-from .launchers import is_slurm_step, read_number
+from .launchers import read_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_FIRST_PORT, _PORTS = 15000, 17000  # that are derived; systems assign those from 32768 up
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -69,18 +71,39 @@ def _read_mebibytes(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _read_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where ranks of several hosts meet: what torch's variables say, or SLURM's imply."""
+    """Return where ranks of several hosts meet, if torch's variables say it."""
+    port = read_number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    address = environ.get("MASTER_ADDR")
+    return (address, port) if address and port is not None else None
+
+
+def derive_store(environ: Mapping[str, str], place: Topology) -> tuple[str, int] | None:
+    """Return where ranks of several hosts meet in a job of SLURM that says nothing else.
+
+    That is on the first node, where rank 0 is, on a port that follows from the run id. None without
+    such a job, and where ranks share a host: they meet there.
+
+    :raises ConfigurationError: on rank 0, if it is on another node.
+    """
+    own_step = place.launcher == "SLURM"
+    names = ("SLURM_STEP_NODELIST",) if own_step else ()  # of others: what started their daemons
+    names = (*names, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environ[name] for name in names if environ.get(name)), None)
+    if place.num_nodes == 1 or nodes is None or place.launcher in ("none", "torch.distributed"):
+        return None
+    first, here = _find_first_node(nodes), environ.get("SLURMD_NODENAME")
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if not (address and port):
-        names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        nodes = next((environ[name] for name in names if environ.get(name)), None)
-        job = environ.get("SLURM_JOB_ID", "0")
-        if nodes is None or not job.isdecimal() or not is_slurm_step(environ):
-            return None
-        address = address or _find_first_node(nodes)
-        if not port:  # one for each job on a node, below those that systems assign
-            return address, 15000 + int(job) % 10000
-    return address, read_number(environ, "MASTER_PORT")
+    if place.rank == 0 and not address and here not in (None, first):
+        raise ConfigurationError(
+            f"rank 0 is on node {here}, and the ranks of this run would meet on node {first}, the "
+            f"first of {nodes}: set MASTER_ADDR={here} on all ranks, or start rank 0 on {first}"
+        )
+    if port:
+        return address or first, read_number(environ, "MASTER_PORT")
+    import zlib  # slow to import, and only SLURM needs it
+
+    run = f"{place.run_id} {environ.get('SLURM_JOB_ID')}"
+    return address or first, _FIRST_PORT + zlib.crc32(run.encode()) % _PORTS
 
 
 def _find_first_node(nodes: str) -> str:

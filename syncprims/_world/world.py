@@ -27,6 +27,7 @@ from syncprims.errors import (
 from syncprims.interface import Note
 
 from .group import Group, close_group, rounds_of
+from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes
 from .version import version
 
 if TYPE_CHECKING:
@@ -175,7 +176,11 @@ def join_world(world: World) -> None:
     }
     rounds = rounds_of(world.group)
     trace = recorder.run if recorder is not None else None
-    payload = json.dumps([mine, top.node_rank, trace]).encode()
+    backend = world._backend
+    host = ""  # where no backend and no second rank has to know it
+    if backend.spans_hosts and top.world_size > 1:
+        host = backend.host or identify_host()
+    payload = json.dumps([mine, [host, top.local_rank, top.node_rank], trace]).encode()
     note = Note(rounds.note("init").label, payload=payload)
     try:
         notes = rounds.meet(note, world.settings.join_timeout)
@@ -189,7 +194,6 @@ def join_world(world: World) -> None:
         error.args = (f"{error}\n{more}",)
         raise
     joined = [json.loads(other.payload) for other in notes]
-    world._nodes = [node for _, node, _ in joined]
     for fact, value in mine.items():
         values = [facts[fact] for facts, *_ in joined]
         if any(other != value for other in values):
@@ -201,7 +205,13 @@ def join_world(world: World) -> None:
                 call=str(note.label),
                 arrived=list(range(world.world_size)),
             )
+    nodes = number_nodes([SaidPlace(*said) for _, said, _ in joined])
+    world._nodes = [node for node, _ in nodes]
+    world.topology = place_on_nodes(top, nodes)
+    backend.set_topology(world.topology)
+    rounds.local_rank = world.local_rank
     if recorder is not None:
+        recorder.topology = world.topology
         # One name for all: that of the first rank that has one.
         recorder.open(next(run for *_, run in joined if run is not None))
 
