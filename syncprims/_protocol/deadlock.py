@@ -93,6 +93,10 @@ class DeadlockDetector:
         """Count the rounds at `board`, where ``last_thread()`` called last, 0 for none."""
         self._boards.append((board, last_thread))
 
+    def remove(self, board: Board) -> None:
+        """Forget `board`, which is closed."""
+        self._boards = [entry for entry in self._boards if entry[0] is not board]
+
     def end_wait(self) -> None:
         """Withdraw what :meth:`search` has published: the wait is over."""
         if self._published:

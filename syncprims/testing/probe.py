@@ -89,6 +89,10 @@ class ProbedBackend(Backend):
         self._probe.check_alive()
         return ProbedBoard(self.inner.board(members), self._probe)
 
+    def close_board(self, board: Board) -> bool:
+        """Release a board that this backend has returned."""
+        return self.inner.close_board(board.inner if isinstance(board, ProbedBoard) else board)
+
     def close(self, failure: bytes | None = None) -> None:
         """Leave the world."""
         self.inner.close(failure)

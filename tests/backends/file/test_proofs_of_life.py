@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -36,7 +38,9 @@ def lost(call: str) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_runs_another_program_is_lost(pair: Ranks, signs: Signs, tmp_path: Path) -> None:
+def test_a_rank_that_runs_another_program_is_lost(
+    pair: Ranks, signs: Signs, tmp_path: Path
+) -> None:
     waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'signs/seen')!r}): time.sleep(.01)"
 
     def program() -> Any:
@@ -99,3 +103,23 @@ def test_privileges_may_be_dropped_after_the_start(pair: Ranks) -> None:
     said, dead = pair.outcomes(program)
     assert "rank 1 was lost: killed by SIGKILL" in said
     assert isinstance(dead, Died)
+
+
+def test_ranks_with_few_descriptors_find_a_dead_one_all_the_same(meeting_place: Path) -> None:
+    def program() -> Any:
+        sp.barrier("start")
+        soft = len(os.listdir("/dev/fd"))  # noqa: PTH208
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+        with contextlib.suppress(OSError):  # none is left
+            while True:
+                os.dup(0)
+        for number in range(3):
+            time.sleep(0.05 * (sp.get_rank() == number))  # the others sleep, and look
+            sp.barrier("without descriptors")
+        if sp.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return lost("in vain")
+
+    said = Ranks(Kind("file", 3), meeting_place).outcomes(program)
+    for one in (said[0], said[2]):
+        assert "rank 1 was lost" in one
