@@ -518,7 +518,7 @@ def test_complex_products_are_rounded_as_real_ones() -> None:
     def program() -> Any:
         mine = a if sp.is_main() else b
         small, large = np.array([mine] * 5), np.full(5000, mine)
-        found = [sp.all_reduce(value, "prod") for value in (mine, small, large)]
+        found: list[Any] = [sp.all_reduce(value, "prod") for value in (mine, small, large)]
         return found[0], {*found[1].tolist()}, {*found[2].tolist()}
 
     assert run_world(program, 2) == [(expected, {expected}, {expected})] * 2

@@ -47,6 +47,7 @@ ERRORS: tuple[type[BaseException], ...] = (
     sp.EncodingError,
     sp.PeerFailed,
 )
+_ENDS: tuple[type[BaseException], ...] = (sp.SyncError, TypeError, *ERRORS)
 
 
 class Place(NamedTuple):
@@ -266,7 +267,7 @@ def run_disturbed(call: Call, disturb: Disturb, entered: Entered, rank: int, bas
                     value = disturb(lambda: call.make(1))
                 else:
                     value = call.make(number)
-            except (sp.SyncError, TypeError, *ERRORS):
+            except _ENDS:
                 if attempt:
                     return ""  # torn
                 continue
