@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import signal
 import re
 import subprocess
 import sys
