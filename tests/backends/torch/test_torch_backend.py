@@ -6,8 +6,8 @@ import errno
 import json
 import logging
 import os
-import signal
 import re
+import signal
 import subprocess
 import sys
 import textwrap
