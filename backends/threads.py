@@ -42,7 +42,8 @@ class Room:
 
     def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
         self.scheduler = scheduler
-        self.boards: dict[tuple[int, ...], _SharedBoard] = {}
+        #: by members, and how many boards of theirs were closed before
+        self.boards: dict[tuple[tuple[int, ...], int], _SharedBoard] = {}
         self.waiting: set[ThreadBoard] = set()  #: where a thread waits
         #: of each rank: the state, how it ended, and the failure it left
         self.states: list[tuple[State, str, bytes]] = [("unknown", "", b"")] * world_size
@@ -89,6 +90,7 @@ class ThreadBackend(Backend):
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._room = room
+        self._closed: dict[tuple[int, ...], int] = {}  # boards of these members
         self.host = str(topology.node_rank)  # that a test pretends
         room.states[topology.rank] = "alive", "", b""
 
@@ -107,7 +109,15 @@ class ThreadBackend(Backend):
 
     def board(self, members: Sequence[int]) -> ThreadBoard:
         """Return the board of `members`."""
-        return ThreadBoard(members, self.topology.rank, self._room)
+        closed = self._closed.get(tuple(members), 0)
+        return ThreadBoard(members, self.topology.rank, self._room, closed)
+
+    def close_board(self, board: Board) -> bool:
+        """Forget the board: its members meet at a new one."""
+        closed = self._closed.get(board.members, 0)
+        self._room.boards.pop((board.members, closed), None)
+        self._closed[board.members] = closed + 1
+        return True
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish how this rank ends."""
@@ -127,12 +137,13 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(self, members: Sequence[int], rank: int, room: Room) -> None:
+    def __init__(self, members: Sequence[int], rank: int, room: Room, closed: int) -> None:
         super().__init__(members)
         self.rank = rank  #: whose view of the board this is
         self._room = room
         self._scheduler = room.scheduler
-        self._shared = room.boards.setdefault(self.members, _SharedBoard(self.members))
+        key = self.members, closed
+        self._shared = room.boards.setdefault(key, _SharedBoard(self.members))
 
     def post(self, note: Note) -> None:
         """Publish the note."""

@@ -19,7 +19,7 @@ from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology, own_device_index
 
-from ..file.backend import FileBackend, board_name
+from ..file.backend import FileBackend
 from ..file.description import WorldDescription
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
@@ -201,7 +201,7 @@ class TorchBackend(Backend):
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
         slots = [here.index(rank) for rank in local]
-        name = board_name(members)
+        name = self._local.name_of(members)
         if len(local) == len(members):
             return self._local.open_board(local, name, slots, members)
         own = self._local.open_board(local, f"{name}-here", slots, members)
@@ -213,6 +213,15 @@ class TorchBackend(Backend):
         board.engine = GlooEngine(self._connection.endpoint, prefix, index, count, interfaces)
         self._boards.append(board)
         return board
+
+    def close_board(self, board: Board) -> bool:
+        """Release this host's part of the board; its keys at the store remain."""
+        if not isinstance(board, TwoLevelBoard):
+            return self._local.close_board(board)
+        self._boards.remove(board)
+        board.close()
+        self._local.release(board.members, board.local)
+        return True
 
     def _may_use_nccl(self, hosts: Iterable[int]) -> bool:
         """Return whether NCCL serves the ranks of these hosts: it wants a device for each rank.

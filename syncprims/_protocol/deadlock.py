@@ -94,6 +94,10 @@ class DeadlockDetector:
         """Count the rounds at `board`."""
         self._boards.append(board)
 
+    def remove(self, board: Board) -> None:
+        """Forget `board`, which is closed."""
+        self._boards = [one for one in self._boards if one is not board]
+
     def end_wait(self) -> None:
         """Withdraw what :meth:`search` has published: the wait is over."""
         if self._published:

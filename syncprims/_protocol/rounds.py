@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 _FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
 _LONGEST_PAUSE = 0.25
+#: Members up to which these hold. With more, all times grow: each rank looks at each, and if they
+#: share processors, the looks of all would take longer than what they wait for.
+_FEW_MEMBERS = 16
 #: Seconds after which differing labels are a mismatch even if some are still to come. The wait is
 #: worth it: then the message usually shows every rank's call.
 _EARLY_MISMATCH = 0.3
@@ -77,7 +80,9 @@ class Rounds:
         self._own = own
         # In a test of threads, it warns of what would be wrong in silence elsewhere.
         self._compares_sites = settings.strict or board.virtual_time
-        self._first_look = math.inf if board.virtual_time else _FIRST_LOOK
+        scale = max(1.0, len(board.members) / _FEW_MEMBERS)
+        self._first_look = math.inf if board.virtual_time else _FIRST_LOOK * scale
+        self._longest_pause = _LONGEST_PAUSE * scale
         self._deadlocks = deadlocks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         self.note = NoteCache().note  #: see there for what it asks of its caller
@@ -155,6 +160,8 @@ class Rounds:
             del self._calls[token]
             return found
         except BaseException as error:
+            if before >= 0:
+                self._call_failed(error, before)
             if self._is_in_step(error, before, collected) and token in self._calls:
                 del self._calls[token]
             raise
@@ -380,7 +387,7 @@ class Rounds:
                     return came
                 if board.now() < until and not board.virtual_time:
                     time.sleep(0.001)  # it gave up early: what it saw is seen here soon
-                pause = max(self._first_look, min(2 * pause, _LONGEST_PAUSE))
+                pause = max(self._first_look, min(2 * pause, self._longest_pause))
         finally:
             board.waits_until = None
             board.publish_wait(WaitView(0))

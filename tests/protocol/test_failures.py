@@ -501,6 +501,28 @@ def test_an_interrupted_wait_breaks_the_group(world: Ranks, tmp_path: Path) -> N
     assert world.run(program) == [[("PeerFailed", 0, True)] * 2] * 2
 
 
+@in_processes
+@several(2)
+def test_a_call_in_a_signal_handler_breaks_the_group(world: Ranks, tmp_path: Path) -> None:
+    """Its error ends the call that it has interrupted, and is no error of all ranks."""
+    interrupted = tmp_path / "interrupted"
+
+    def program() -> Any:
+        sp.barrier()
+        if sp.is_main():
+            signal.signal(signal.SIGALRM, lambda *_: sp.barrier())
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(sp.ConcurrentCall, match="a signal handler calls"):
+                sp.all_gather(1)
+            interrupted.touch()
+        while not interrupted.exists():
+            time.sleep(0.001)
+        errors = [caught(lambda: sp.all_gather(2)) for _ in range(2)]
+        return [(type(e).__name__, e.rank, "ConcurrentCall" in str(e)) for e in errors]
+
+    assert world.run(program) == [[("PeerFailed", 0, True)] * 2] * 2
+
+
 def test_interrupts_at_any_moment_leave_no_call_open(meeting_place: Path) -> None:
     """A signal handler that raises, thousands of times: the next call passes or says why not."""
 

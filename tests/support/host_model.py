@@ -92,7 +92,7 @@ class _Store:
 class Model:
     """So many `hosts` that make `rounds` rounds."""
 
-    def __init__(self, hosts: int, rounds: int, **faults: int) -> None:
+    def __init__(self, hosts: int, rounds: int, **faults: Any) -> None:
         self.rounds = rounds
         members = {host: [host] for host in range(hosts)}
         self.decisions = _decisions.Decisions("b", members)

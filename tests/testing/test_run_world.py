@@ -636,6 +636,26 @@ def test_the_root_cause_is_shown_even_if_others_never_end() -> None:
         run_world(program, 2, timeout=0.3)
 
 
+@both
+def test_a_deadlock_in_a_group_that_was_closed_and_made_again_is_found(kind: Kinds) -> None:
+    def program() -> None:
+        for _ in range(3):
+            pair = sp.group([0, 1])
+            if sp.get_rank() < 2:
+                for _ in range(5):
+                    pair.barrier()
+            pair.close()
+        pair = sp.group([0, 1])
+        if sp.get_rank() == 0:
+            pair.barrier("pair")
+        sp.barrier("all")
+        if sp.get_rank() == 1:
+            pair.barrier("pair")
+
+    with pytest.raises((DeadlockError, sp.CollectiveMismatch), match="barrier 'pair'"):
+        run_world(program, 3, kind=kind)
+
+
 def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was() -> None:
     released = threading.Event()
     left: list[threading.Thread] = []

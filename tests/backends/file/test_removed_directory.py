@@ -97,7 +97,7 @@ def hide_pidfds() -> None:
     load_backend("file")
     liveness: Any = sys.modules["syncprims.backends.file.liveness"]
 
-    def refuse(_: int) -> int:
+    def refuse(pid: int, flags: int = 0) -> int:
         raise OSError("not on this system")
 
     os.pidfd_open = refuse
