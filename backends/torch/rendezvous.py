@@ -5,7 +5,10 @@ memory. So each rank publishes the directory in which it would meet others, by w
 it. A directory is the same for two ranks only if both see the same memory there.
 
 A rendezvous has epochs. Each rank adds its entry to the open epoch, and the rank that completes it
-writes the result, which holds for all. An epoch that is complete, or void, is closed.
+writes the result. Then each rank confirms that it has read this, and the last one begins the world.
+So an entry of a rank that was killed while it joined begins no world: the process that takes its
+place finds an epoch that is complete and has not begun, and voids it. An epoch that has begun, or
+is void, is over, and the next one is open.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two checks whether all have come
 _LEAVING = 2.0  # seconds to publish that this rank leaves the epoch
-_VOID = b"void"
+_VOID, _BEGUN = b"void", b"begun"
 
 
 class HostGroup(NamedTuple):
@@ -101,6 +104,7 @@ class Rendezvous:
         self._warning = warning
         self._prefix = f"world-{topology.world_size}/rendezvous"
         self._epoch = ""  # prefix of the keys of the epoch that this rank is in
+        self._complete = False  # the epoch, when the missing ranks were last looked for
         self._missing: list[int] = []  # as last known: the rank that serves the store may go first
         place = identify_place(settings)
         # To count the devices that this process sees touches none.
@@ -162,16 +166,19 @@ class Rendezvous:
         return self._links[0].ask(work, self._left())
 
     def _await_result(self) -> Placement | None:
-        """Return the result of the epoch once it is closed; None if it is void."""
-        pause = _FIRST_PAUSE
+        """Return the result of the epoch once the world has begun; None if the epoch is void."""
+        pause, result = _FIRST_PAUSE, b""
         while True:
             if not self._left():
                 raise StoreGone("not all ranks have come")
             time.sleep(min(pause, self._left()))
             pause = min(1.2 * pause, _LONGEST_PAUSE)  # many ranks may ask
-            result = self._ask(lambda store: read_key(store, f"{self._epoch}result"))
-            if result:
-                return _decode(result)
+            if not result:
+                result = self._ask(self._confirm)
+            elif outcome := self._ask(lambda store: read_key(store, f"{self._epoch}outcome")):
+                return _decode(result) if outcome == _BEGUN else None
+            if result == _VOID:
+                return None
             if self._left() < _LEAVING or not self._warning.left:
                 self._missing = self._ask(self._find_missing)
             if self._missing and not self._warning.left:
@@ -181,7 +188,8 @@ class Rendezvous:
     def _never_came(self) -> SyncTimeout:
         top, missing, waited = self._top, self._missing, self._join_timeout - self._left()
         arrived = [rank for rank in range(top.world_size) if rank not in missing]
-        lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
+        how = "ended while it joined" if self._complete else "never joined"
+        lines = "\n".join(f"  rank {rank} {how}" for rank in missing)
         return SyncTimeout(
             f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
             f"did\n{lines}\nThis rank waits at the store at {self._endpoint.address}, run id "
@@ -199,11 +207,12 @@ class Rendezvous:
     def _enter(self, store: Any) -> str:
         """Add this rank's entry to the open epoch, and return the prefix of that epoch's keys.
 
-        An epoch is closed once all ranks are in it, and then belongs to their world. So a second
-        world of the same processes opens the next.
+        A second world of the same processes opens the next epoch. If this rank comes to one that
+        is complete, a process before it was killed while it joined as this rank.
         """
         number = 1
         while store.check([f"{self._prefix}/{number}/result"]):
+            store.compare_set(f"{self._prefix}/{number}/outcome", "", _VOID)
             number += 1
         epoch = f"{self._prefix}/{number}/"
         store.append(f"{epoch}entries", self._entry)
@@ -214,22 +223,35 @@ class Rendezvous:
                 store.compare_set(f"{epoch}result", "", result)
         return epoch
 
+    def _confirm(self, store: Any) -> bytes:
+        """Confirm the result of this epoch if it is there, and return it; the last one begins."""
+        result = read_key(store, f"{self._epoch}result")
+        if result not in (b"", _VOID):
+            store.append(f"{self._epoch}confirmed", f"{self._top.rank}\n")
+            if store.add(f"{self._epoch}confirmations", 1) == self._top.world_size:
+                store.compare_set(f"{self._epoch}outcome", "", _BEGUN)
+        return result
+
     def _find_missing(self, store: Any) -> list[int]:
-        entries = _entries(store, self._epoch)
-        return [rank for rank in range(self._top.world_size) if rank not in entries]
+        self._complete = bool(read_key(store, f"{self._epoch}result"))
+        if self._complete:
+            came = {int(rank) for rank in read_key(store, f"{self._epoch}confirmed").split()}
+        else:
+            came = set(_entries(store, self._epoch))
+        return [rank for rank in range(self._top.world_size) if rank not in came]
 
     def _void(self, store: Any) -> Placement | None:
-        """Void this epoch by compare-and-set; return its result if it was complete before.
+        """Void this epoch by compare-and-set; return its result if the world has begun.
 
         No rank may use an epoch that another has left. The others open the next one, where this
         rank may meet them if it tries again.
         """
-        return _decode(store.compare_set(f"{self._epoch}result", "", _VOID))
+        result = bytes(store.compare_set(f"{self._epoch}result", "", _VOID))
+        outcome = bytes(store.compare_set(f"{self._epoch}outcome", "", _VOID))
+        return _decode(result) if outcome == _BEGUN else None
 
 
-def _decode(result: bytes) -> Placement | None:
-    if result == _VOID:
-        return None
+def _decode(result: bytes) -> Placement:
     token, hosts = json.loads(result)
     return Placement(token, [HostGroup(*host) for host in hosts])
 
