@@ -169,7 +169,9 @@ class TorchBackend(Backend):
         board = self._board(members)
         if self._may_use_nccl({self._placement.host_of[rank] for rank in members}):
             # Its first group takes all ranks of the world.
-            board.device_engine = NcclEngine(members, self.topology.world_size, self.open_process_group)
+            board.device_engine = NcclEngine(
+                members, self.topology.world_size, self.open_process_group
+            )
         return board
 
     def _board(self, members: Sequence[int]) -> Board:

@@ -13,7 +13,7 @@ Every call that waits for other ranks raises `CollectiveMismatch` if they make a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from syncprims._data.partition import split as split_items
 from syncprims._world.group import entered
@@ -23,6 +23,7 @@ from syncprims._world.world import get_node_group, make_group
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncprims._data.reduction import Op
     from syncprims._world.group import Group, Seconds
     from syncprims._world.sequential import InTurn, MainFirst
 
@@ -152,14 +153,41 @@ def all_gather(obj: T, *, timeout: Seconds = None, group: Group | None = None) -
     return (group or get_active_group(timeout)).all_gather(obj, timeout=timeout)
 
 
+@overload
+def all_reduce(
+    value: int,
+    op: Literal["mean"],
+    *,
+    out: None = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> float: ...
+@overload
+def all_reduce(
+    value: bool,
+    op: Literal["sum", "prod"] = "sum",
+    *,
+    out: None = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> int: ...
+@overload
 def all_reduce(
     value: T,
-    op: str = "sum",
+    op: Op = "sum",
     *,
     out: Any = None,
     timeout: Seconds = None,
     group: Group | None = None,
-) -> T:
+) -> T: ...
+def all_reduce(
+    value: Any,
+    op: Op = "sum",
+    *,
+    out: Any = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> Any:
     """Return the sum, mean, min, max or prod over all members, the same bits on each.
 
     `value` is a number, a numpy array, a torch tensor, or a dict, list or tuple of them, and does
@@ -253,6 +281,14 @@ def in_turn(*, timeout: Seconds = None, group: Group | None = None) -> InTurn:
     return (group or get_active_group(timeout)).in_turn(timeout=timeout)
 
 
+@overload
+def split(items: range, *, pad: Literal[False] = False) -> range: ...
+@overload
+def split(items: range, *, pad: bool) -> range | list[int]: ...
+@overload
+def split(items: tuple[T, ...], *, pad: bool = False) -> tuple[T, ...]: ...
+@overload
+def split(items: T, *, pad: bool = False) -> T: ...
 def split(items: Any, *, pad: bool = False) -> Any:
     """Return this rank's contiguous share of `items`; extra items go to the lowest ranks.
 
@@ -264,7 +300,7 @@ def split(items: Any, *, pad: bool = False) -> Any:
     :raises TypeError: for `str` and `bytes`, and for what has no length.
     :raises ValueError: if the dict's values differ in length.
     """
-    within = entered.get()
+    within: Any = entered.get()
     if within is not None:
         return within.split(items, pad=pad)
     place = get_topology()

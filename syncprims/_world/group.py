@@ -12,7 +12,7 @@ import math
 import sys
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from syncprims._data import codec, objects, reduction
 from syncprims._data.partition import split
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from contextvars import Token
     from datetime import timedelta
 
+    from syncprims._data.reduction import Op
     from syncprims._protocol.rounds import Rounds
     from syncprims.errors import SyncError
 
@@ -122,14 +123,31 @@ class Group:
         """As :func:`syncprims.all_gather`, among the members."""
         return gather_as(self, "all_gather", obj, timeout)
 
+    @overload
     def all_reduce(
-        self, value: T, op: str = "sum", *, out: Any = None, timeout: Seconds = None
-    ) -> T:
+        self, value: int, op: Literal["mean"], *, out: None = None, timeout: Seconds = None
+    ) -> float: ...
+    @overload
+    def all_reduce(
+        self,
+        value: bool,
+        op: Literal["sum", "prod"] = "sum",
+        *,
+        out: None = None,
+        timeout: Seconds = None,
+    ) -> int: ...
+    @overload
+    def all_reduce(
+        self, value: T, op: Op = "sum", *, out: Any = None, timeout: Seconds = None
+    ) -> T: ...
+    def all_reduce(
+        self, value: Any, op: Op = "sum", *, out: Any = None, timeout: Seconds = None
+    ) -> Any:
         """As :func:`syncprims.all_reduce`, among the members."""
         reduction.check_op(op)
         note = self._rounds.note("all_reduce", op=op)
         limit = self._seconds(timeout)
-        result: T = objects.all_reduce(self._rounds, note, value, op, out, limit)
+        result = objects.all_reduce(self._rounds, note, value, op, out, limit)
         if out is not None and out is not result:
             result = reduction.copy_into(out, result)
         return result
@@ -188,6 +206,14 @@ class Group:
         """As :func:`syncprims.in_turn`, among the members."""
         return InTurn(self._rounds, self._seconds(timeout))
 
+    @overload
+    def split(self, items: range, *, pad: Literal[False] = False) -> range: ...
+    @overload
+    def split(self, items: range, *, pad: bool) -> range | list[int]: ...
+    @overload
+    def split(self, items: tuple[T, ...], *, pad: bool = False) -> tuple[T, ...]: ...
+    @overload
+    def split(self, items: T, *, pad: bool = False) -> T: ...
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
         return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)

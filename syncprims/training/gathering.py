@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,6 +10,8 @@ import syncprims
 
 from .gradient_sync import check_alike, describe
 from .pytree import has_only_tensors, map_tensors, named_leaves
+
+Reduction = Literal["sum", "mean", "min", "max", "prod", "none"]
 
 
 def gather(tensor: Any) -> Any:
@@ -55,7 +57,7 @@ def gather_for_metrics(tensor: Any, real: int | None, as_objects: bool) -> Any:
     return map_tensors(lambda one: one[:real], joined)
 
 
-def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+def reduce(tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
     """Return the tensors' ``sum``, ``mean``, ``min``, ``max`` or ``prod`` over all ranks, scaled.
 
     Collective, except with ``none``, which returns the tensors unchanged.
