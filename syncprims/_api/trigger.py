@@ -7,9 +7,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
-from syncprims._protocol.validation import require
+from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import current, get_active_group
+from syncprims.errors import signal_name
 from syncprims.interface import Note
 
 if TYPE_CHECKING:
@@ -85,16 +86,25 @@ class Trigger:
 
         A second signal has the effect it had before.
 
-        :raises ValueError: outside the main thread, as :func:`signal.signal`.
+        :raises TypeError: if `signum` is not a number, such as `signal.SIGUSR1`.
+        :raises ValueError: if there is no such signal or no program can catch it, and outside the
+            main thread, as :func:`signal.signal`.
         """
         import signal  # slow to import
 
-        signum = signal.SIGTERM if signum is None else signum
+        if signum is None:
+            signum = signal.SIGTERM
+        signum = whole_number(signum, "signum takes a signal, as signal.SIGUSR1")
+        if signum not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            raise ValueError(
+                f"signum={signum}: no program can catch such a signal; "
+                f"take another, as signal.SIGUSR1"
+            )
         previous: Any = signal.getsignal(signum)
 
         def on_signal(received: int, frame: FrameType | None) -> None:
             signal.signal(signum, previous)  # a second one is meant
-            self.set(signal.Signals(received).name)
+            self.set(signal_name(received))
 
         signal.signal(signum, on_signal)
 

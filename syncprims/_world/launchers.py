@@ -243,23 +243,36 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
         launcher=launcher.name,
         run_id=_read_run_id(launcher, environ),
     )
-    for index, i, size, n in (
-        ("rank", place.rank, "world_size", place.world_size),
-        ("local_rank", place.local_rank, "local_world_size", place.local_world_size),
-        ("node_rank", place.node_rank, "num_nodes", place.num_nodes),
+    _check_range(launcher, environ, place)
+    return place
+
+
+def _check_range(launcher: Launcher, environ: Mapping[str, str], place: Topology) -> None:
+    """Accept numbers of which each is possible, and which fit together."""
+
+    def says(field: str) -> str:
+        """Return ``RANK=3``; a number that no variable gives has its name in `Topology`."""
+        names: str | tuple[str, ...] = getattr(launcher, field)
+        names = (names,) if isinstance(names, str) else names
+        found = [f"{name}={environ[name]}" for name in names if name in environ]
+        return found[0] if found else f"{field}={getattr(place, field)}"
+
+    for index, size in (
+        ("rank", "world_size"),
+        ("local_rank", "local_world_size"),
+        ("node_rank", "num_nodes"),
     ):
-        if not 0 <= i < n:
+        if not 0 <= getattr(place, index) < getattr(place, size):
+            a, b = says(index), says(size)
             raise ConfigurationError(
-                f"{place.launcher} says {index}={i} and {size}={n}: {index} must be from 0 to "
-                f"{size} - 1; correct its variables"
+                f"{launcher.name} says {a} and {b}: {a.partition('=')[0]} must be at least 0 and "
+                f"less than {b.partition('=')[0]}; correct them"
             )
     if max(place.local_world_size, place.num_nodes) > place.world_size:
         raise ConfigurationError(
-            f"{place.launcher} says local_world_size={place.local_world_size} and "
-            f"num_nodes={place.num_nodes}, which do not fit into world_size={place.world_size}; "
-            f"correct its variables"
+            f"{launcher.name} says {says('local_world_size')} and {says('num_nodes')}, which do "
+            f"not fit into {says('world_size')}; correct them"
         )
-    return place
 
 
 def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int) -> int | None:

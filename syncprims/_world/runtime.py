@@ -25,7 +25,7 @@ from .exit_hooks import ExitHooks, reason
 from .group import entered
 from .launchers import detect, list_rank_variables
 from .registry import choose_backend
-from .settings import read_settings
+from .settings import find_misspelt, read_settings
 from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class _State:
         self.aside: World | None = None  # the process's world, while threads are ranks
         self.rank_threads = 0  # how many threads are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
+        self.warned = False  # of misspelt variables
 
     @property
     def running(self) -> World | None:
@@ -270,6 +271,7 @@ def _start(
     choice = choose_backend(
         environ, backend, grouped=grouped, find_topology=lambda: _find_topology(environ)
     )
+    _warn_of_misspelt(state, choice.topology)
     made = state.make(choice.load(), choice.topology, settings)
     place = made.topology  # it may know more of hosts than the launcher says
     try:
@@ -289,6 +291,21 @@ def _start(
             state.ended = lambda: load(verdict)
         raise
     return world
+
+
+def _warn_of_misspelt(state: _State, place: Topology) -> None:
+    """Log once, on one rank of each node, which variables with our prefix are never read."""
+    if state is not _state or state.warned or place.local_rank:
+        return
+    state.warned = True
+    for name, nearest in find_misspelt(state.environ).items():
+        import logging  # slow to import
+
+        hint = f": did you mean {nearest}?" if nearest else "."
+        logging.getLogger("syncprims").warning(
+            f"{name} is set, and nothing reads it{hint} `syncprims env` lists the variables that "
+            f"are read"
+        )
 
 
 def _end(state: _State, error: BaseException | None) -> None:

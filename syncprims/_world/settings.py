@@ -7,10 +7,28 @@ from typing import TYPE_CHECKING
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Settings
 
-from .launchers import is_slurm_step, read_number
+from .launchers import LAUNCHERS, is_slurm_step, read_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_PREFIX = "SYNCPRIMS_"
+#: Every variable with our prefix that is read, without the prefix.
+_OURS = {
+    "BACKEND",
+    "DIR",
+    "ERROR_FILE",
+    "HEARTBEAT",
+    "JOIN_TIMEOUT",
+    "MIXED_PRECISION",
+    "PICKLE",
+    "RUN_ID",
+    "TIMEOUT",
+    "TRACE",
+    "TRACE_LIMIT",
+    "WARN_AFTER",
+    *(name.removeprefix(_PREFIX) for name in LAUNCHERS[0].variables),
+}
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -38,6 +56,18 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         trace_limit=_read_mebibytes(environ, "SYNCPRIMS_TRACE_LIMIT") or default.trace_limit,
         mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
     )
+
+
+def find_misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables with our prefix that are never read, and the nearest that is."""
+    names = [name.removeprefix(_PREFIX) for name in environ if name.startswith(_PREFIX)]
+    unknown = sorted(name for name in names if name not in _OURS)
+    if not unknown:
+        return {}
+    import difflib  # slow to import
+
+    nearest = {name: difflib.get_close_matches(name, _OURS, 1) for name in unknown}
+    return {_PREFIX + name: _PREFIX + best[0] if best else None for name, best in nearest.items()}
 
 
 def _read_seconds(environ: Mapping[str, str], name: str) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import platform
 import socket
@@ -16,7 +15,7 @@ from typing import Any
 from syncprims._world.host import count_processors
 from syncprims._world.launchers import LAUNCHERS, detect
 from syncprims._world.registry import choose_backend
-from syncprims._world.settings import read_settings
+from syncprims._world.settings import find_misspelt, read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError
 from syncprims.interface import Settings, Topology
@@ -46,7 +45,6 @@ SETTINGS = (
     ("CUDA_VISIBLE_DEVICES", "all devices"),
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
-_PREFIX = "SYNCPRIMS_"
 _NAMES = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
 
 
@@ -128,7 +126,7 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     lines += _launchers(place, environ)
     lines += ["", style("bold", "Settings")]
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
-    if unknown := misspelt(environ):
+    if unknown := find_misspelt(environ):
         lines += ["", style("yellow", "Set, but never read")]
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
     lines += ["", style("bold", "Here"), *table(list(_here().items()))]
@@ -158,18 +156,6 @@ def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
     return f"= {environ[name]}" if environ.get(name) else f"not set: {default}"
 
 
-def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables with our prefix that are not ours, and the nearest that is."""
-    ours = [*_NAMES, *LAUNCHERS[0].variables]
-    known = [name.removeprefix(_PREFIX) for name in ours if name.startswith(_PREFIX)]
-    found: dict[str, str | None] = {}
-    for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in (*ours, "SYNCPRIMS_ERROR_FILE"):
-            nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
-            found[name] = _PREFIX + nearest[0] if nearest else None
-    return found
-
-
 def _here() -> dict[str, str]:
     return {
         "host": socket.gethostname(),
@@ -194,6 +180,6 @@ def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
         "settings": world.settings._asdict() if world.settings is not None else None,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
-        "misspelt": misspelt(environ),
+        "misspelt": find_misspelt(environ),
         "here": _here(),
     }
