@@ -115,8 +115,8 @@ def parts(obj: Any, where: str) -> Iterator[tuple[str, object]]:
     if isinstance(reduced, str):
         return  # the name of a global
     state: Any = reduced[2] if len(reduced) > 2 else None
-    several: tuple[Any, ...] = state if isinstance(state, tuple) else (state,)  # slots are apart
-    for attributes in several:
+    several: Any = state if isinstance(state, tuple) else (state,)  # those in slots are apart
+    for attributes in cast("tuple[object, ...]", several):
         if isinstance(attributes, dict):
             for name, value in cast("dict[object, object]", attributes).items():
                 yield f"{where}.{name}", value
