@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 class Topology(NamedTuple):
@@ -161,6 +161,48 @@ class Status(NamedTuple):
     failure: bytes = b""  #: what it raised, if it failed
 
 
+class BoardView(NamedTuple):
+    """What a process outside of the run reads of a board, while its members go on."""
+
+    members: tuple[int, ...]  #: world ranks, ascending
+    statuses: Mapping[int, Status]  #: of each member
+    #: Which round a member waits for, and since when (:func:`time.monotonic`). Short waits are not
+    #: seen. If all notes of that round are up, it waits for the data of the call.
+    waits: Mapping[int, tuple[int, float]]
+    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
+
+    def status(self, rank: int) -> Status:
+        """Return what is known of member `rank`."""
+        return self.statuses[rank]
+
+
+class WorldView(NamedTuple):
+    """What a process outside of the run reads of a world, or of its part on this host."""
+
+    run_id: str
+    backend: str
+    world_size: int
+    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
+    here: Sequence[int]  #: the ranks of this host
+    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
+    states: Mapping[int, Status]  #: of the ranks of this host
+    problem: str = ""  #: why the rest cannot be read, if it cannot
+
+
+class WorldReader(ABC):
+    """Reads one world from outside. It never writes, and takes no lock that a rank needs."""
+
+    path: str  #: of the directory in which the ranks meet
+
+    @abstractmethod
+    def read(self) -> WorldView | None:
+        """Return what can be read now; None once the world has ended and removed its files."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is open."""
+
+
 class Window(NamedTuple):
     """Memory that all members of a board share, for arrays in bulk."""
 
@@ -235,6 +277,8 @@ class Board(ABC):
     waiting_since: float = 0.0
     #: Whether a barrier of one member is a round, too, as where a test observes every round.
     posts_alone: bool = False
+    #: Whether `syncprims who` can read it from outside: the warning of a long wait says so.
+    seen_outside: bool = False
     #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
     #: has none. None while it does not wait.
     waits_until: float | None = None
@@ -283,6 +327,14 @@ class Board(ABC):
         """Update the status of all members: it is about to become a verdict.
 
         Optional: for boards whose :meth:`status` may lag behind.
+        """
+
+    def publish_wait(self, number: int, since: float) -> None:  # noqa: B027 - optional
+        """Publish to other processes that this rank waits for round `number`, and since when.
+
+        If all notes of that round are up, it waits for the data of the call. A `number` of 0 means
+        that it does not wait. Called for waits that take a moment. Optional: `syncprims who` shows
+        it.
         """
 
     def window(self) -> Window | None:

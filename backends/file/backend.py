@@ -24,10 +24,23 @@ from typing import TYPE_CHECKING
 import filelock
 
 from syncprims import errors
-from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
+from syncprims.errors import (
+    BackendUnavailable,
+    ConfigurationError,
+    PeerLost,
+    SyncError,
+    format_ranks,
+)
 from syncprims.interface import Backend, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
+from .description import (
+    OF_BOARD,
+    WORLD,
+    BoardDescription,
+    WorldDescription,
+    write_description,
+)
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, default_base
@@ -48,10 +61,20 @@ class FileBackend(Backend):
     spans_hosts = False
     detects_death = True
 
-    def __init__(self, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        settings: Settings,
+        description: WorldDescription | None = None,
+    ) -> None:
+        """Join the world; `description` says what this is a part of, if it is one."""
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
+        size = topology.world_size
+        self._description = description or WorldDescription(
+            topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
+        )
         self._boards: list[SharedMemoryBoard] = []
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
@@ -80,14 +103,19 @@ class FileBackend(Backend):
 
     def board(self, members: Sequence[int]) -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
-        return self.open_board(members, board_name(members), members)
+        return self.open_board(members, board_name(members), members, members)
 
     def open_board(
-        self, members: Sequence[int], name: str, slots: Sequence[int]
+        self, members: Sequence[int], name: str, slots: Sequence[int], everywhere: Sequence[int]
     ) -> SharedMemoryBoard:
-        """Return the board `name` of members whose liveness slots are `slots`."""
-        with self.locked_directory():
+        """Return the board `name` of members whose liveness slots are `slots`.
+
+        They are this host's part of those that are members `everywhere`.
+        """
+        description = BoardDescription(*map(format_ranks, (everywhere, members, slots)))
+        with self.locked_directory() as directory:
             board = SharedMemoryBoard(name, members, self.liveness, slots)
+            write_description(directory, name + OF_BOARD, description)
         self._boards.append(board)
         return board
 
@@ -192,6 +220,7 @@ class FileBackend(Backend):
                 # Those that have joined this world raise it as well.
                 abort_from_outside(directory, board_name(range(found)), found, errors.dump(error))
                 raise error
+            write_description(directory, WORLD, self._description)
             self.liveness = Liveness(directory, top.rank, top.world_size)
         except BaseException:
             directory.close()

@@ -55,6 +55,8 @@ _WIDTH = WORD.size
 class SharedMemoryBoard(Board):
     """The board of `members` in the file `name`, seen from the one whose slot `liveness` holds."""
 
+    seen_outside = True
+
     def __init__(
         self, name: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int]
     ) -> None:
@@ -378,6 +380,11 @@ class SharedMemoryBoard(Board):
     def verdict(self) -> bytes | None:
         """Return the verdict that covers the oldest uncollected round, if there is one."""
         return self._aborts.verdict(self.collected + 1)
+
+    def publish_wait(self, number: int, since: float) -> None:
+        """Record in this rank's cells which round it waits for."""
+        with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked
+            self._cells.write_wait(self._index, number, since)
 
     def window(self) -> Window:
         """Return the memory that arrays pass through; the first call creates it."""

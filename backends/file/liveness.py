@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncprims import errors
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
-from .memory import RECORD_HEAD, await_record, map_file, read_header, write_record
+from .memory import (
+    RECORD_HEAD,
+    await_record,
+    map_file,
+    read_header,
+    read_record,
+    write_record,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
 
     from .private_dir import PrivateDirectory
 
-_FILE = "liveness"
+FILE = "liveness"
 _MAGIC = b"syncprims liveness 2"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
@@ -70,7 +77,7 @@ class Liveness:
         with contextlib.ExitStack() as undo:
             self.doorbell = Doorbell(directory, rank)
             undo.callback(self.doorbell.close)
-            self._memory = map_file(directory, _FILE, _MAGIC, world_size, _slot(world_size))
+            self._memory = map_file(directory, FILE, _MAGIC, world_size, _slot(world_size))
             undo.callback(self._memory.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
@@ -181,13 +188,7 @@ class Liveness:
         since = self._finished_at.setdefault(rank, time.monotonic())
         if watch is not None and not ended and time.monotonic() - since < _EXIT_GRACE:
             return "alive", "", b""  # after that, it called shutdown() and does something else
-        status = _await_exit_status(watch) if ended else None
-        if not status:
-            return "finished", "", b""
-        if status < 0:
-            return "lost", describe_exit(status), b""
-        failure = Failure(rank, "SystemExit", str(status), "")
-        return "failed", "", errors.dump(PeerFailed.from_failure(failure))
+        return _end_of(rank, _await_exit_status(watch) if ended else None)
 
     # -- for another thread ---------------------------------------------------------------------
 
@@ -223,6 +224,16 @@ class Liveness:
         return await_record(self._memory, _slot(rank) + at, size)
 
 
+def _end_of(rank: int, status: int | None) -> tuple[State, str, bytes]:
+    """Return the state of a rank that published a normal end, by the exit status of its process."""
+    if not status:
+        return "finished", "", b""
+    if status < 0:
+        return "lost", describe_exit(status), b""
+    failure = Failure(rank, "SystemExit", str(status), "")
+    return "failed", "", errors.dump(PeerFailed.from_failure(failure))
+
+
 def _await_exit_status(watch: ProcessWatch | None) -> int | None:
     if watch is None:
         return None
@@ -235,12 +246,62 @@ def _await_exit_status(watch: ProcessWatch | None) -> int | None:
 
 def world_size_of(directory: PrivateDirectory) -> int | None:
     """Return the number of ranks the world in `directory` has; None if unknown or damaged."""
-    with contextlib.suppress(FileNotFoundError), directory.opened(_FILE, os.O_RDONLY) as fd:
+    with contextlib.suppress(FileNotFoundError), directory.opened(FILE, os.O_RDONLY) as fd:
         magic, world_size = read_header(fd)
         # A number that does not fit the size of the file is damaged, and might be absurd.
         if magic == _MAGIC and os.fstat(fd).st_size == _slot(world_size):
             return world_size
     return None
+
+
+def examine_from_outside(
+    directory_fd: int, fd: int, slot: int
+) -> tuple[ProcessIdentity | None, State, str, bytes]:
+    """Return who took a slot of the liveness file `fd`, and its state; None if nobody has.
+
+    For processes that are no rank: nothing is locked that a rank needs. The lock of a slot whose
+    rank has published that it lives is held by that rank, or by nobody any more.
+    """
+    at = _slot(slot)
+
+    def read_state() -> int:
+        return int.from_bytes(os.pread(fd, 1, at), "little")
+
+    entry = os.pread(fd, _ENTRY.size, at)
+    before, *who = _ENTRY.unpack(entry.ljust(_ENTRY.size, b"\0"))
+    if before not in (_ALIVE, _FINISHED, _FAILED):
+        return None, "unknown", "", b""
+    identity = ProcessIdentity(*who)
+    watch = ProcessWatch(identity)
+    try:
+        gone = before == _ALIVE and (identity.is_gone() or _is_free(directory_fd, slot))
+        after = read_state()
+        if after == _FAILED:
+            failure = read_record(os.pread(fd, _FAILURE_SIZE, at + _FAILURE_AT), 0, _FAILURE_SIZE)
+            return identity, "failed", "", failure or b""
+        if after == _FINISHED:
+            return identity, *_end_of(slot, watch.exit_status())
+        if gone:
+            return identity, "lost", describe_exit(watch.exit_status()), b""
+        return identity, "alive", "", b""
+    finally:
+        watch.close()
+
+
+def _is_free(directory_fd: int, slot: int) -> bool:
+    """Return whether the lock of a slot is free; not if it cannot be seen."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(_lock_name(slot), flags, dir_fd=directory_fd)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def joined(directory: PrivateDirectory) -> dict[int, bool]:
@@ -359,6 +420,13 @@ class ProcessIdentity(NamedTuple):
         except OSError:
             return None
         return cls(pid, int(fields[19]), namespace) if fields else None
+
+    def is_gone(self) -> bool:
+        """Return whether the process is known to have ended, reaped or not."""
+        if not self.started or self.namespace != self.own().namespace:
+            return False
+        fields = _stat_fields(self.pid)
+        return not fields or fields[0] in "ZX" or int(fields[19]) != self.started
 
     @classmethod
     def own(cls) -> ProcessIdentity:

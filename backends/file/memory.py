@@ -39,10 +39,11 @@ _SHORT_BODY = 256  # bytes; most bodies fit
 _TEXT_SIZE = 16 * 1024  # of a verdict
 
 WORD = struct.Struct("<QII")  #: round, flags, check
+_WAIT = struct.Struct("<Qd")  # round, since when
 HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
 FLAG, CONTENT, SPILLED = 1, 2, 4  #: and from bit 8 on, how many rounds the writer was ahead
 
-_MAGIC = b"syncprims board 3"
+BOARD_MAGIC = b"syncprims board 4"
 _HEADER = struct.Struct("<32sI")  # magic, number of ranks
 HEADER_SIZE = 64
 _RECORD = struct.Struct("<II")  # length, checksum
@@ -61,21 +62,18 @@ def word_of(number: int, flags: int, body_check: int) -> bytes:
     return WORD.pack(number, flags, check & MASK)
 
 
-class Cells:
-    """The cells of a board with `count` members, in the file `name` of `directory`."""
+class CellReader:
+    """The cells of a board with `count` members: mapped by one of them, or copied from outside."""
 
-    def __init__(self, directory: PrivateDirectory, name: str, count: int) -> None:
-        """Map the file, creating it if it is not there; under the run's lock.
-
-        :raises ConfigurationError: if the file is something else.
-        :raises OSError: if there is no space for it.
-        """
+    def __init__(self, memory: mmap.mmap | bytes, count: int) -> None:
+        self._memory = memory
         self.count = count
         # One more than members: an outsider may abort a board that can never be complete.
         self.intents = slice(HEADER_SIZE, HEADER_SIZE + 8 * (count + 1))
         asleep_at = _round_up(self.intents.stop, _CACHE_LINE)
         self.asleep = slice(asleep_at, asleep_at + count)  #: one byte per member: it sleeps
-        words_at = _round_up(self.asleep.stop, _CACHE_LINE)
+        self.waits_at = _round_up(self.asleep.stop, _CACHE_LINE)
+        words_at = _round_up(self.waits_at + count * _WAIT.size, _CACHE_LINE)
         row = _round_up(count * WORD.size, _CACHE_LINE)
         #: where the words of each round are, of all members
         self.rows = [
@@ -85,20 +83,20 @@ class Cells:
         self.split = struct.Struct(f"{WORD.size}s" * count).unpack  #: a row into its words
         self._texts_at = _round_up(words_at + CELLS * row, mmap.PAGESIZE)
         self._bodies_at = self._texts_at + (count + 1) * _TEXT_SIZE
-        size = self._bodies_at + CELLS * count * BODY_SIZE
-        self.memory = map_file(directory, name, _MAGIC, count, size)
-
-    # -- notes --------------------------------------------------------------------------------
+        self.size = self._bodies_at + CELLS * count * BODY_SIZE  #: bytes
 
     def word_at(self, cell: int, index: int) -> slice:
         """Return where the word of member number `index` is."""
         at = self.rows[cell].start + index * WORD.size
         return slice(at, at + WORD.size)
 
-    def write_body(self, cell: int, index: int, body: bytes) -> None:
-        """Write the body of this member's own cell."""
-        at = self._body_at(cell, index)
-        self.memory[at : at + len(body)] = body
+    def body_at(self, cell: int, index: int) -> int:
+        """Return where the body of member number `index` begins."""
+        return self._bodies_at + (cell * self.count + index) * BODY_SIZE
+
+    def text_at(self, index: int) -> int:
+        """Return where the verdict of member number `index` begins."""
+        return self._texts_at + index * _TEXT_SIZE
 
     def read_body(
         self, cell: int, index: int, word: bytes
@@ -109,20 +107,24 @@ class Cells:
         checksum of these two, and the bytes that begin with them. Those are not yet proved.
         """
         number, flags, _ = WORD.unpack(word)
-        at = self._body_at(cell, index)
-        body = self.memory[at : at + _SHORT_BODY]  # another processor's cache holds each line
+        at = self.body_at(cell, index)
+        body = self._memory[at : at + _SHORT_BODY]  # another processor's cache holds each line
         text, payload, failure, check = HEAD.unpack_from(body)
         end = HEAD.size + text
         if end + payload + failure > _SHORT_BODY:
-            body = self.memory[at : at + BODY_SIZE]
+            body = self._memory[at : at + BODY_SIZE]
         if word_of(number, flags, zlib.crc32(body[:end])) != word:
             return None
         return body[HEAD.size : end], payload, failure, check, body[end:]
 
     def last_word(self, index: int) -> bytes:
         """Return the latest word of a member; one of round 0 if it has posted nothing."""
-        words = [self.memory[self.word_at(cell, index)] for cell in range(CELLS)]
+        words = [self._memory[self.word_at(cell, index)] for cell in range(CELLS)]
         return max(words, key=WORD.unpack)
+
+    def word_of(self, number: int, index: int) -> bytes:
+        """Return the word of a member in the cell for round `number`, which may be of another."""
+        return bytes(self._memory[self.word_at(number % CELLS, index)])
 
     def posted(self, index: int) -> int:
         """Return how many rounds a member has posted."""
@@ -132,28 +134,51 @@ class Cells:
         """Return whether every member has posted round `number`."""
         return all(self.posted(index) >= number for index in range(self.count))
 
-    def _body_at(self, cell: int, index: int) -> int:
-        return self._bodies_at + (cell * self.count + index) * BODY_SIZE
+    def wait(self, index: int) -> tuple[int, float]:
+        """Return the round that a member waits for, and since when; (0, 0.0) if it does not."""
+        number, since = _WAIT.unpack_from(self._memory, self.waits_at + index * _WAIT.size)
+        return number, since
 
-    # -- aborts -------------------------------------------------------------------------------
+    def read_intents(self) -> tuple[int, ...]:
+        """Return the round that each member, and last an outsider, wants to abort, or 0."""
+        return struct.unpack(f"<{self.count + 1}Q", self._memory[self.intents])
+
+
+class Cells(CellReader):
+    """The cells of a board with `count` members, in the file `name` of `directory`."""
+
+    def __init__(self, directory: PrivateDirectory, name: str, count: int) -> None:
+        """Map the file, creating it if it is not there; under the run's lock.
+
+        :raises ConfigurationError: if the file is something else.
+        :raises OSError: if there is no space for it.
+        """
+        size = CellReader(b"", count).size
+        self.memory = map_file(directory, name, BOARD_MAGIC, count, size)
+        super().__init__(self.memory, count)
+
+    def write_body(self, cell: int, index: int, body: bytes) -> None:
+        """Write the body of this member's own cell."""
+        at = self.body_at(cell, index)
+        self.memory[at : at + len(body)] = body
+
+    def write_wait(self, index: int, number: int, since: float) -> None:
+        """Record that `index` has waited for round `number` since then; 0: that it does not."""
+        at = self.waits_at + index * _WAIT.size
+        self.memory[at : at + _WAIT.size] = _WAIT.pack(number, since)
 
     def write_intent(self, index: int, number: int) -> None:
         """Record that `index` wants to abort round `number`; 0 withdraws it."""
         at = self.intents.start + 8 * index
         self.memory[at : at + 8] = number.to_bytes(8, "little")
 
-    def read_intents(self) -> tuple[int, ...]:
-        """Return the round that each member, and last an outsider, wants to abort, or 0."""
-        return struct.unpack(f"<{self.count + 1}Q", self.memory[self.intents])
-
     def write_text(self, index: int, text: bytes) -> None:
         """Write the verdict of `index`, cut to the space there is."""
-        at = self._texts_at + index * _TEXT_SIZE
-        write_record(self.memory, at, text[: _TEXT_SIZE - RECORD_HEAD])
+        write_record(self.memory, self.text_at(index), text[: _TEXT_SIZE - RECORD_HEAD])
 
     def read_text(self, index: int) -> bytes:
         """Return the verdict of `index`, as :func:`await_record`."""
-        return await_record(self.memory, self._texts_at + index * _TEXT_SIZE, _TEXT_SIZE)
+        return await_record(self.memory, self.text_at(index), _TEXT_SIZE)
 
     def close(self) -> None:
         """Unmap the file."""
@@ -227,7 +252,7 @@ def write_record(memory: mmap.mmap, at: int, data: bytes) -> None:
     memory[at:begin] = _RECORD.pack(len(data), zlib.crc32(data))
 
 
-def read_record(memory: mmap.mmap, at: int, size: int) -> bytes | None:
+def read_record(memory: mmap.mmap | bytes, at: int, size: int) -> bytes | None:
     """Return the record at `at`, of at most `size` bytes; None while it is not whole."""
     length, check = _RECORD.unpack_from(memory, at)
     if length > size - _RECORD.size:

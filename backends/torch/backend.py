@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
+from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology, own_device_index
 
 from ..file.backend import FileBackend, board_name
+from ..file.description import WorldDescription
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
@@ -71,7 +73,7 @@ class TorchBackend(Backend):
             ranks = list(range(topology.world_size))
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
             self._placement = Placement(topology.run_id or "", [host])
-            self._local = FileBackend(topology, settings)
+            self._local = FileBackend(topology, settings, self._description(ranks))
             return
         try:
             self._join(self._endpoint)
@@ -142,12 +144,13 @@ class TorchBackend(Backend):
                 local_rank=slot, local_world_size=count, node_rank=host, num_nodes=nodes
             )
         if nodes == 1:
-            self._local = FileBackend(top._replace(run_id=placement.token), settings)
+            place = top._replace(run_id=placement.token)
+            self._local = FileBackend(place, settings, self._description(ranks))
             self._close_links()
             return
         run_id = f"{placement.token}-{host}"
         here = Topology(slot, count, slot, count, 0, 1, top.launcher, run_id)
-        self._local = FileBackend(here, settings)
+        self._local = FileBackend(here, settings, self._description(ranks))
         try:
             with self._local.locked_directory() as directory:
                 heartbeat = Heartbeat(directory, placement.token, host, settings.heartbeat)
@@ -161,6 +164,13 @@ class TorchBackend(Backend):
         except BaseException:
             self._local.close()
             raise
+
+    def _description(self, ranks: Sequence[int]) -> WorldDescription:
+        """Return what this host's part of the world, with these ranks, belongs to."""
+        top = self.topology
+        return WorldDescription(
+            top.run_id or "", self.name, top.world_size, errors.format_ranks(ranks)
+        )
 
     # -- boards ---------------------------------------------------------------------------------
 
@@ -182,8 +192,8 @@ class TorchBackend(Backend):
         slots = [here.index(rank) for rank in local]
         name = board_name(members)
         if len(local) == len(members):
-            return self._local.open_board(local, name, slots)
-        own = self._local.open_board(local, f"{name}-here", slots)
+            return self._local.open_board(local, name, slots, members)
+        own = self._local.open_board(local, f"{name}-here", slots, members)
         with self._local.locked_directory():
             board = TwoLevelBoard(members, name, own, self._connection)
         prefix = f"{self._placement.token}/{name}/gloo"

@@ -67,6 +67,7 @@ class TwoLevelBoard(Board):
     """The board of `members` on several hosts, seen from one of them."""
 
     note_limit = _NOTE_LIMIT
+    seen_outside = True
 
     def __init__(
         self,
@@ -299,6 +300,10 @@ class TwoLevelBoard(Board):
                 return f"{store} is gone: {first_line(link.broken)}"
         silence = connection.requests.silent_for
         return f"{store} has not answered for {silence:.0f} s" if silence >= limit else ""
+
+    def publish_wait(self, number: int, since: float) -> None:
+        """Record on this host which round this rank waits for."""
+        self.local.publish_wait(number, since)
 
     # -- abort ----------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from ..file.private_dir import PrivateDirectory
 
-_MAGIC = b"syncprims host state 2"
+MAGIC = b"syncprims host state 2"
+OF_HOST = "-host"  #: what the name of this file adds to that of the board
 _ROUND = struct.Struct("<Q")
 ENTRY_SIZE = 8 * 1024
 #: Bytes of a decision that fits.
@@ -49,7 +50,7 @@ class HostState:
         self._report_at = self._contributed_at + _ROUND.size
         self._entries_at = self._report_at + _REPORT_SIZE
         size = self._entries_at + CELLS * ENTRY_SIZE
-        self._memory = map_file(directory, f"{name}-host", _MAGIC, count, size)
+        self._memory = map_file(directory, f"{name}{OF_HOST}", MAGIC, count, size)
         self._local_verdict: bytes | None = None
 
     # -- decisions ------------------------------------------------------------------------------
@@ -128,6 +129,18 @@ class HostState:
     def _read(self, at: int, size: int, number: int) -> bytes | None:
         data = read_record(self._memory, at, size)
         return data[8:] if data is not None and data[:8] == _ROUND.pack(number) else None
+
+
+def read_report(memory: bytes, count: int) -> tuple[int, dict[str, Any]]:
+    """Return the latest report about other hosts in the copied state of `count` members.
+
+    It is of the round that is also returned: 0 if there is none.
+    """
+    at = HEADER_SIZE + _ROUND.size * (count + 1)
+    data = read_record(memory, at, _REPORT_SIZE) or b""
+    if len(data) <= _ROUND.size:
+        return 0, {}
+    return int(_ROUND.unpack_from(data)[0]), json.loads(data[_ROUND.size :])
 
 
 class Heartbeat:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from syncprims._data.partition import split as split_items
-from syncprims._world.group import entered
+from syncprims._world.group import innermost_group
 from syncprims._world.runtime import current, get_active_group, get_topology
 from syncprims._world.world import get_node_group, make_group
 
@@ -300,7 +300,7 @@ def split(items: Any, *, pad: bool = False) -> Any:
     :raises TypeError: for `str` and `bytes`, and for what has no length.
     :raises ValueError: if the dict's values differ in length.
     """
-    within: Any = entered.get()
+    within: Any = innermost_group()
     if within is not None:
         return within.split(items, pad=pad)
     place = get_topology()

@@ -15,7 +15,7 @@ from typing import (
 )
 
 from syncprims._protocol.validation import whole_number
-from syncprims._world.group import SharedResult, entered
+from syncprims._world.group import SharedResult, innermost_group
 from syncprims._world.runtime import current, get_topology
 from syncprims._world.world import get_node_group
 
@@ -75,7 +75,7 @@ class _Choice(NamedTuple):
         :raises ValueError: if not all of them are in the group that is entered: no other rank
             makes the call.
         """
-        world, within = current(), entered.get()
+        world, within = current(), innermost_group()
         members = get_node_group(world) if self.local else world.group
         src = members.ranks[-1 if self.number is None else self.number]
         needed = members.ranks if self.local else (src,)

@@ -35,10 +35,9 @@ def encode(
     obj: object,
     *,
     allow_pickle: bool = True,
-    canonical: bool = False,
     out_of_band: list[Any] | None = None,
 ) -> bytes:
-    """Return `obj` as bytes; if `canonical`, equal dicts in any order give equal bytes.
+    """Return `obj` as bytes.
 
     With `out_of_band`, large arrays are appended to that list, and only their specs are encoded.
 
@@ -47,22 +46,13 @@ def encode(
     """
     try:
         try:
-            return _Encoder(allow_pickle, canonical, out_of_band).encode(obj)
+            return _Encoder(allow_pickle, out_of_band).encode(obj)
         except _NeedsPickle:
             if out_of_band is not None:
                 out_of_band.clear()  # the pickle holds all
             return _pickled(obj, allow_pickle)
     except _Refused as refused:
         raise _explain(obj, refused.__cause__) from refused.__cause__
-
-
-def is_plain(obj: object) -> bool:
-    """Return whether `obj` can travel without pickle."""
-    try:
-        _Encoder(allow_pickle=False, canonical=False, out_of_band=[]).encode(obj)
-    except (EncodingError, _Refused, _NeedsPickle):
-        return False
-    return True
 
 
 def is_one_array(data: bytes) -> bool:
@@ -127,9 +117,8 @@ def _sized(tag: bytes, body: bytes) -> bytes:
 class _Encoder:
     """Writes one object."""
 
-    def __init__(self, allow_pickle: bool, canonical: bool, out_of_band: list[Any] | None) -> None:
+    def __init__(self, allow_pickle: bool, out_of_band: list[Any] | None) -> None:
         self._allow_pickle = allow_pickle
-        self._canonical = canonical
         self._out_of_band = out_of_band
         self._open: set[int] = set()  # containers that are being written
         self._seen: set[int] = set()  # and that have been: written again, they could be huge
@@ -182,7 +171,7 @@ class _Encoder:
         if key in self._open:
             raise _NeedsPickle
         if key in self._seen and len(obj):
-            if self._allow_pickle and not self._canonical:
+            if self._allow_pickle:
                 raise _NeedsPickle
             self._repeats += 1
             if self._repeats > _MOST_REPEATS:
@@ -195,9 +184,6 @@ class _Encoder:
         out.append(_CONTAINERS[kind] + _LENGTH.pack(len(obj)))
         if kind in (set, frozenset):  # no order of its own, and no two runs give the same
             out += sorted(self.encode(item, depth) for item in obj)
-        elif kind is dict and self._canonical:
-            pairs = [(self.encode(k, depth), self.encode(v, depth)) for k, v in obj.items()]
-            out += [part for pair in sorted(pairs) for part in pair]
         elif kind is dict:
             for name, value in obj.items():
                 self._write(name, out, depth)
@@ -226,6 +212,14 @@ def _pickled(obj: object, allow_pickle: bool) -> bytes:
         raise _Refused from error
 
 
+def _needs_pickle(obj: object) -> bool:
+    try:
+        _Encoder(allow_pickle=False, out_of_band=[]).encode(obj)
+    except (EncodingError, _Refused, _NeedsPickle):
+        return True
+    return False
+
+
 def _explain(obj: object, said: BaseException | None) -> EncodingError:
     """Return the error for an object that cannot travel: it names the part, and where that is.
 
@@ -234,7 +228,7 @@ def _explain(obj: object, said: BaseException | None) -> EncodingError:
     from . import pickling
 
     if said is None:
-        where, part = pickling.find_part(obj, lambda part: not is_plain(part), pickling.items)
+        where, part = pickling.find_part(obj, _needs_pickle, pickling.items)
         text = (
             "can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it as "
             "numbers, strings, lists, dicts, arrays or paths, or allow pickle"

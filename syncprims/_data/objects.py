@@ -28,10 +28,10 @@ _CANNOT = (SyncError, OSError, MemoryError, RuntimeError)
 _NO_RESULT = (TypeError, ValueError, OverflowError, ArithmeticError)
 
 
-def encode(rounds: Rounds, label: Label, obj: object, *, canonical: bool = False) -> bytes:
+def encode(rounds: Rounds, label: Label, obj: object) -> bytes:
     """Return `obj` as bytes; if it cannot travel, the others get a `PeerFailed` in this round."""
     try:
-        return _encode(rounds, label, obj, canonical=canonical)
+        return _encode(rounds, label, obj)
     except EncodingError as error:
         rounds.fail(label, error)
         raise
@@ -50,9 +50,15 @@ def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
     try:
         return codec.encode(obj, allow_pickle=rounds.settings.pickle, **options)
     except EncodingError as error:
+        name_call(rounds, label, error)
+        raise
+
+
+def name_call(rounds: Rounds, label: Label, error: BaseException) -> None:
+    """Add the call to an error that says why an object cannot travel."""
+    if isinstance(error, EncodingError):
         error.call, error.rank = str(label), rounds.rank
         error.args = (f"{label}: {error}",)
-        raise
 
 
 def _decode(
@@ -137,6 +143,17 @@ def gather(rounds: Rounds, label: Label, obj: Any, timeout: float | None) -> lis
         obj if rank == rounds.rank else _decode(rounds, payload)
         for rank, payload in zip(rounds.members, payloads, strict=True)
     ]
+
+
+def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
+    """Return every member's object, in rank order, as one step of a longer call."""
+    rounds = sequence.rounds
+    try:
+        payload = _encode(rounds, sequence.note.label, obj)
+    except _CANNOT as error:
+        sequence.fail(error)
+        raise
+    return [_decode(rounds, other) for other in _gather(sequence, payload)]
 
 
 def _gather(sequence: RoundSequence, payload: bytes) -> list[bytes]:

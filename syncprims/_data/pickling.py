@@ -10,7 +10,7 @@ import io
 import pickle
 from typing import TYPE_CHECKING, Any, cast
 
-from .arrays import has_devices, is_on_device, own_device
+from .arrays import has_devices, is_dict, is_list_or_tuple, is_on_device, own_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,12 +93,12 @@ def fails(obj: object) -> bool:
 
 def items(obj: Any, where: str) -> Iterator[tuple[str, object]]:
     """Return the items of a container, and where they are."""
-    if isinstance(obj, dict):
-        for key, value in cast("dict[object, object]", obj).items():
+    if is_dict(obj):
+        for key, value in obj.items():
             yield f"a key of {where}", key
             yield f"{where}[{key!r}]", value
-    elif isinstance(obj, (list, tuple)):
-        for index, item in enumerate(cast("list[object]", obj)):
+    elif is_list_or_tuple(obj):
+        for index, item in enumerate(obj):
             yield f"{where}[{index}]", item
     elif isinstance(obj, (set, frozenset)):
         for item in cast("set[object]", obj):
@@ -115,10 +115,9 @@ def parts(obj: Any, where: str) -> Iterator[tuple[str, object]]:
     if isinstance(reduced, str):
         return  # the name of a global
     state: Any = reduced[2] if len(reduced) > 2 else None
-    several: Any = state if isinstance(state, tuple) else (state,)  # those in slots are apart
-    for attributes in cast("tuple[object, ...]", several):
-        if isinstance(attributes, dict):
-            for name, value in cast("dict[object, object]", attributes).items():
+    for attributes in state if is_list_or_tuple(state) else (state,):  # those in slots are apart
+        if is_dict(attributes):
+            for name, value in attributes.items():
                 yield f"{where}.{name}", value
     for argument in reduced[1]:
         if not isinstance(argument, type):  # its own class says nothing

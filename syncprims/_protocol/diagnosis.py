@@ -15,7 +15,7 @@ from syncprims.errors import (
 
 if TYPE_CHECKING:
     from syncprims.errors import SyncError
-    from syncprims.interface import Board, Status
+    from syncprims.interface import Board, BoardView, Status
 
 _CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
@@ -40,7 +40,9 @@ class Snapshot:
     Messages count rounds from the user's first: the `own` ones before it are the library's.
     """
 
-    def __init__(self, board: Board, rank: int, number: int, waited: float, own: int) -> None:
+    def __init__(
+        self, board: Board | BoardView, rank: int, number: int, waited: float, own: int
+    ) -> None:
         self._rank = rank
         self._number = number
         self._own = own
@@ -52,13 +54,13 @@ class Snapshot:
 
     @property
     def warning(self) -> str:
-        """The warning that a long wait logs."""
+        """What a long wait is for, in one line."""
         if not self.missing:
             return (
                 f"still at {self.call} after {self._waited:.0f} s: all ranks {list(self._seen)} "
                 f"have come, and the data is under way"
             )
-        last = "; ".join(self._last_seen(rank) for rank in self.missing[:8])
+        last = "; ".join(self.last_seen(rank) for rank in self.missing[:8])
         return (
             f"still waiting for ranks {self.missing} at {self.call} for {self._waited:.0f} s; "
             f"{last}"
@@ -117,7 +119,7 @@ class Snapshot:
                 f"it is only slow, allow more: timeout=, or SYNCPRIMS_TIMEOUT.",
                 **facts,
             )
-        lines = "\n".join(f"  {self._last_seen(rank)}" for rank in self.missing)
+        lines = "\n".join(f"  {self.last_seen(rank)}" for rank in self.missing)
         return SyncTimeout(
             f"{self.call} timed out after {self._waited:.1f} s: ranks {self.missing} did not "
             f"come, ranks {arrived} did\n{lines}\n"
@@ -127,7 +129,8 @@ class Snapshot:
             **facts,
         )
 
-    def _last_seen(self, rank: int) -> str:
+    def last_seen(self, rank: int) -> str:
+        """Return where a member was seen last, as messages show it."""
         label, state = self._seen[rank].label, self._seen[rank].state
         if label is not None and label.kind == "init":
             return f"rank {rank} has made no call since it joined"
@@ -157,5 +160,5 @@ class Snapshot:
                 f"Look at the output of rank {rank} and the system log (out of memory?), "
                 f"then restart the run."
             )
-        text = f"{what} {self.call}\n  {self._last_seen(rank)}\n{cure}"
+        text = f"{what} {self.call}\n  {self.last_seen(rank)}\n{cure}"
         return PeerLost(text, rank=rank, call=self.call)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 from threading import get_ident
@@ -315,6 +316,7 @@ class Rounds:
         # Where time is virtual, a wait without a deadline lasts for ever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
         board.waits_until = deadline
+        board.publish_wait(number, begin)
         try:
             while True:
                 verdict = board.verdict()
@@ -335,7 +337,9 @@ class Rounds:
                 elif now >= warn_at:
                     import logging  # slow to import, and only a long wait needs it
 
-                    logging.getLogger("syncprims").warning(seen.warning)
+                    hint = f"; `syncprims who {os.getpid()}` shows what each rank does"
+                    hint = hint if board.seen_outside else ""
+                    logging.getLogger("syncprims").warning(seen.warning + hint)
                     warn_every *= 2
                     warn_at = now + warn_every
                 until = min(now + pause, warn_at, deadline if now < deadline else math.inf)
@@ -347,6 +351,7 @@ class Rounds:
                 pause = max(self._first_look, min(2 * pause, _LONGEST_PAUSE))
         finally:
             board.waits_until = None
+            board.publish_wait(0, 0.0)
             self._deadlocks.end_wait()
 
     def _explain(

@@ -14,17 +14,14 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
-from syncprims._data import codec, objects, reduction
+from syncprims._data import objects, reduction
 from syncprims._data.partition import split
 from syncprims._protocol.validation import seconds, whole_number
-from syncprims.errors import RankMismatch
-from syncprims.interface import Note
 
 from .sequential import InTurn, MainFirst
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextvars import Token
     from datetime import timedelta
 
     from syncprims._data.reduction import Op
@@ -35,9 +32,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The group whose ``with`` block this code runs in, if any. It belongs to a thread or task, not to
-#: the process.
-entered: ContextVar[Group | None] = ContextVar("syncprims_group", default=None)
+#: The groups whose ``with`` blocks this code runs in, the innermost last. They belong to a thread or
+#: task, not to the process or the group: blocks of several tasks may overlap.
+entered: ContextVar[tuple[Group, ...]] = ContextVar("syncprims_groups", default=())
 
 
 class Group:
@@ -55,7 +52,6 @@ class Group:
         self._rank = rank
         self._member = rounds
         self._timeout = timeout
-        self._tokens: list[Token[Group | None]] = []
         #: True for the only member of an open group: it waits for no other rank.
         self._alone = rounds is not None and len(self.ranks) == 1
         # A plain barrier of one needs no round, in an open world. It does nothing, or calls this
@@ -71,11 +67,16 @@ class Group:
 
     def __enter__(self) -> Group:
         self._rounds  # noqa: B018 - raises for a rank that is no member
-        self._tokens.append(entered.set(self))
+        entered.set((*entered.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        entered.reset(self._tokens.pop())
+        groups = list(entered.get())
+        # Blocks of generators may end in another order than they began, and in another context.
+        if self in groups:
+            groups.reverse()
+            groups.remove(self)
+            entered.set(tuple(reversed(groups)))
 
     @property
     def _rounds(self) -> Rounds:
@@ -173,30 +174,11 @@ class Group:
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
         """As :func:`syncprims.assert_same`, among the members."""
-        import hashlib  # slow to import
+        from syncprims._data import comparison  # not before it is asked for
 
         rounds = self._rounds
         label = rounds.note("assert_same", name).label
-        data = objects.encode(rounds, label, value, canonical=True)
-        digest = hashlib.blake2b(data, digest_size=16).digest()
-        limit = self._seconds(timeout)
-        seen = [note.payload for note in rounds.meet(Note(label, payload=digest), limit)]
-        if all(other == digest for other in seen):
-            return
-        # Equal objects may have different pickles: those are sent, to be compared themselves.
-        mine = _shorten(value), None if codec.is_plain(value) else value
-        shown = objects.gather(rounds, label, mine, limit)
-        if not _all_equal([pickled for _, pickled in shown]):
-            lines = "\n".join(
-                f"  rank {rank}: {text}  (digest {other.hex()[:8]})"
-                for rank, (text, _), other in zip(self.ranks, shown, seen, strict=True)
-            )
-            raise RankMismatch(
-                f"{name} differs between ranks, at {label}:\n{lines}\n"
-                f"Make it the same everywhere: equal seeds and inputs, or broadcast it.",
-                call=str(label),
-                arrived=list(self.ranks),
-            )
+        comparison.assert_same(rounds, label, value, name, self._seconds(timeout))
 
     def main_first(self, *, name: str | None = None, timeout: Seconds = None) -> MainFirst:
         """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
@@ -223,6 +205,12 @@ class Group:
 
 
 # -- for the rest of the library -----------------------------------------------------------------
+
+
+def innermost_group() -> Group | None:
+    """Return the group whose ``with`` block this is; None outside of all."""
+    groups = entered.get()
+    return groups[-1] if groups else None
 
 
 def rounds_of(group: Group) -> Rounds:
@@ -284,23 +272,6 @@ def gather_as(group: Group, kind: str, obj: T, timeout: Seconds = math.inf) -> l
         rounds.meet(note)
         return [obj]
     return objects.gather(rounds, note.label, obj, limit)
-
-
-def _all_equal(values: list[Any]) -> bool:
-    """Return whether all values were sent, and each says that it equals the first."""
-    try:
-        return all(value is not None and bool(value == values[0]) for value in values)
-    except Exception:  # a comparison is the object's own code: it may raise anything
-        return False
-
-
-def _shorten(value: object) -> str:
-    """Return the value's repr on one line, without its middle where it is long."""
-    try:
-        text = " ".join(repr(value).split())
-    except Exception as broken:  # the object's own code: the others wait for what it is
-        text = f"<no text: its __repr__ raised {type(broken).__name__}>"
-    return text if len(text) <= 160 else f"{text[:120]} ... {text[-30:]}"
 
 
 def _wait_for_device() -> None:

@@ -12,7 +12,7 @@ a shared disk, reading them at every start would open a flood of small files.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
 from syncprims.interface import Backend, Topology
@@ -20,7 +20,9 @@ from syncprims.interface import Backend, Topology
 from .launchers import find_world_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from syncprims.interface import Settings, WorldReader
 
 _BUILT_IN = {
     "file": "syncprims.backends.file.backend:FileBackend",
@@ -104,6 +106,29 @@ def load_backend(name: str) -> type[Backend]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BackendUnavailable(f"backend {name!r}: {target} is not a syncprims Backend class")
+    return found
+
+
+def find_worlds(
+    settings: Settings, *, pids: Sequence[int] | None = None, path: str | None = None
+) -> tuple[Sequence[WorldReader], Sequence[str]]:
+    """Return readers of running worlds of this host, and the directories that may not be read.
+
+    With `pids`, of the worlds that these processes are ranks of. With `path`, of those in this
+    directory.
+
+    :raises BackendUnavailable: on a system where worlds cannot be read from outside.
+    """
+    try:
+        views: Any = importlib.import_module("syncprims.backends.views")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"worlds cannot be read from outside here: {error}. The file and torch backends need "
+            f"Linux or macOS"
+        ) from error
+    found: tuple[Sequence[WorldReader], Sequence[str]] = views.find_worlds(
+        settings, pids=pids, path=path
+    )
     return found
 
 

@@ -146,7 +146,16 @@ def shutdown() -> None:
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else that of all ranks."""
-    return entered.get() or (_state.world or current(timeout)).group
+    groups = entered.get()
+    return groups[-1] if groups else (_state.world or current(timeout)).group
+
+
+def get_settings() -> Settings:
+    """Return what the user has set for this process, whether it is a rank or not.
+
+    :raises ConfigurationError: if a variable's value is not what it takes.
+    """
+    return read_settings(_get_state().environ)
 
 
 def get_topology() -> Topology:

@@ -112,7 +112,7 @@ class ThreadWorld(Observer):
 
     def _run_rank(self, rank: int) -> None:
         spec, outcome = self._spec, self._outcomes[rank]
-        entered.set(None)
+        entered.set(())
         current_target.set(_ThreadTarget(self, outcome))
         set_writer(self._output, rank)
         environ = {**self._environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}

@@ -112,7 +112,7 @@ def _set_up(spec: WorkerSpec, rank: int) -> None:
     os.environ.clear()
     os.environ.update(spec.environ)
     os.environ.update(make_rank_variables(rank, spec.ranks))
-    entered.set(None)
+    entered.set(())
     current_target.set(FaultTarget())  # not that of a forked thread
     set_writer(None, rank)
     torch = sys.modules.get("torch")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import dataclasses
 import math
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import several
+from conftest import in_processes, several
+from support.rank_worlds import PATIENCE
 
 import syncprims as sp
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from support.rank_worlds import Ranks
 
 VALUES: list[Any] = [
@@ -361,6 +367,87 @@ def test_cpu_tensors_travel(world: Ranks) -> None:
         assert out.tolist() == [n, n]
 
     world.run(program, SYNCPRIMS_PICKLE="0")
+
+
+def test_blocks_of_a_group_may_overlap_in_tasks(world: Ranks) -> None:
+    async def block(group: sp.Group, begin: asyncio.Event, end: asyncio.Event) -> None:
+        with group:
+            begin.set()
+            await end.wait()
+            with sp.current().group:
+                await asyncio.sleep(0)
+            assert sp.split(list(group.ranks)) == [sp.get_rank()]
+
+    async def main(everyone: sp.Group, alone: sp.Group) -> None:
+        first, second = asyncio.Event(), asyncio.Event()
+        # The first block begins first and ends first: the second one is open meanwhile.
+        tasks = [
+            asyncio.create_task(block(group, begin, end))
+            for group, begin, end in ((everyone, first, second), (alone, second, first))
+        ]
+        tasks.append(asyncio.create_task(block(everyone, asyncio.Event(), first)))
+        await asyncio.gather(*tasks)
+
+    def program() -> None:
+        n = sp.get_world_size()
+        singles = [sp.group([rank]) for rank in range(n)]
+        asyncio.run(main(sp.group(range(n)), singles[sp.get_rank()]))
+        assert sp.split(list(range(n))) == [sp.get_rank()]
+
+    world.run(program)
+
+
+def test_a_block_of_a_group_may_end_in_another_order_and_place(world: Ranks) -> None:
+    def blocks(group: sp.Group) -> Generator[None]:
+        with group:
+            yield
+
+    def program() -> None:
+        n = sp.get_world_size()
+        singles = [sp.group([rank]) for rank in range(n)]
+        everyone, alone = sp.current().group, singles[sp.get_rank()]
+        outer, inner = blocks(everyone), blocks(alone)
+        next(outer)
+        next(inner)
+        outer.close()
+        assert sp.split(["mine"]) == ["mine"]  # still within the inner one
+        inner.close()
+        elsewhere = blocks(alone)
+        contextvars.copy_context().run(next, elsewhere)
+        elsewhere.close()
+        assert sp.split(list(range(n))) == [sp.get_rank()]
+
+    world.run(program)
+
+
+@in_processes
+def test_blocks_of_a_group_may_overlap_in_threads(world: Ranks) -> None:
+    def program() -> None:
+        n = sp.get_world_size()
+        alone = [sp.group([rank]) for rank in range(n)][sp.get_rank()]
+        meet = threading.Barrier(2)
+        raised: list[BaseException] = []
+
+        def block(*, first: bool) -> None:
+            try:
+                if first:
+                    meet.wait(PATIENCE)
+                with alone:
+                    if not first:
+                        meet.wait(PATIENCE)
+                    meet.wait(PATIENCE)
+                    sp.barrier()
+            except BaseException as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=block, kwargs={"first": first}) for first in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert raised == []
+
+    world.run(program)
 
 
 class Config(NamedTuple):
