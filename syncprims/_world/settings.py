@@ -66,7 +66,7 @@ def find_misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
         return {}
     import difflib  # slow to import
 
-    nearest = {name: difflib.get_close_matches(name, _OURS, 1) for name in unknown}
+    nearest = {name: difflib.get_close_matches(name, _OURS, 1, 0.7) for name in unknown}
     return {_PREFIX + name: _PREFIX + best[0] if best else None for name, best in nearest.items()}
 
 
