@@ -32,7 +32,7 @@ class RankScheduler(Protocol):
         """Run other ranks until ``ready()``, or until the time is `until`."""
 
 
-class Room:
+class SharedWorld:
     """What the ranks of one world share."""
 
     def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
@@ -79,12 +79,14 @@ class ThreadBackend(Backend):
     spans_hosts = True  # as far as a test pretends
     detects_death = True
 
-    def __init__(self, topology: Topology, settings: Settings, room: Room | None = None) -> None:
-        if room is None:
+    def __init__(
+        self, topology: Topology, settings: Settings, world: SharedWorld | None = None
+    ) -> None:
+        if world is None:
             self.check(topology, settings)
         super().__init__(topology, settings)
-        self._room = room
-        room.states[topology.rank] = "alive", "", b""
+        self._world = world
+        world.states[topology.rank] = "alive", "", b""
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> NoReturn:
@@ -95,25 +97,25 @@ class ThreadBackend(Backend):
         )
 
     @classmethod
-    def room(cls, scheduler: RankScheduler, world_size: int) -> Room:
-        """Return the room of a new world."""
-        return Room(scheduler, world_size)
+    def shared_world(cls, scheduler: RankScheduler, world_size: int) -> SharedWorld:
+        """Return what the ranks of a new world share."""
+        return SharedWorld(scheduler, world_size)
 
     def board(self, members: Sequence[int]) -> ThreadBoard:
         """Return the board of `members`."""
-        return ThreadBoard(members, self.topology.rank, self._room)
+        return ThreadBoard(members, self.topology.rank, self._world)
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish how this rank ends."""
-        self._room.leave(self.topology.rank, failure)
+        self._world.leave(self.topology.rank, failure)
 
     def publish(self, word: bytes) -> None:
         """Make `word` readable for others."""
-        self._room.words[self.topology.rank] = word
+        self._world.words[self.topology.rank] = word
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self._room.words[rank]
+        return self._world.words[rank]
 
 
 class ThreadBoard(Board):
@@ -121,12 +123,12 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(self, members: Sequence[int], rank: int, room: Room) -> None:
+    def __init__(self, members: Sequence[int], rank: int, world: SharedWorld) -> None:
         super().__init__(members)
         self._rank = rank
-        self._room = room
-        self._scheduler = room.scheduler
-        self._shared = room.boards.setdefault(self.members, _SharedBoard(self.members))
+        self._world = world
+        self._scheduler = world.scheduler
+        self._shared = world.boards.setdefault(self.members, _SharedBoard(self.members))
 
     def post(self, note: Note) -> None:
         """Publish the note."""
@@ -146,11 +148,11 @@ class ThreadBoard(Board):
         elif not self._is_in_vain():
             self.waiting_since = self._scheduler.now()
             until = self.waiting_since + (math.inf if timeout is None else timeout)
-            self._room.waiting[self._rank] = self
+            self._world.waiting[self._rank] = self
             try:
                 self._scheduler.wait(self._rank, self._settled, until)
             finally:
-                self._room.waiting.pop(self._rank, None)
+                self._world.waiting.pop(self._rank, None)
         if not self._is_complete():
             return None
         number = self.collected = self.collected + 1
@@ -171,10 +173,10 @@ class ThreadBoard(Board):
         """Return whether it never will be complete."""
         if self.verdict() is not None:
             return True
-        if not self._room.any_ended:
+        if not self._world.any_ended:
             return False
         missing = self.missing()
-        states = ((member, self._room.states[member][0]) for member in self.members)
+        states = ((member, self._world.states[member][0]) for member in self.members)
         return any(
             state in ("lost", "failed") or (state == "finished" and member in missing)
             for member, state in states
@@ -191,7 +193,7 @@ class ThreadBoard(Board):
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
         shared = self._shared
-        return Status(shared.posted[rank], shared.last.get(rank), *self._room.states[rank])
+        return Status(shared.posted[rank], shared.last.get(rank), *self._world.states[rank])
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""

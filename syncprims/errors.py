@@ -192,7 +192,7 @@ class CheckpointError(SyncError, OSError):
 TORN = (CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed)
 
 
-#: No dumped error is longer, so that a backend can reserve room for one.
+#: No dumped error is longer, so that a backend can reserve space for one.
 LONGEST_DUMP = 12 * 1024
 
 

@@ -319,7 +319,7 @@ class Board(ABC):
 
         Optional: without it and without an engine, arrays travel in notes.
 
-        :raises OSError: if there is no room for it.
+        :raises OSError: if there is no space for it.
         """
         return None
 

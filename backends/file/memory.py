@@ -325,6 +325,6 @@ def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int
     try:
         _allocate(fd, least)
     except OSError as error:
-        action = f"making room for {least} bytes that arrays pass through"
+        action = f"reserving {least} bytes that arrays pass through"
         raise no_room(error, action, directory.path / name) from error
     return least

@@ -75,8 +75,8 @@ def is_local_main() -> bool:
 
 def is_last() -> bool:
     """Return whether this is the highest rank. Waits for no rank."""
-    place = get_topology()
-    return place.rank == place.world_size - 1
+    topology = get_topology()
+    return topology.rank == topology.world_size - 1
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -303,5 +303,5 @@ def split(items: Any, *, pad: bool = False) -> Any:
     within: Any = innermost_group()
     if within is not None:
         return within.split(items, pad=pad)
-    place = get_topology()
-    return split_items(items, place.rank, place.world_size, pad=pad)
+    topology = get_topology()
+    return split_items(items, topology.rank, topology.world_size, pad=pad)

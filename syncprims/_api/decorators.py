@@ -57,10 +57,10 @@ class _Choice(NamedTuple):
 
         :raises ValueError: if there is no such rank.
         """
-        place = get_topology()
-        mine, count = place.rank, place.world_size
+        topology = get_topology()
+        mine, count = topology.rank, topology.world_size
         if self.local:
-            mine, count = place.local_rank, place.local_world_size
+            mine, count = topology.local_rank, topology.local_world_size
         chosen = count - 1 if self.number is None else self.number
         if not 0 <= chosen < count:
             where = "on this node" if self.local else "in this world"

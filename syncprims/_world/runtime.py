@@ -70,7 +70,9 @@ class _State:
         return world
 
 
-_state = _State(os.environ, lambda cls, place, settings: cls(place, settings))  # of this process
+_state = _State(
+    os.environ, lambda cls, topology, settings: cls(topology, settings)
+)  # of this process
 _thread_state: ContextVar[_State | None] = ContextVar("syncprims_thread_state", default=None)
 
 
@@ -159,7 +161,7 @@ def get_settings() -> Settings:
 
 
 def get_topology() -> Topology:
-    """Return this process's place, from the world if there is or was one, else the environment.
+    """Return this process's topology, from the world if there is or was one, else the environment.
 
     :raises ConfigurationError: in a thread that is no rank, while other threads are (in a test).
     """
@@ -180,14 +182,14 @@ def _check_is_rank(state: _State) -> None:
 
 
 def _find_topology(environ: Mapping[str, str]) -> Topology:
-    """Return this process's place by its launcher, else by the group it has initialized itself."""
-    place = detect(environ)
-    distributed = _find_process_group() if place.launcher == "none" else None
+    """Return this process's topology by its launcher, else by the group it has initialized."""
+    topology = detect(environ)
+    distributed = _find_process_group() if topology.launcher == "none" else None
     if distributed is None:
-        return place
+        return topology
     rank, size = distributed.get_rank(), distributed.get_world_size()
     # Which ranks share a host is not known before they have met.
-    return Topology(rank, size, rank, size, launcher="torch.distributed", run_id=place.run_id)
+    return Topology(rank, size, rank, size, launcher="torch.distributed", run_id=topology.run_id)
 
 
 def _find_process_group() -> Any:
@@ -282,12 +284,12 @@ def _start(
     )
     _warn_of_misspelt(state, choice.topology)
     made = state.make(choice.load(), choice.topology, settings)
-    place = made.topology  # it may know more of hosts than the launcher says
+    topology = made.topology  # it may know more of hosts than the launcher says
     try:
-        world = World(made, choice.backend, settings, place, end=_end_block)
+        world = World(made, choice.backend, settings, topology, end=_end_block)
         if state is _state:
             _exit_hooks.install()
-        state.world, state.ended, state.topology = world, None, place
+        state.world, state.ended, state.topology = world, None, topology
         join_world(world)
     except BaseException as error:
         met = state.world is not None
@@ -302,9 +304,9 @@ def _start(
     return world
 
 
-def _warn_of_misspelt(state: _State, place: Topology) -> None:
+def _warn_of_misspelt(state: _State, topology: Topology) -> None:
     """Log once, on one rank of each node, which variables with our prefix are never read."""
-    if state is not _state or state.warned or place.local_rank:
+    if state is not _state or state.warned or topology.local_rank:
         return
     state.warned = True
     for name, nearest in find_misspelt(state.environ).items():

@@ -41,7 +41,7 @@ BLIND_TIMEOUT = 1800.0
 
 
 class World:
-    """All ranks of one run, and this process's place among them. Made by :func:`init`."""
+    """All ranks of one run, and this process's numbers among them. Made by :func:`init`."""
 
     def __init__(
         self,

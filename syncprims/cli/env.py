@@ -54,7 +54,7 @@ class WorldPreview:
 
     backend: str | None
     chosen_by: str = ""
-    place: Topology | None = None
+    topology: Topology | None = None
     settings: Settings | None = None
     error: SyncError | None = None
 
@@ -78,7 +78,7 @@ def preview(environ: Mapping[str, str]) -> WorldPreview:
     world = WorldPreview(environ.get("SYNCPRIMS_BACKEND") or None)
     try:
         world.settings = read_settings(environ)
-        world.place = detect(environ)
+        world.topology = detect(environ)
         choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
         world.backend, world.chosen_by = choice.backend, choice.chosen_by
         choice.load().check(choice.topology, world.settings)
@@ -92,38 +92,40 @@ def preview(environ: Mapping[str, str]) -> WorldPreview:
 
 def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> list[str]:
     """Return the lines of the report."""
-    place = world.place
+    topology = world.topology
     if world.error is not None:
         lines = [style("red", "No world would start: " + type(world.error).__name__)]
         lines += [f"  {line}" for line in str(world.error).splitlines()]
-    elif place is None or place.world_size == 1:
+    elif topology is None or topology.world_size == 1:
         lines = [style("bold", f"A world of one would start: backend {world.backend}.")]
     else:
-        first = f"Rank {place.rank} of {place.world_size} would start: backend {world.backend}"
-        lines = [style("bold", f"{first}, started by {place.launcher}.")]
+        first = (
+            f"Rank {topology.rank} of {topology.world_size} would start: backend {world.backend}"
+        )
+        lines = [style("bold", f"{first}, started by {topology.launcher}.")]
     rows: list[tuple[str, str, str]] = []
     if world.chosen_by:
         rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
-    if place is not None:
+    if topology is not None:
         known_by = "no launcher's variables are set"
-        if place.launcher != "none":
-            launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
+        if topology.launcher != "none":
+            launcher = next(one for one in LAUNCHERS if one.name == topology.launcher)
             names = (launcher.rank, *launcher.world_size)
             found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-            known_by = f"{place.launcher} says {found}"
-        here = f"local rank {place.local_rank} of {place.local_world_size}"
+            known_by = f"{topology.launcher} says {found}"
+        here = f"local rank {topology.local_rank} of {topology.local_world_size}"
         use = "the same on all ranks of one run"
-        if place.run_id is None:
-            use = "no other rank to meet" if place.world_size == 1 else "set SYNCPRIMS_RUN_ID"
+        if topology.run_id is None:
+            use = "no other rank to meet" if topology.world_size == 1 else "set SYNCPRIMS_RUN_ID"
         rows += [
-            ("rank", f"{place.rank} of {place.world_size}", known_by),
-            ("node", f"{place.node_rank} of {place.num_nodes}", here),
-            ("run id", place.run_id or "none", use),
+            ("rank", f"{topology.rank} of {topology.world_size}", known_by),
+            ("node", f"{topology.node_rank} of {topology.num_nodes}", here),
+            ("run id", topology.run_id or "none", use),
         ]
     lines += ["", *table(rows)] if rows else []
     lines += ["", style("bold", "The deciding variables")]
     lines += table([("SYNCPRIMS_BACKEND", _shown(environ, "SYNCPRIMS_BACKEND", "auto"))])
-    lines += _launchers(place, environ)
+    lines += _launchers(topology, environ)
     lines += ["", style("bold", "Settings")]
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
     if unknown := find_misspelt(environ):
@@ -133,19 +135,19 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     return lines
 
 
-def _launchers(place: Topology | None, environ: Mapping[str, str]) -> list[str]:
+def _launchers(topology: Topology | None, environ: Mapping[str, str]) -> list[str]:
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
         names = launcher.variables
         found = [f"{name}={environ[name]}" for name in names if name in environ]
-        if place is not None and place.launcher == launcher.name:
+        if topology is not None and topology.launcher == launcher.name:
             state = "decides"
         elif not launcher.is_present(environ):
             state = "is unused"
-        elif place is None:
+        elif topology is None:
             state = "is set"
         else:  # SLURM's variables are in every shell of a job, too
-            state = "is no step" if place.launcher == "none" else "has to agree"
+            state = "is no step" if topology.launcher == "none" else "has to agree"
         absent = [name for name in names[:2] if name not in environ]
         not_set = [f"{', '.join(absent)} not set"] if absent else []
         rows.append((launcher.name, state, "; ".join([*found, *not_set])))
@@ -176,7 +178,7 @@ def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "backend": world.backend,
         "chosen_by": world.chosen_by,
-        "place": world.place._asdict() if world.place is not None else None,
+        "topology": world.topology._asdict() if world.topology is not None else None,
         "settings": world.settings._asdict() if world.settings is not None else None,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "variables": {name: environ.get(name) for name in dict.fromkeys(names)},

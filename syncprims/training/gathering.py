@@ -31,7 +31,7 @@ def gather(tensor: Any) -> Any:
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
         raise syncprims.RankMismatch(
-            f"gather() of tensors that differ in place, dtype, or beyond the first dimension:\n"
+            f"gather() of tensors that differ in structure, dtype, or beyond the first dimension:\n"
             f"{lines}\n"
             f"Pad them with pad_across_processes(), or gather objects."
         )

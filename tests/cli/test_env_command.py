@@ -53,8 +53,8 @@ def test_the_world_and_the_variables_that_decide(
 ) -> None:
     world = env.preview(environ)
     assert world.error is None
-    assert world.place is not None
-    assert (world.backend, world.place.rank, world.place.world_size) == expected
+    assert world.topology is not None
+    assert (world.backend, world.topology.rank, world.topology.world_size) == expected
     text = shown(environ)
     for word in words:
         assert word in text
