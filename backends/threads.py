@@ -86,6 +86,7 @@ class ThreadBackend(Backend):
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._world = world
+        self.host = str(topology.node_rank)  # that a test pretends
         world.states[topology.rank] = "alive", "", b""
 
     @classmethod

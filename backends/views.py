@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncprims.errors import parse_ranks
-from syncprims.interface import BoardView, Label, Status, WorldReader, WorldView
+from syncprims.interface import BoardView, Label, Status, WaitView, WorldReader, WorldView
 
 from .file.backend import base_path
 from .file.description import OF_BOARD, WORLD, BoardDescription, WorldDescription
-from .file.liveness import FILE, ProcessIdentity, examine_from_outside
+from .file.liveness import FILE, MAGIC, ProcessIdentity, examine_from_outside
 from .file.memory import (
     BOARD_MAGIC,
     BODY_SIZE,
@@ -39,7 +39,7 @@ from .torch.host_state import OF_HOST, read_report
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from syncprims.interface import Settings
+    from syncprims.interface import Settings, State
 
 Description = TypeVar("Description", WorldDescription, BoardDescription)
 
@@ -57,6 +57,7 @@ class FileWorldReader(WorldReader):
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
         self._fd = fd
+        self._namespace = ProcessIdentity.own().namespace
 
     def close(self) -> None:
         """Close the directory."""
@@ -74,41 +75,84 @@ class FileWorldReader(WorldReader):
             if not os.fstat(self._fd).st_nlink:
                 return None
             name = self.path.rpartition("/world-")[0].rpartition("/syncprims-")[2]
-            return WorldView(name, "?", 0, (), (), {}, {}, _explain(error))
+            return WorldView(name, "?", 0, (), {}, {}, {}, _explain(error))
 
     def _read(self) -> WorldView:
-        about = self._described(WORLD, WorldDescription)
-        here = _ranks(about.ranks)
-        pids: dict[int, int] = {}
         states: dict[int, Status] = {}
+        identities: dict[int, ProcessIdentity] = {}
         with self._opened(FILE) as fd:
-            identities: dict[int, ProcessIdentity] = {}
-            for slot, rank in enumerate(here):
-                identity, state, detail, failure = examine_from_outside(self._fd, fd, slot)
+            about = self._about(fd)
+            for slot, rank in enumerate(_ranks(about.ranks)):
+                identity, state, detail, failure = self._examine(fd, slot)
                 states[rank] = Status(0, None, state, detail, failure)
                 if identity is not None:
                     identities[rank] = identity
-        pids = _visible_pids(identities)
+        pids = self._visible_pids(identities)
         names = os.listdir(self._fd)  # noqa: PTH208 - pathlib knows no descriptors
         boards: list[BoardView] = []
         for name in sorted(names):
             if _BOARD.fullmatch(name) and name + OF_BOARD in names:
                 with contextlib.suppress(FileNotFoundError):
-                    boards.append(self._board(name, states))
+                    boards.append(self._board(name, states, about))
         boards.sort(key=lambda board: (-len(board.members), board.members))
         run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
-        return WorldView(
-            str(run_id), str(about.backend), int(about.world_size), boards, here, pids, states
-        )
+        hosts = {rank: name for name, ranks in about.hosts for rank in _ranks(ranks)}
+        size = int(about.world_size)
+        return WorldView(str(run_id), str(about.backend), size, boards, hosts, pids, states)
+
+    def _about(self, liveness: int) -> WorldDescription:
+        """Return what is written about the world, before its first rank takes a slot.
+
+        :raises FileNotFoundError: if it is being created or removed at this moment.
+        """
+        magic, count = read_header(liveness)
+        if magic not in (MAGIC, b""):
+            raise _OtherVersion
+        try:
+            return self._described(WORLD, WorldDescription)
+        except FileNotFoundError:
+            slots = range(min(count, _MOST_RANKS))
+            if any(self._examine(liveness, slot)[1] == "alive" for slot in slots):
+                raise _OtherVersion from None
+            raise
+
+    # -- processes ------------------------------------------------------------------------------
+
+    def _examine(self, fd: int, slot: int) -> tuple[ProcessIdentity | None, State, str, bytes]:
+        return examine_from_outside(self._fd, fd, slot, self._namespace)
+
+    def _visible_pids(self, identities: Mapping[int, ProcessIdentity]) -> dict[int, int]:
+        """Return the number of each process as this one sees it, of those that it sees."""
+        own = self._namespace
+        found = {
+            rank: identity.pid
+            for rank, identity in identities.items()
+            if identity.namespace == own and not identity.is_gone(own)
+        }
+        others = {
+            (who.namespace, who.pid): rank
+            for rank, who in identities.items()
+            if who.namespace not in (own, 0)
+        }
+        namespaces = {namespace for namespace, _ in others}
+        for pid in _processes() if others else ():
+            with contextlib.suppress(OSError, ValueError):
+                namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
+                if namespace in namespaces:
+                    text = Path(f"/proc/{pid}/status").read_text()
+                    inner = int(text.partition("\nNSpid:")[2].partition("\n")[0].split()[-1])
+                    if (namespace, inner) in others:
+                        found[others[namespace, inner]] = pid
+        return found
 
     # -- boards ---------------------------------------------------------------------------------
 
-    def _board(self, name: str, states: Mapping[int, Status]) -> BoardView:
+    def _board(self, name: str, states: Mapping[int, Status], world: WorldDescription) -> BoardView:
         about = self._described(name + OF_BOARD, BoardDescription)
         members, here = _ranks(about.members), _ranks(about.here)
         cells = self._cells(name, len(here))
         statuses: dict[int, Status] = {}
-        waits: dict[int, tuple[int, float]] = {}
+        waits: dict[int, WaitView] = {}
         for index, rank in enumerate(here):
             number, label = _last(cells, index)
             for _ in range(_LOOKS):
@@ -116,27 +160,31 @@ class FileWorldReader(WorldReader):
                     break
                 number, label = _last(self._cells(name, len(here)), index)
             statuses[rank] = states[rank]._replace(rounds=number, label=label)
-            waiting = cells.wait(index)
-            if waiting[0]:
-                waits[rank] = waiting
+            wait = cells.read_wait(index)
+            if wait.number:
+                waits[rank] = wait
         front = min(status.rounds for status in statuses.values())
         barrier = _last_barrier(cells, front)
         if len(here) < len(members):
-            number = max(number for number, _ in waits.values()) if waits else front
-            label = _label_at(cells, 0, number - 1)
-            elsewhere = self._elsewhere(name.removesuffix("-here"), len(here), number)
+            number = max(wait.number for wait in waits.values()) if waits else front
+            report = self._report(name.removesuffix("-here"), len(here), number)
+            come = {r for host in report.get("here", ()) for r in _ranks(world.hosts[host][1])}
             for rank in members:
                 if rank not in statuses:
-                    # What a round before has been decided with came from all.
-                    seen = elsewhere.get(rank, Status(max(0, number - 1), label, "alive"))
-                    statuses[rank] = seen
+                    # This rank waits for the round: so all have come to the one before.
+                    rounds = number if rank in come else max(0, number - 1)
+                    label = _label_at(cells, 0, rounds)
+                    if str(rank) in report.get("seen", {}):
+                        rounds, text = report["seen"][str(rank)]
+                        label = None if text is None else Label.decode(text.encode("latin-1"))
+                    statuses[rank] = Status(rounds, label, "alive")
         return BoardView(tuple(members), statuses, waits, barrier)
 
     def _cells(self, name: str, count: int) -> CellReader:
         with self._opened(name) as fd:
             found = read_header(fd)
             if found[0] != BOARD_MAGIC:
-                raise _OtherVersion(found[0])
+                raise _OtherVersion
             size = os.fstat(fd).st_size
             if found[1] != count or not 0 < count * CELLS * BODY_SIZE < size:
                 raise ValueError("its cells are not those of its members")
@@ -145,28 +193,25 @@ class FileWorldReader(WorldReader):
             raise ValueError("its cells have been cut off")
         return cells
 
-    def _elsewhere(self, name: str, count: int, number: int) -> dict[int, Status]:
-        """Return what this host knows of members on others that it waits for in this round."""
+    def _report(self, name: str, count: int, number: int) -> dict[str, Any]:
+        """Return what this host knows of the others that it waits for in this round."""
         try:
             with self._opened(name + OF_HOST) as fd:
-                if read_header(fd)[0] != HOST_MAGIC:
-                    return {}
-                of, report = read_report(_copy(fd, os.fstat(fd).st_size), count)
+                if read_header(fd)[0] == HOST_MAGIC:
+                    of, report = read_report(_copy(fd, os.fstat(fd).st_size), count)
+                    return report if of == number else {}
         except FileNotFoundError:
-            return {}
-        if of != number:
-            return {}
-        found: dict[int, Status] = {}
-        for rank, (rounds, label) in report.get("seen", {}).items():
-            text = None if label is None else Label.decode(label.encode("latin-1"))
-            found[int(rank)] = Status(int(rounds), text, "alive")
-        return found
+            pass
+        return {}
 
     # -- files ----------------------------------------------------------------------------------
 
     def _described(self, name: str, kind: type[Description]) -> Description:
         with self._opened(name) as fd:
-            fields: Any = json.loads(_copy(fd, min(_LONGEST, os.fstat(fd).st_size)))
+            data = _copy(fd, min(_LONGEST, os.fstat(fd).st_size))
+        if not data:
+            raise FileNotFoundError  # it is being written
+        fields: Any = json.loads(data)
         return kind(*fields)
 
     @contextlib.contextmanager
@@ -232,35 +277,6 @@ def _last_barrier(cells: CellReader, complete: int) -> Label | None:
         if label is not None and label.kind == "barrier" and label.name is not None:
             return label
     return None
-
-
-# -- processes --------------------------------------------------------------------------------
-
-
-def _visible_pids(identities: Mapping[int, ProcessIdentity]) -> dict[int, int]:
-    """Return the number of each process as this one sees it, of those that it sees."""
-    own = ProcessIdentity.own().namespace
-    found = {
-        rank: identity.pid
-        for rank, identity in identities.items()
-        if identity.namespace == own and not identity.is_gone()
-    }
-    others = {
-        (who.namespace, who.pid): rank
-        for rank, who in identities.items()
-        if who.namespace not in (own, 0)
-    }
-    if others:
-        namespaces = {namespace for namespace, _ in others}
-        for pid in _processes():
-            with contextlib.suppress(OSError, ValueError):
-                namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
-                if namespace in namespaces:
-                    text = Path(f"/proc/{pid}/status").read_text()
-                    inner = int(text.partition("\nNSpid:")[2].partition("\n")[0].split()[-1])
-                    if (namespace, inner) in others:
-                        found[others[namespace, inner]] = pid
-    return found
 
 
 def _processes() -> list[int]:

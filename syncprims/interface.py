@@ -21,18 +21,25 @@ if TYPE_CHECKING:
 
 
 __all__ = [  # noqa: RUF022 - in the order of this file
-    "Topology", "Settings", "own_device_index",
+    "UNKNOWN", "Topology", "Settings", "own_device_index",
     "Label", "Note",
     "State", "Status", "Window", "Engine", "DeviceEngine", "Board", "Backend",
-    "BoardView", "WorldView", "WorldReader",
+    "WaitView", "BoardView", "WorldView", "WorldReader",
 ]  # fmt: skip
 
 
 # -- configuration: what a backend is made from ----------------------------------------------------
 
+#: In place of a number of ranks or nodes on hosts that the launcher does not say. All of them are
+#: known once the world has met.
+UNKNOWN = -1
+
 
 class Topology(NamedTuple):
-    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms."""
+    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms.
+
+    Those about hosts, `local_rank` to `num_nodes`, may be :data:`UNKNOWN` before the world has met.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -53,6 +60,7 @@ class Settings(NamedTuple):
     directory: str | None = None  #: where the ranks of one host meet, if the user says so
     runtime_directory: str | None = None  #: the system's directory for runtime files, if any
     pickle: bool = True  #: may objects without a safe encoding travel as pickles
+    strict: bool = False  #: all ranks must make a call that has no name from the same line
     store: tuple[str, int] | None = None  #: host and port of the rendezvous store
     agent_store: bool = False  #: torchrun's agent serves it, so that no rank has to
     heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
@@ -83,7 +91,8 @@ class Label:
     """The call that a rank makes in a round.
 
     `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
-    the call, is shown but never compared: `barrier()` in two branches of an `if` is one barrier.
+    the call, is shown and no part of equality: `barrier()` in two branches of an `if` is one
+    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that have no name.
     """
 
     __slots__ = ("_encoded", "kind", "name", "op", "site", "src")
@@ -306,12 +315,10 @@ class Board(ABC):
         Optional: for boards whose :meth:`status` may lag behind.
         """
 
-    def publish_wait(self, number: int, since: float) -> None:  # noqa: B027 - optional
-        """Publish to other processes that this rank waits for round `number`, and since when.
+    def publish_wait(self, wait: WaitView) -> None:  # noqa: B027 - optional
+        """Publish to other processes what this rank waits for; called if that takes a moment.
 
-        If all notes of that round are up, it waits for the data of the call. A `number` of 0 means
-        that it does not wait. Called for waits that take a moment. Optional: `syncprims who` shows
-        it.
+        Optional: `syncprims who` shows it.
         """
 
     def window(self) -> Window | None:
@@ -341,6 +348,9 @@ class Backend(ABC):
     detects_death: ClassVar[bool] = False
     #: can the ranks have a default group of ``torch.distributed``?
     has_process_group: ClassVar[bool] = False
+    #: Of a backend that spans hosts and knows who shares one: the same for all ranks of this host,
+    #: and for no other rank. Without it the library asks the operating system.
+    host: str | None = None
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.topology = topology
@@ -352,6 +362,10 @@ class Backend(ABC):
 
         Optional: `syncprims env` calls it, and `syncprims run` before it starts any rank.
         """
+
+    def set_topology(self, topology: Topology) -> None:
+        """Keep `topology`: the ranks have met, so its numbers about hosts are known now."""
+        self.topology = topology
 
     @abstractmethod
     def board(self, members: Sequence[int]) -> Board:
@@ -390,14 +404,20 @@ class Backend(ABC):
 # -- the view from outside: optional, for programs that are no rank --------------------------------
 
 
+class WaitView(NamedTuple):
+    """A wait of one member of a board."""
+
+    number: int  #: of the round; 0 if it does not wait
+    since: float = 0.0  #: as :func:`time.monotonic`
+    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
+
+
 class BoardView(NamedTuple):
     """What a process outside of the run reads of a board, while its members go on."""
 
     members: tuple[int, ...]  #: world ranks, ascending
     statuses: Mapping[int, Status]  #: of each member
-    #: Which round a member waits for, and since when (:func:`time.monotonic`). Short waits are not
-    #: seen. If all notes of that round are up, it waits for the data of the call.
-    waits: Mapping[int, tuple[int, float]]
+    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
     last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
 
     def status(self, rank: int) -> Status:
@@ -412,7 +432,7 @@ class WorldView(NamedTuple):
     backend: str
     world_size: int
     boards: Sequence[BoardView]  #: that of all ranks first, once it is there
-    here: Sequence[int]  #: the ranks of this host
+    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
     pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
     states: Mapping[int, Status]  #: of the ranks of this host
     problem: str = ""  #: why the rest cannot be read, if it cannot

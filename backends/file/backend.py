@@ -383,7 +383,7 @@ def _process_of(run: PrivateDirectory, number: int, rank: int) -> ProcessIdentit
         contextlib.closing(run.sub(_world_name(number))) as world,
         world.opened(LIVENESS, os.O_RDONLY) as fd,
     ):
-        return examine_from_outside(world.fd, fd, rank)[0]
+        return examine_from_outside(world.fd, fd, rank, ProcessIdentity.own().namespace)[0]
     return None
 
 

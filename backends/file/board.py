@@ -36,7 +36,7 @@ from .private_dir import no_room
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncprims.interface import Window
+    from syncprims.interface import WaitView, Window
 
     from .liveness import Liveness
     from .private_dir import PrivateDirectory
@@ -381,10 +381,10 @@ class SharedMemoryBoard(Board):
         """Return the verdict that covers the oldest uncollected round, if there is one."""
         return self._aborts.verdict(self.collected + 1)
 
-    def publish_wait(self, number: int, since: float) -> None:
-        """Record in this rank's cells which round it waits for."""
+    def publish_wait(self, wait: WaitView) -> None:
+        """Record in this board's memory what this rank waits for."""
         with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked
-            self._cells.write_wait(self._index, number, since)
+            self._cells.write_wait(self._index, wait)
 
     def window(self) -> Window:
         """Return the memory that arrays pass through; the first call creates it."""

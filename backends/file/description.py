@@ -11,6 +11,8 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .private_dir import PrivateDirectory
 
 WORLD = "world"  #: the name of a world's description
@@ -24,6 +26,7 @@ class WorldDescription(NamedTuple):
     backend: str
     world_size: int
     ranks: str  #: of this host, by liveness slot
+    hosts: Sequence[Sequence[str]] = ()  #: name and ranks of each, if there are several
 
 
 class BoardDescription(NamedTuple):

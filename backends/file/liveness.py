@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
 FILE = "liveness"
-_MAGIC = b"syncprims liveness 2"
+MAGIC = b"syncprims liveness 2"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
 _PUBLISHED_AT, _PUBLISHED_SIZE = 64, 4096 - 64
@@ -77,7 +77,7 @@ class Liveness:
         with contextlib.ExitStack() as undo:
             self.doorbell = Doorbell(directory, rank)
             undo.callback(self.doorbell.close)
-            self._memory = map_file(directory, FILE, _MAGIC, world_size, _slot(world_size))
+            self._memory = map_file(directory, FILE, MAGIC, world_size, _slot(world_size))
             undo.callback(self._memory.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
@@ -249,43 +249,40 @@ def world_size_of(directory: PrivateDirectory) -> int | None:
     with contextlib.suppress(FileNotFoundError), directory.opened(FILE, os.O_RDONLY) as fd:
         magic, world_size = read_header(fd)
         # A number that does not fit the size of the file is damaged, and might be absurd.
-        if magic == _MAGIC and os.fstat(fd).st_size == _slot(world_size):
+        if magic == MAGIC and os.fstat(fd).st_size == _slot(world_size):
             return world_size
     return None
 
 
 def examine_from_outside(
-    directory_fd: int, fd: int, slot: int
+    directory_fd: int, fd: int, slot: int, namespace: int
 ) -> tuple[ProcessIdentity | None, State, str, bytes]:
     """Return who took a slot of the liveness file `fd`, and its state; None if nobody has.
 
-    For processes that are no rank: nothing is locked that a rank needs. The lock of a slot whose
-    rank has published that it lives is held by that rank, or by nobody any more.
+    For processes that are no rank, in this namespace of pids. Nothing is locked that a rank needs:
+    the lock of a rank that has published that it lives is held by that rank, or needed by none.
     """
     at = _slot(slot)
-
-    def read_state() -> int:
-        return int.from_bytes(os.pread(fd, 1, at), "little")
-
     entry = os.pread(fd, _ENTRY.size, at)
     before, *who = _ENTRY.unpack(entry.ljust(_ENTRY.size, b"\0"))
     if before not in (_ALIVE, _FINISHED, _FAILED):
         return None, "unknown", "", b""
     identity = ProcessIdentity(*who)
+    gone = before == _ALIVE and (identity.is_gone(namespace) or _is_free(directory_fd, slot))
+    after = os.pread(fd, 1, at)[0]  # it may have published its end before it was gone
+    if after == _FAILED:
+        failure = read_record(os.pread(fd, _FAILURE_SIZE, at + _FAILURE_AT), 0, _FAILURE_SIZE)
+        return identity, "failed", "", failure or b""
+    if after == _ALIVE and not gone:
+        return identity, "alive", "", b""
     watch = ProcessWatch(identity)
     try:
-        gone = before == _ALIVE and (identity.is_gone() or _is_free(directory_fd, slot))
-        after = read_state()
-        if after == _FAILED:
-            failure = read_record(os.pread(fd, _FAILURE_SIZE, at + _FAILURE_AT), 0, _FAILURE_SIZE)
-            return identity, "failed", "", failure or b""
-        if after == _FINISHED:
-            return identity, *_end_of(slot, watch.exit_status())
-        if gone:
-            return identity, "lost", describe_exit(watch.exit_status()), b""
-        return identity, "alive", "", b""
+        status = watch.exit_status()
     finally:
         watch.close()
+    if after == _FINISHED:
+        return identity, *_end_of(slot, status)
+    return identity, "lost", describe_exit(status), b""
 
 
 def _is_free(directory_fd: int, slot: int) -> bool:
@@ -432,9 +429,9 @@ class ProcessIdentity(NamedTuple):
                 return other.namespace in (self.namespace, 0)
         return False
 
-    def is_gone(self) -> bool:
-        """Return whether the process is known to have ended, reaped or not."""
-        if not self.started or self.namespace != self.own().namespace:
+    def is_gone(self, namespace: int) -> bool:
+        """Return whether the process is known, in this namespace, to have ended, reaped or not."""
+        if not self.started or self.namespace != namespace:
             return False
         fields = _stat_fields(self.pid)
         return not fields or fields[0] in "ZX" or int(fields[19]) != self.started

@@ -22,7 +22,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
-from syncprims.interface import Board, Window
+from syncprims.interface import Board, WaitView, Window
 
 from .private_dir import no_room
 
@@ -39,7 +39,7 @@ _SHORT_BODY = 256  # bytes; most bodies fit
 _TEXT_SIZE = 16 * 1024  # of a verdict
 
 WORD = struct.Struct("<QII")  #: round, flags, check
-_WAIT = struct.Struct("<Qd")  # round, since when
+_WAIT = struct.Struct("<Qd?7x")  # the fields of a WaitView
 HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
 FLAG, CONTENT, SPILLED = 1, 2, 4  #: and from bit 8 on, how many rounds the writer was ahead
 
@@ -134,10 +134,9 @@ class CellReader:
         """Return whether every member has posted round `number`."""
         return all(self.posted(index) >= number for index in range(self.count))
 
-    def wait(self, index: int) -> tuple[int, float]:
-        """Return the round that a member waits for, and since when; (0, 0.0) if it does not."""
-        number, since = _WAIT.unpack_from(self._memory, self.waits_at + index * _WAIT.size)
-        return number, since
+    def read_wait(self, index: int) -> WaitView:
+        """Return what a member waits for."""
+        return WaitView(*_WAIT.unpack_from(self._memory, self.waits_at + index * _WAIT.size))
 
     def read_intents(self) -> tuple[int, ...]:
         """Return the round that each member, and last an outsider, wants to abort, or 0."""
@@ -162,10 +161,10 @@ class Cells(CellReader):
         at = self.body_at(cell, index)
         self.memory[at : at + len(body)] = body
 
-    def write_wait(self, index: int, number: int, since: float) -> None:
-        """Record that `index` has waited for round `number` since then; 0: that it does not."""
+    def write_wait(self, index: int, wait: WaitView) -> None:
+        """Record what `index` waits for."""
         at = self.waits_at + index * _WAIT.size
-        self.memory[at : at + _WAIT.size] = _WAIT.pack(number, since)
+        self.memory[at : at + _WAIT.size] = _WAIT.pack(*wait)
 
     def write_intent(self, index: int, number: int) -> None:
         """Record that `index` wants to abort round `number`; 0 withdraws it."""

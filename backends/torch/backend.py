@@ -25,12 +25,13 @@ from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import HostGroup, Placement, Rendezvous, unreachable
+from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, identify_place, unreachable
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
     StoreGone,
     StoreLink,
+    agree_on_run_id,
     check_findable,
     find_store,
     read_key,
@@ -70,10 +71,15 @@ class TorchBackend(Backend):
         self._endpoint = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
         if self._endpoint is None:
+            run_id = topology.run_id
+            if topology.world_size > 1:
+                run_id = agree_on_run_id(topology, settings, identify_place(settings))
             ranks = list(range(topology.world_size))
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
-            self._placement = Placement(topology.run_id or "", [host])
-            self._local = FileBackend(topology, settings, self._description(ranks))
+            self._placement = Placement(run_id or "", [host])
+            self.host = host.name
+            place = topology._replace(run_id=run_id)
+            self._local = FileBackend(place, settings, self._description(ranks))
             return
         try:
             self._join(self._endpoint)
@@ -119,6 +125,7 @@ class TorchBackend(Backend):
         """Learn which ranks share this host, and join them."""
         top, settings = self.topology, self.settings
         deadline = time.monotonic() + settings.join_timeout
+        warning = JoinWarning(settings.warn_after)
         while True:
             requests = StoreLink(  # which is asked first, so that only one of the two has to wait
                 "requests",
@@ -129,7 +136,7 @@ class TorchBackend(Backend):
             )
             links = self._links = requests, StoreLink("waits", endpoint.connect)
             try:
-                placement = Rendezvous(links, endpoint, top, settings, deadline).run()
+                placement = Rendezvous(links, endpoint, top, settings, deadline, warning).run()
                 break
             except StoreGone:
                 # An earlier world may have served it, and it ended with that.
@@ -138,12 +145,9 @@ class TorchBackend(Backend):
         self._placement = placement
         host = placement.host_of[top.rank]
         ranks = placement.hosts[host].ranks
-        slot, count, nodes = ranks.index(top.rank), len(ranks), len(placement.hosts)
-        if top.launcher == "torch.distributed":  # which knows no hosts
-            self.topology = top = top._replace(
-                local_rank=slot, local_world_size=count, node_rank=host, num_nodes=nodes
-            )
-        if nodes == 1:
+        slot, count = ranks.index(top.rank), len(ranks)
+        self.host = str(host)
+        if len(placement.hosts) == 1:
             place = top._replace(run_id=placement.token)
             self._local = FileBackend(place, settings, self._description(ranks))
             self._close_links()
@@ -168,8 +172,9 @@ class TorchBackend(Backend):
     def _description(self, ranks: Sequence[int]) -> WorldDescription:
         """Return what this host's part of the world, with these ranks, belongs to."""
         top = self.topology
+        hosts = [[host.name, errors.format_ranks(host.ranks)] for host in self._placement.hosts]
         return WorldDescription(
-            top.run_id or "", self.name, top.world_size, errors.format_ranks(ranks)
+            top.run_id or "", self.name, top.world_size, errors.format_ranks(ranks), hosts
         )
 
     # -- boards ---------------------------------------------------------------------------------
@@ -179,9 +184,8 @@ class TorchBackend(Backend):
         board = self._board(members)
         if self._may_use_nccl({self._placement.host_of[rank] for rank in members}):
             # Its first group takes all ranks of the world.
-            board.device_engine = NcclEngine(
-                members, self.topology.world_size, self.open_process_group
-            )
+            size = self.topology.world_size
+            board.device_engine = NcclEngine(members, size, self.open_process_group)
         return board
 
     def _board(self, members: Sequence[int]) -> Board:

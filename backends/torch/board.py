@@ -25,6 +25,8 @@ from .store import StoreGone, first_line, read_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncprims.interface import WaitView
+
     from ..file.board import SharedMemoryBoard
     from ..file.liveness import Liveness
     from .host_state import Heartbeat
@@ -301,9 +303,9 @@ class TwoLevelBoard(Board):
         silence = connection.requests.silent_for
         return f"{store} has not answered for {silence:.0f} s" if silence >= limit else ""
 
-    def publish_wait(self, number: int, since: float) -> None:
-        """Record on this host which round this rank waits for."""
-        self.local.publish_wait(number, since)
+    def publish_wait(self, wait: WaitView) -> None:
+        """Record on this host what this rank waits for."""
+        self.local.publish_wait(wait)
 
     # -- abort ----------------------------------------------------------------------------------
 

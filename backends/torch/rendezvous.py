@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
 import time
+from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +59,28 @@ class Placement:
         self.host_of = {rank: number for number, host in enumerate(hosts) for rank in host.ranks}
 
 
+class JoinWarning:
+    """Logs what a rank waits for that joins, at first after so many seconds, then less often."""
+
+    def __init__(self, after: float) -> None:
+        self._begin = time.monotonic()
+        self._every = after
+        self._at = self._begin + after
+
+    @property
+    def left(self) -> float:
+        """Seconds until the next warning."""
+        return max(0.0, self._at - time.monotonic())
+
+    def log(self, missing: str, detail: object) -> None:
+        """Log a warning, and begin to wait for the next one."""
+        waited = time.monotonic() - self._begin
+        text = "still waiting for %s at init for %.0f s; %s"
+        logging.getLogger("syncprims").warning(text, missing, waited, detail)
+        self._every *= 2
+        self._at = time.monotonic() + self._every
+
+
 class Rendezvous:
     """One rank's part in a rendezvous. Methods that take a `store` run on a link's thread."""
 
@@ -67,17 +91,18 @@ class Rendezvous:
         topology: Topology,
         settings: Settings,
         deadline: float,
+        warning: JoinWarning,
     ) -> None:
         self._links = links
         self._endpoint = endpoint
         self._top = topology
         self._join_timeout = settings.join_timeout
         self._deadline = deadline
+        self._warning = warning
         self._prefix = f"world-{topology.world_size}/rendezvous"
         self._epoch = ""  # prefix of the keys of the epoch that this rank is in
         self._missing: list[int] = []  # as last known: the rank that serves the store may go first
-        with contextlib.closing(PrivateDirectory.open(base_path(settings))) as base:
-            place = _identity(base.fd)
+        place = identify_place(settings)
         # To count the devices that this process sees touches none.
         entry = [topology.rank, place, socket.gethostname(), torch.cuda.device_count()]
         self._entry = json.dumps(entry).encode() + b"\n"
@@ -93,7 +118,7 @@ class Rendezvous:
             for link in self._links:
                 # Now, and not when they are needed: a store may take seconds for a new connection,
                 # to look up the name of the caller, and answers no other rank meanwhile.
-                link.ask(lambda store: None, self._left())
+                self._reach(link)
             while True:
                 self._epoch = self._ask(self._enter)
                 placement = self._await_result()
@@ -118,6 +143,18 @@ class Rendezvous:
                 raise self._never_came()
         raise unreachable(self._top, self._endpoint, why) from why
 
+    def _reach(self, link: StoreLink) -> None:
+        """Return once `link` has its connection to the store."""
+        answer = link.submit(lambda store: None)
+        while not answer.done() and self._left():
+            futures.wait([answer], min(self._left(), self._warning.left))
+            if not answer.done() and not self._warning.left:
+                why = self._endpoint.refusal or "it does not answer"
+                self._warning.log(f"the store at {self._endpoint.address}", why)
+        if not answer.done():
+            raise StoreGone(f"no answer for {self._join_timeout:g} s")
+        link.ask(lambda store: None, self._left())  # raises what the first request met
+
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
@@ -135,8 +172,11 @@ class Rendezvous:
             result = self._ask(lambda store: read_key(store, f"{self._epoch}result"))
             if result:
                 return _decode(result)
-            if self._left() < _LEAVING:
+            if self._left() < _LEAVING or not self._warning.left:
                 self._missing = self._ask(self._find_missing)
+            if self._missing and not self._warning.left:
+                never = "; ".join(f"rank {rank} never joined" for rank in self._missing[:8])
+                self._warning.log(f"ranks {self._missing}", never)
 
     def _never_came(self) -> SyncTimeout:
         top, missing, waited = self._top, self._missing, self._join_timeout - self._left()
@@ -210,9 +250,10 @@ def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[HostGroup]:
     ]
 
 
-def _identity(directory_fd: int) -> str:
-    """Return what this kernel, and no other, calls the open directory."""
-    found = os.fstat(directory_fd)
+def identify_place(settings: Settings) -> str:
+    """Return what this kernel, and no other, calls the directory where ranks of a host meet."""
+    with contextlib.closing(PrivateDirectory.open(base_path(settings))) as base:
+        found = os.fstat(base.fd)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch.distributed
 
-from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.errors import BackendUnavailable, ConfigurationError, SyncTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -236,10 +237,14 @@ def check_findable(topology: Topology, settings: Settings) -> None:
     """
     if settings.store is not None or dist.is_initialized():
         return
-    if topology.num_nodes > 1:
+    if topology.num_nodes != 1:
+        nodes = "several" if topology.num_nodes < 1 else topology.num_nodes
+        started = f"{topology.launcher} started {nodes} nodes"
+        if max(topology.num_nodes, topology.local_world_size) < 1:
+            started = f"{topology.launcher} does not say which ranks share a host"
         raise ConfigurationError(
-            f"{topology.launcher} started {topology.num_nodes} nodes, and nothing says where their "
-            f"ranks meet: set {_CURE}, the same on all ranks, or start them with torchrun"
+            f"{started}, and nothing says where the ranks meet: set {_CURE}, the same on all "
+            f"ranks, or start them with torchrun"
         )
     if topology.run_id is None:
         raise ConfigurationError(
@@ -258,35 +263,79 @@ def find_store(topology: Topology, settings: Settings) -> StoreEndpoint | None:
     initialized = dist.is_initialized()
     if topology.launcher == "syncprims" and topology.num_nodes == 1 and topology.run_id is not None:
         return None  # all share this host, and `syncprims run` gave the run a name
-    if settings.store is not None and (settings.agent_store or not initialized):
+    own = topology.launcher == "torch.distributed"  # then other stores belong to other groups
+    if settings.store is not None and not own and (settings.agent_store or not initialized):
         endpoint = StoreEndpoint(*settings.store, prefix, settings.join_timeout)
         if not settings.agent_store:
             endpoint.served_by_rank_0 = True
             if topology.rank == 0:
                 endpoint.serve()
         return endpoint
-    return _of_default_group(prefix, topology, settings.join_timeout) if initialized else None
+    if not initialized:
+        return None
+    store, inner = _get_default_store()
+    if not isinstance(inner, dist.TCPStore):
+        return None
+    if own:  # several groups may share a server, each with a prefix of its own
+        prefix = f"syncprims/{_name_run(store)}"
+    endpoint = StoreEndpoint(inner.host, inner.port, prefix, settings.join_timeout)
+    endpoint.kept = store
+    endpoint.served_by_rank_0 = True
+    return endpoint
 
 
-def _of_default_group(prefix: str, topology: Topology, join_timeout: float) -> StoreEndpoint | None:
-    """Return the store with which the program has initialized ``torch.distributed``.
+def agree_on_run_id(topology: Topology, settings: Settings, host: str) -> str | None:
+    """Return what identifies a run on one host that has no :func:`find_store`.
 
-    None if it cannot be shared, and a run on one host needs none.
+    If no launcher says it, the ranks agree through the store of the default group. `host` is what
+    ranks that share a host have in common.
+
+    :raises ConfigurationError: if they share none, or their store is one that only torch can use.
+    :raises SyncTimeout: naming the ranks that did not come.
     """
+    launched = topology.launcher != "torch.distributed" and topology.num_nodes == 1
+    if not dist.is_initialized() or (launched and topology.run_id is not None):
+        return topology.run_id
+    store, inner = _get_default_store()
+    cure = "initialize it with env:// or tcp://, or start the ranks with torchrun"
+    if not isinstance(inner, dist.FileStore):
+        raise ConfigurationError(
+            f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
+            f"or a FileStore can be shared: {cure}"
+        )
+    run_id = _name_run(store)
+    keys = [f"syncprims/{run_id}/{rank}" for rank in range(topology.world_size)]
+    store.set(keys[topology.rank], host)
+    deadline = time.monotonic() + settings.join_timeout
+    while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > deadline:
+            raise SyncTimeout(
+                f"init timed out after {settings.join_timeout:g} s: ranks {missing} did not come. "
+                f"This rank waits at the FileStore of torch.distributed",
+                rank=topology.rank,
+                call="init",
+                missing=missing,
+                waited=settings.join_timeout,
+            )
+        time.sleep(TRY_AGAIN)
+    if len({store.get(key) for key in keys}) > 1:
+        raise ConfigurationError(
+            f"torch.distributed was initialized with a FileStore, and its ranks are on several "
+            f"hosts: {cure}"
+        )
+    return run_id
+
+
+def _get_default_store() -> tuple[Any, Any]:
+    """Return the store of the default group, and the one below its prefixes."""
     # Torch has no public name for it, and the ranks must meet where they have met before.
     store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     inner: Any = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
-    if not isinstance(inner, dist.TCPStore):
-        launched = topology.run_id is not None and topology.launcher != "torch.distributed"
-        if launched and topology.num_nodes == 1:
-            return None
-        raise ConfigurationError(
-            f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
-            f"can be shared: initialize it with env:// or tcp://, or start the ranks with torchrun"
-        )
-    endpoint = StoreEndpoint(inner.host, inner.port, prefix, join_timeout)
-    endpoint.kept = store
-    endpoint.served_by_rank_0 = True
-    return endpoint
+    return store, inner
+
+
+def _name_run(store: Any) -> str:
+    """Return a name that all ranks of the default group agree on, and no other group has."""
+    return bytes(store.compare_set("syncprims/run", "", secrets.token_hex(8))).decode()

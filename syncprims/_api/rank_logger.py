@@ -38,7 +38,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             if not self.isEnabledFor(level):
                 return
             topology = get_topology()
-            if (local and topology.local_rank != 0) or (
+            # Where it is not known yet which rank is a node's first, all of them log.
+            if (local and topology.local_rank > 0) or (
                 main_only and not local and topology.rank != 0
             ):
                 return

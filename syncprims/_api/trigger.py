@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
@@ -14,10 +15,13 @@ from syncprims.errors import signal_name
 from syncprims.interface import Note
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     from syncprims._protocol.rounds import PendingRound
     from syncprims._world.group import Group
+
+_ONE_SIGNAL = 2.0  # seconds within which signals are one
 
 
 class Trigger:
@@ -67,13 +71,19 @@ class Trigger:
         if why is not None:
             note = Note(note.label, True, codec.encode(why[0]))
         if not self._lag:
-            notes = rounds.meet(note, group._timeout)
-        else:
-            # Of another group, or another world: then this is the first check of this one.
-            of, pending = self._before or (group, None)
-            before = pending if of is group else None
-            self._before = group, rounds.defer(note, group._timeout, before)
-            notes = rounds.finish(before) if before is not None else ()
+            return rounds.meet(note, group._timeout, lambda notes: self._read(group, notes))
+        # Of another group, or another world: then this is the first check of this one.
+        of, pending = self._before or (group, None)
+        before = pending if of is group else None
+
+        def check() -> bool:
+            self._before = group, rounds.post_deferred(note, group._timeout)
+            return before is not None and self._read(group, rounds.collect_deferred(before))
+
+        return rounds.atomic_call(note.label, check)
+
+    def _read(self, group: Group, notes: Sequence[Note]) -> bool:
+        """Return whether a rank had set the flag, and keep which ranks had."""
         for lowest in notes:
             if lowest.flag:
                 self.ranks = [r for r, n in zip(group.ranks, notes, strict=True) if n.flag]
@@ -84,7 +94,11 @@ class Trigger:
     def set_on_signal(self, signum: int | None = None) -> None:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
 
-        A second signal has the effect it had before.
+        Signals within 2 seconds are one: a launcher and the system may each send it to every
+        process of a job. A later one has the effect that it had before.
+
+        The launcher kills a process that does not end in time: torchrun 30 s after SIGTERM, SLURM
+        after `KillWait` (30 s), Open MPI a second after it.
 
         :raises TypeError: if `signum` is not a number, such as `signal.SIGUSR1`.
         :raises ValueError: if there is no such signal or no program can catch it, and outside the
@@ -101,10 +115,16 @@ class Trigger:
                 f"take another, as signal.SIGUSR1"
             )
         previous: Any = signal.getsignal(signum)
+        first: list[float] = []  # when the first one came
 
         def on_signal(received: int, frame: FrameType | None) -> None:
-            signal.signal(signum, previous)  # a second one is meant
-            self.set(signal_name(received))
+            now = time.monotonic()
+            if first and now - first[0] >= _ONE_SIGNAL:
+                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+                signal.raise_signal(signum)
+            elif not first:
+                first.append(now)
+                self.set(signal_name(received))
 
         signal.signal(signum, on_signal)
 

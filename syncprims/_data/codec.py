@@ -23,6 +23,7 @@ _COMPLEX = struct.Struct("<dd")
 _LARGE_HEADER = struct.Struct("<cQ?")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 _MOST_REPEATS = 10_000
+_PICKLES = b"K"  # the first byte of an encoding with a pickle in it
 _OUT_OF_BAND = b"A"  # the tag of an array that travels by itself
 _LARGE = 1536  # bytes from which on an array may travel so: about what a small note holds
 
@@ -44,20 +45,30 @@ def encode(
     :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it. The message
         says which part of the object that is.
     """
+    encoder = _Encoder(allow_pickle, out_of_band)
     try:
         try:
-            return _Encoder(allow_pickle, out_of_band).encode(obj)
+            data = encoder.encode(obj)
         except _NeedsPickle:
             if out_of_band is not None:
                 out_of_band.clear()  # the pickle holds all
-            return _pickled(obj, allow_pickle)
+            return _PICKLES + _pickled(obj, allow_pickle)
     except _Refused as refused:
         raise _explain(obj, refused.__cause__) from refused.__cause__
+    return _PICKLES + data if encoder.pickles else data
 
 
 def is_one_array(data: bytes) -> bool:
     """Return whether :func:`encode` wrote these bytes for an array that travels out of band."""
     return data[:1] == _OUT_OF_BAND
+
+
+def holds_pickle(data: bytes) -> bool:
+    """Return whether :func:`encode` wrote these bytes with a pickle in them.
+
+    A pickle runs the object's own code where it arrives, so one rank alone may fail to decode it.
+    """
+    return data[:1] == _PICKLES
 
 
 class LargeHeader(NamedTuple):
@@ -98,7 +109,8 @@ def decode(
     :raises EncodingError: if the bytes hold a pickle and it is forbidden or fails, or are damaged.
     """
     try:
-        obj, end = _Decoder(data, allow_pickle, out_of_band, local_rank).read(0)
+        begin = int(holds_pickle(data))
+        obj, end = _Decoder(data, allow_pickle, out_of_band, local_rank).read(begin)
     except EncodingError:
         raise
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -123,6 +135,7 @@ class _Encoder:
         self._open: set[int] = set()  # containers that are being written
         self._seen: set[int] = set()  # and that have been: written again, they could be huge
         self._repeats = 0
+        self.pickles = False  #: whether a part was pickled
 
     def encode(self, obj: object, depth: int = 0) -> bytes:
         out: list[bytes] = []
@@ -158,6 +171,7 @@ class _Encoder:
             out += (_sized(b"g", spec.encode()), _sized(b"", obj.tobytes()))
         else:
             out.append(_pickled(obj, self._allow_pickle))
+            self.pickles = True
 
     def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
         if self._out_of_band is not None and obj.nbytes >= _LARGE:

@@ -8,6 +8,7 @@ their digests differ and everything else is equal.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import sys
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from syncprims.errors import RankMismatch
 from syncprims.interface import Note
 
 from . import codec, objects
-from .arrays import flat, is_array, is_list_or_tuple, is_tensor, on_host, raw, spec_of
+from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,41 +45,41 @@ def assert_same(
     """
     try:
         mine = _Digest.of(value, allow_pickle=rounds.settings.pickle)
-    except Exception as error:  # an object's own code runs here: it may raise anything
+    except BaseException as error:  # an object's own code runs here: it may raise anything
         objects.name_call(rounds, label, error)
         rounds.fail(label, error)
         raise
-    lines = RoundSequence.run(
-        rounds, Note(label), timeout, lambda sequence: _compare(sequence, value, mine)
+    RoundSequence.run(
+        rounds, Note(label), timeout, lambda sequence: _compare(sequence, value, name, mine)
     )
-    if lines:
-        shown = "\n".join(lines)
-        raise RankMismatch(
-            f"{name} differs between ranks, at {label}:\n{shown}\n"
+
+
+def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -> None:
+    rounds, label = sequence.rounds, sequence.note.label
+    posted = mine.fixed + mine.free
+    seen = [note.payload for note in sequence.meet(Note(label, payload=posted))]
+    if all(other == posted for other in seen):
+        return
+    text = sequence.attempt(lambda: _shorten(value))
+    shown = objects.gather_within(sequence, (text, mine.objects))
+    equal = all(other[:_DIGEST_SIZE] == mine.fixed for other in seen) and sequence.attempt(
+        lambda: _all_equal([found for _, found in shown])
+    )
+    # What an object says of itself and of a copy may differ between ranks: one "no" counts for all.
+    if all(note.flag for note in sequence.meet(Note(label, equal))):
+        return
+    lines = "\n".join(
+        f"  rank {rank}: {text}  (digest {_hash(other).hex()[:8]})"
+        for rank, (text, _), other in zip(rounds.members, shown, seen, strict=True)
+    )
+    rounds.raise_in_step(
+        RankMismatch(
+            f"{name} differs between ranks, at {label}:\n{lines}\n"
             f"Make it the same everywhere: equal seeds and inputs, or broadcast it.",
             call=str(label),
             arrived=list(rounds.members),
         )
-
-
-def _compare(sequence: RoundSequence, value: object, mine: _Digest) -> list[str]:
-    """Return a line for each member if the values differ, else nothing."""
-    label = sequence.note.label
-    posted = mine.fixed + mine.free
-    seen = [note.payload for note in sequence.meet(Note(label, payload=posted))]
-    if all(other == posted for other in seen):
-        return []
-    shown = objects.gather_within(sequence, (_shorten(value), mine.objects))
-    equal = all(other[:_DIGEST_SIZE] == mine.fixed for other in seen) and _all_equal(
-        [found for _, found in shown]
     )
-    # What an object says of itself and of a copy may differ between ranks: one "no" counts for all.
-    if all(note.flag for note in sequence.meet(Note(label, equal))):
-        return []
-    return [
-        f"  rank {rank}: {text}  (digest {_hash(other).hex()[:8]})"
-        for rank, (text, _), other in zip(sequence.rounds.members, shown, seen, strict=True)
-    ]
 
 
 def _all_equal(found: list[list[Any]]) -> bool:
@@ -249,15 +250,14 @@ class _Walk:
         if self._objects is not None:
             self._objects.append(value)
             return b"object"
-        reduced = None
+        reduced: object = None
         if not isinstance(value, type):  # its method would be that of its instances
-            try:
+            with contextlib.suppress(Exception):  # pickle knows other ways, as for functions
                 reduced = value.__reduce_ex__(_PICKLE_PROTOCOL)
-            except Exception:
-                pass  # pickle knows other ways, as for functions
         if not isinstance(reduced, tuple):
             return _hash(codec.encode(value))
-        call, args, state, items, pairs, *rest = (*reduced, None, None, None, None)
+        held: list[Any] = [*reduced, None, None, None]  # at most two iterators of items
+        call, args, state, items, pairs, *rest = held
         lists = [None if part is None else list(part) for part in (items, pairs)]
         return _hash(*map(self.digest, (call, args, state, *lists, rest)))
 

@@ -286,18 +286,26 @@ def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     out.copy_(total / len(parts) if op == "mean" else total)
 
 
-def copy_into(out: Any, value: Any) -> Any:
-    """Return `out`, now holding `value`.
+def why_not_into(out: Any, value: Any) -> TypeError | ValueError | None:
+    """Return the error of an `out` that cannot hold `value`, or None if it can.
 
-    :raises TypeError: if `out` is neither a numpy array nor a tensor.
-    :raises ValueError: if its shape differs, or its dtype cannot hold the value's exactly.
+    A TypeError, if `out` is neither a numpy array nor a tensor. A ValueError, if its shape or dtype
+    differs, or it is read-only.
     """
     if not (is_array(out) or is_tensor(out)):
-        raise TypeError(f"out is a {type(out).__name__}; it takes a numpy array or a torch tensor")
+        kind = type(out).__name__
+        return TypeError(f"out is a {kind}; it takes a numpy array or a torch tensor")
     if not (is_array(value) or is_tensor(value)):
-        raise TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
+        return TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
     if tuple(out.shape) != tuple(value.shape) or str(out.dtype) != str(value.dtype):
-        raise ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
+        return ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
+    if is_array(out) and not out.flags.writeable:
+        return ValueError("out is read-only; give an array that can be written to")
+    return None
+
+
+def copy_into(out: Any, value: Any) -> Any:
+    """Return `out`, now holding `value`, which fits into it."""
     if is_array(out):
         out[...] = value
     else:

@@ -13,25 +13,63 @@ from syncprims.errors import (
     SyncTimeout,
 )
 
+from .call_site import warn_user
+
 if TYPE_CHECKING:
     from syncprims.errors import SyncError
-    from syncprims.interface import Board, BoardView, Status
+    from syncprims.interface import Board, BoardView, Label, Status
 
 _CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
     "a loop count that differs between ranks."
 )
+_CURE_SITES = (
+    "The calls are alike, have no name, and are on different lines: SYNCPRIMS_STRICT=1 refuses "
+    "that. If they belong together, give them one name=. Otherwise give each its own, and make "
+    "them in the same order."
+)
+#: Calls in which a rank may take the value of another call in silence.
+_WITH_VALUES = {"broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks", "trigger"}
 
 
-def mismatch_error(rank: int, number: int, calls: dict[int, str]) -> CollectiveMismatch:
+def mismatch_error(
+    rank: int, number: int, calls: dict[int, str], cure: str = _CURE_MISMATCH
+) -> CollectiveMismatch:
     """Return the error of ranks that met in different calls, a line for each."""
-    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
     return CollectiveMismatch(
-        f"ranks met in different calls (round {number}):\n{lines}\n{_CURE_MISMATCH}",
+        f"ranks met in different calls (round {number}):\n{_list_calls(calls)}\n{cure}",
         rank=rank,
         call=calls[rank],
         arrived=[rank for rank, call in calls.items() if call != "not here yet"],
     )
+
+
+def compare_sites(
+    rank: int, number: int, labels: dict[int, Label], *, strict: bool
+) -> CollectiveMismatch | None:
+    """Return the error of calls on different lines that no name makes one call, if `strict`.
+
+    Otherwise issue a `SyncWarning` if such calls carry values.
+    """
+    label = labels[rank]
+    # Without folders: ranks may have different working directories.
+    sites = {label.site.rpartition("/")[2] for label in labels.values()}
+    if label.name is not None or len(sites) == 1:
+        return None
+    calls = {member: str(label) for member, label in labels.items()}
+    if strict:
+        return mismatch_error(rank, number, calls, _CURE_SITES)
+    if label.kind in _WITH_VALUES:
+        warn_user(
+            f"ranks made the same call on different lines (round {number}):\n{_list_calls(calls)}\n"
+            f"If these are different calls, their values are mixed up. Give each call a name=: "
+            f"calls of different names never meet, and those of one name may stand on any line."
+        )
+    return None
+
+
+def _list_calls(calls: dict[int, str]) -> str:
+    return "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
 
 
 class Snapshot:

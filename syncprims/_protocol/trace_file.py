@@ -101,7 +101,7 @@ class Recorder:
         """Record into `directory`, at most `limit` bytes of it."""
         self._directory = os.path.abspath(directory)  # noqa: PTH100 - pathlib is slow to import
         self._most = max(2, limit // SEGMENT)
-        self._topology = topology
+        self.topology = topology
         self.run = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.urandom(3).hex()}"  #: if rank 0's
         self.virtual = False  #: the clock is a test's
         self.segment = _in_memory()  #: where entries go now
@@ -169,9 +169,9 @@ class Recorder:
         """Continue in the file of `run`, or of a start that has failed."""
         if self._fd >= 0 or self._stopped:
             return
-        self.run = run or "failed-start-" + _safe(self._topology.run_id or self.run)
+        self.run = run or "failed-start-" + _safe(self.topology.run_id or self.run)
         folder = f"{self._directory}/{self.run}"
-        self._path = f"{folder}/rank-{self._topology.rank}.trace"
+        self._path = f"{folder}/rank-{self.topology.rank}.trace"
         try:
             os.makedirs(folder, exist_ok=True)  # noqa: PTH103
             if run is None:
@@ -211,7 +211,7 @@ class Recorder:
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the whole record that stand in each segment."""
-        top = self._topology
+        top = self.topology
         host = os.uname().nodename
         return {
             "rank": top.rank,
@@ -234,7 +234,7 @@ class Recorder:
 
         self._close()
         logging.getLogger("syncprims").warning(
-            f"the trace of rank {self._topology.rank} ends here, and the run goes on without: "
+            f"the trace of rank {self.topology.rank} ends here, and the run goes on without: "
             f"cannot write {self._path}: {error}. Free some space there, or let SYNCPRIMS_TRACE "
             f"name a directory that can be written"
         )

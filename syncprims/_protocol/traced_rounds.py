@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, ForkedProcess, WorldClosed, format_ranks
@@ -42,25 +42,46 @@ class TracedRounds(Rounds):
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
         self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
         self._label: Label | None = None  # of the note posted last
+        self._first: Label | None = None  # of the call's first note
         self._now: Callable[[], int] = monotonic_ns
         board = self.board
         if board.virtual_time:
             recorder.virtual = True
             self._now = lambda: int(board.now() * 1e9)
 
-    def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]:
-        """Return the notes of the round that `note` is posted to, and record it."""
+    @overload
+    def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]: ...
+    @overload
+    def meet(self, note: Note, timeout: float | None, read: Callable[[Sequence[Note]], T]) -> T: ...
+    def meet(
+        self,
+        note: Note,
+        timeout: float | None = None,
+        read: Callable[[Sequence[Note]], Any] | None = None,
+    ) -> Any:
+        """Return the notes of the round that `note` is posted to, or what `read` makes of them.
+
+        The round is recorded as a part of the call: an exception in between breaks the group.
+        """
         board, label = self.board, note[0]
-        self._label = label
-        before, begin = board.posted, self._now()
+        self._label = self._first = label
+        self._before = before = board.posted
+        begin, recorded = self._now(), False
+
+        def record(notes: Sequence[Note]) -> Any:
+            nonlocal recorded
+            recorded = True
+            self._record(label, begin, self._now(), board.collected)
+            return notes if read is None else read(notes)
+
         try:
-            notes = Rounds.meet(self, note, timeout)
+            return Rounds.meet(self, note, timeout, record)
         except BaseException as error:
-            if board.posted > before and not isinstance(error, _REFUSED):
+            if recorded:
+                self._call_failed(error, before)
+            elif board.posted > before and not isinstance(error, _REFUSED):
                 self._write(label, begin, begin, self._now(), before + 1, 0, type(error).__name__)
             raise
-        self._record(label, begin, self._now(), board.collected)
-        return notes
 
     def skip_barrier(self) -> None:
         """Record a barrier in a group of one, which needs no round: its number is 0.
@@ -76,9 +97,12 @@ class TracedRounds(Rounds):
         self.make_room(timeout)
         label, number = note[0], self.board.posted + 1
         self._label = label
-        if note[3] or number > self._before + 1:
+        if number == self._before + 1:
+            self._first = label
+        further = number > self._before + 1 and label == self._first
+        if note[3] or further:
             failed = self._failure(note) if note[3] else ""
-            self._odd[number] = FURTHER if number > self._before + 1 else 0, failed
+            self._odd[number] = FURTHER if further else 0, failed
         self._open[number] = label, self._now()
         Rounds.post(self, note, timeout)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from syncprims._data import objects, reduction
@@ -27,13 +26,14 @@ if TYPE_CHECKING:
     from syncprims._data.reduction import Op
     from syncprims._protocol.rounds import Rounds
     from syncprims.errors import SyncError
+    from syncprims.interface import Note
 
     Seconds = float | timedelta | None
 
 T = TypeVar("T")
 
-#: The groups whose ``with`` blocks this code runs in, the innermost last. They belong to a thread or
-#: task, not to the process or the group: blocks of several tasks may overlap.
+#: The groups whose ``with`` blocks this code runs in, the innermost last. They belong to a thread
+#: or task, not to the process or the group: blocks of several tasks may overlap.
 entered: ContextVar[tuple[Group, ...]] = ContextVar("syncprims_groups", default=())
 
 
@@ -104,7 +104,13 @@ class Group:
         rounds.meet(rounds.note("barrier", name), timeout)
 
     def broadcast(
-        self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None
+        self,
+        obj: T,
+        src: int | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
     ) -> T:
         """As :func:`syncprims.broadcast`, among the members; `src` is by default the lowest."""
         if src is None:
@@ -115,18 +121,21 @@ class Group:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
-        value = _broadcast(self, "broadcast", obj, src, out, timeout)
-        if out is not None and out is not value:
-            value = reduction.copy_into(out, value)
-        return value
+        return _broadcast(self, "broadcast", name, obj, src, out, timeout)
 
-    def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
+    def all_gather(self, obj: T, *, name: str | None = None, timeout: Seconds = None) -> list[T]:
         """As :func:`syncprims.all_gather`, among the members."""
-        return gather_as(self, "all_gather", obj, timeout)
+        return gather_as(self, "all_gather", obj, timeout, name=name)
 
     @overload
     def all_reduce(
-        self, value: int, op: Literal["mean"], *, out: None = None, timeout: Seconds = None
+        self,
+        value: int,
+        op: Literal["mean"],
+        *,
+        name: str | None = None,
+        out: None = None,
+        timeout: Seconds = None,
     ) -> float: ...
     @overload
     def all_reduce(
@@ -134,43 +143,46 @@ class Group:
         value: bool,
         op: Literal["sum", "prod"] = "sum",
         *,
+        name: str | None = None,
         out: None = None,
         timeout: Seconds = None,
     ) -> int: ...
     @overload
     def all_reduce(
-        self, value: T, op: Op = "sum", *, out: Any = None, timeout: Seconds = None
+        self,
+        value: T,
+        op: Op = "sum",
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
     ) -> T: ...
     def all_reduce(
-        self, value: Any, op: Op = "sum", *, out: Any = None, timeout: Seconds = None
+        self,
+        value: Any,
+        op: Op = "sum",
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
     ) -> Any:
         """As :func:`syncprims.all_reduce`, among the members."""
         reduction.check_op(op)
-        note = self._rounds.note("all_reduce", op=op)
+        note = self._rounds.note("all_reduce", name, op=op)
         limit = self._seconds(timeout)
-        result = objects.all_reduce(self._rounds, note, value, op, out, limit)
-        if out is not None and out is not result:
-            result = reduction.copy_into(out, result)
-        return result
+        return objects.all_reduce(self._rounds, note, value, op, out, limit)
 
-    def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
+    def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
         rounds = self._rounds
-        note = rounds.note("any_rank", flag=bool(flag))
-        # A loop, since `any` over a generator takes as long as all the rest of this method.
-        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
-            if other.flag:
-                return True
-        return False
+        note = rounds.note("any_rank", name, flag=bool(flag))
+        return rounds.meet(note, self._seconds(timeout), _has_flag)
 
-    def all_ranks(self, flag: object, *, timeout: Seconds = None) -> bool:
+    def all_ranks(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
         rounds = self._rounds
-        note = rounds.note("all_ranks", flag=bool(flag))
-        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
-            if not other.flag:
-                return False
-        return True
+        note = rounds.note("all_ranks", name, flag=bool(flag))
+        return rounds.meet(note, self._seconds(timeout), _have_all_flags)
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
         """As :func:`syncprims.assert_same`, among the members."""
@@ -184,9 +196,9 @@ class Group:
         """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
         return MainFirst(self._rounds, name, seconds(timeout))
 
-    def in_turn(self, *, timeout: Seconds = None) -> InTurn:
+    def in_turn(self, *, name: str | None = None, timeout: Seconds = None) -> InTurn:
         """As :func:`syncprims.in_turn`, among the members."""
-        return InTurn(self._rounds, self._seconds(timeout))
+        return InTurn(self._rounds, name, self._seconds(timeout))
 
     @overload
     def split(self, items: range, *, pad: Literal[False] = False) -> range: ...
@@ -232,46 +244,69 @@ def close_group(group: Group, why: Callable[[], SyncError]) -> None:
 class SharedResult(NamedTuple):
     """A result that rank `src` of a group sends to the others, in the call that the user wrote.
 
-    The block computes it, and gets the function that sends it. If the block raises, the others
-    raise `PeerFailed` where they wait for the result.
+    The block computes it, and :meth:`send` sends it. If the block raises, the others raise
+    `PeerFailed` where they wait for the result.
     """
 
     group: Group
     call: str
+    name: str | None
     src: int
 
-    def __enter__(self) -> Callable[[Any], Any]:
-        """Return a function that returns the result of `src` everywhere, without a timeout."""
-        return partial(_broadcast, self.group, self.call, src=self.src, out=None, timeout=math.inf)
+    def __enter__(self) -> SharedResult:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             rounds = self.group._rounds
-            rounds.fail(rounds.note(self.call, src=self.src).label, error)
+            rounds.fail(rounds.note(self.call, self.name, self.src).label, error)
+
+    def send(self, result: Any) -> Any:
+        """Return the result of `src` on every member, without a timeout."""
+        return _broadcast(self.group, self.call, self.name, result, self.src, None, math.inf)
 
 
-def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Seconds) -> T:
+def _broadcast(
+    group: Group, kind: str, name: str | None, obj: T, src: int, out: Any, timeout: Seconds
+) -> T:
     rounds = group._rounds
-    note = rounds.note(kind, src=src)
+    note = rounds.note(kind, name, src)
     limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
-        rounds.meet(note)
-        return obj
+        same: T = rounds.meet(note, None, lambda _: objects.copy_into(rounds, out, obj))
+        return same
     value: T = objects.broadcast(rounds, note, obj, src, out, limit)
     return value
 
 
-def gather_as(group: Group, kind: str, obj: T, timeout: Seconds = math.inf) -> list[T]:
+def gather_as(
+    group: Group, kind: str, obj: T, timeout: Seconds = math.inf, *, name: str | None = None
+) -> list[T]:
     """Gather under the name of the call `kind`; by default all members wait without a timeout."""
     rounds = group._rounds
-    note = rounds.note(kind)
+    note = rounds.note(kind, name)
     limit = group._seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
         rounds.meet(note)
         return [obj]
     return objects.gather(rounds, note.label, obj, limit)
+
+
+def _has_flag(notes: Sequence[Note]) -> bool:
+    # A loop, since `any` over a generator takes as long as all the rest of the call.
+    for note in notes:  # noqa: SIM110
+        if note.flag:
+            return True
+    return False
+
+
+def _have_all_flags(notes: Sequence[Note]) -> bool:
+    for note in notes:  # noqa: SIM110
+        if not note.flag:
+            return False
+    return True
 
 
 def _wait_for_device() -> None:

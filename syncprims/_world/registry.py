@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
 from syncprims.interface import Backend, Topology
 
-from .launchers import find_world_sizes
+from .launchers import find_spread, find_world_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +40,7 @@ class Choice(NamedTuple):
     backend: str
     chosen_by: str
     topology: Topology
+    spread: str = ""  #: what says that the ranks are on several hosts, if anything does
 
     def load(self) -> type[Backend]:
         """Return the class of the backend.
@@ -52,12 +53,10 @@ class Choice(NamedTuple):
         except SyncError as error:
             error.args = (f"{error} (chosen by {self.chosen_by})",)
             raise
-        nodes = self.topology.num_nodes
-        if nodes > 1 and not cls.spans_hosts:
+        if self.spread and not cls.spans_hosts:
             raise ConfigurationError(
                 f"backend {self.backend!r} (chosen by {self.chosen_by}) joins the ranks of one "
-                f"host, and {self.topology.launcher} started {nodes} nodes; choose one that spans "
-                f"hosts"
+                f"host, and {self.spread}; choose one that spans hosts"
             )
         return cls
 
@@ -87,7 +86,7 @@ def choose_backend(
     if name == "auto":
         name = "torch" if topology.world_size > 1 else "single"
         chosen_by += f", which takes {name!r} for world_size={topology.world_size}"
-    return Choice(name, chosen_by, topology)
+    return Choice(name, chosen_by, topology, find_spread(environ, topology))
 
 
 def load_backend(name: str) -> type[Backend]:

@@ -27,6 +27,7 @@ from syncprims.errors import (
 from syncprims.interface import Note
 
 from .group import Group, close_group, rounds_of
+from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes
 from .version import version
 
 if TYPE_CHECKING:
@@ -171,10 +172,15 @@ def join_world(world: World) -> None:
         "world size": top.world_size,
         "run id": top.run_id,
         "SYNCPRIMS_PICKLE": world.settings.pickle,
+        "SYNCPRIMS_STRICT": world.settings.strict,
     }
     rounds = rounds_of(world.group)
     trace = recorder.run if recorder is not None else None
-    payload = json.dumps([mine, top.node_rank, trace]).encode()
+    backend = world._backend
+    host = ""  # where no backend and no second rank has to know it
+    if backend.spans_hosts and top.world_size > 1:
+        host = backend.host or identify_host()
+    payload = json.dumps([mine, [host, top.local_rank, top.node_rank], trace]).encode()
     note = Note(rounds.note("init").label, payload=payload)
     try:
         notes = rounds.meet(note, world.settings.join_timeout)
@@ -188,7 +194,6 @@ def join_world(world: World) -> None:
         error.args = (f"{error}\n{more}",)
         raise
     joined = [json.loads(other.payload) for other in notes]
-    world._nodes = [node for _, node, _ in joined]
     for fact, value in mine.items():
         values = [facts[fact] for facts, *_ in joined]
         if any(other != value for other in values):
@@ -200,7 +205,13 @@ def join_world(world: World) -> None:
                 call=str(note.label),
                 arrived=list(range(world.world_size)),
             )
+    nodes = number_nodes([SaidPlace(*said) for _, said, _ in joined])
+    world._nodes = [node for node, _ in nodes]
+    world.topology = place_on_nodes(top, nodes)
+    backend.set_topology(world.topology)
+    rounds.local_rank = world.local_rank
     if recorder is not None:
+        recorder.topology = world.topology
         # One name for all: that of the first rank that has one.
         recorder.open(next(run for *_, run in joined if run is not None))
 
@@ -220,13 +231,8 @@ def make_group(world: World, ranks: Sequence[int]) -> Group:
     note = rounds.note("group", name_ranks(members))
 
     def make(sequence: RoundSequence) -> Group:
-        try:
-            group = world._make_group(members)
-        except (OSError, SyncError) as error:  # or the others would wait for this rank in it
-            sequence.fail(error)
-            raise
-        sequence.meet()
-        return group
+        # If one rank cannot make it, the others would wait for that rank in it.
+        return sequence.agree(lambda: world._make_group(members))
 
     return RoundSequence.run(rounds, note, world.timeout, make)
 

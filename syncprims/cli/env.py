@@ -8,17 +8,17 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 from syncprims._world.host import count_processors
-from syncprims._world.launchers import LAUNCHERS, detect
+from syncprims._world.launchers import LAUNCHERS, explain, find_half_world
 from syncprims._world.registry import choose_backend
-from syncprims._world.settings import find_misspelt, read_settings
+from syncprims._world.settings import derive_store, find_misspelt, read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError
-from syncprims.interface import Settings, Topology
+from syncprims.interface import UNKNOWN, Settings, Topology
 
 from .console import CommandParser, Style, table
 
@@ -45,7 +45,7 @@ SETTINGS = (
     ("CUDA_VISIBLE_DEVICES", "all devices"),
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
-_NAMES = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
+_NAMES = ["SYNCPRIMS_BACKEND", "SYNCPRIMS_LAUNCHER", *(name for name, _ in SETTINGS)]
 
 
 @dataclass
@@ -55,6 +55,8 @@ class WorldPreview:
     backend: str | None
     chosen_by: str = ""
     topology: Topology | None = None
+    roles: dict[str, str] = field(default_factory=dict[str, str])  #: of launchers, by name
+    half: str = ""  #: what speaks of more ranks than this world of one has
     settings: Settings | None = None
     error: SyncError | None = None
 
@@ -78,9 +80,14 @@ def preview(environ: Mapping[str, str]) -> WorldPreview:
     world = WorldPreview(environ.get("SYNCPRIMS_BACKEND") or None)
     try:
         world.settings = read_settings(environ)
-        world.topology = detect(environ)
-        choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
+        topology, world.roles = explain(environ)
+        world.topology = topology
+        choice = choose_backend(environ, None, grouped=False, find_topology=lambda: topology)
         world.backend, world.chosen_by = choice.backend, choice.chosen_by
+        if topology.world_size == 1:
+            world.half = find_half_world(environ, topology)
+        if world.settings.store is None:
+            world.settings = world.settings._replace(store=derive_store(environ, topology))
         choice.load().check(choice.topology, world.settings)
     except SyncError as error:
         world.error = error
@@ -98,6 +105,7 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
         lines += [f"  {line}" for line in str(world.error).splitlines()]
     elif topology is None or topology.world_size == 1:
         lines = [style("bold", f"A world of one would start: backend {world.backend}.")]
+        lines += [style("yellow", f"  But {world.half}.")] if world.half else []
     else:
         first = (
             f"Rank {topology.rank} of {topology.world_size} would start: backend {world.backend}"
@@ -113,19 +121,26 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
             names = (launcher.rank, *launcher.world_size)
             found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
             known_by = f"{topology.launcher} says {found}"
-        here = f"local rank {topology.local_rank} of {topology.local_world_size}"
         use = "the same on all ranks of one run"
         if topology.run_id is None:
             use = "no other rank to meet" if topology.world_size == 1 else "set SYNCPRIMS_RUN_ID"
         rows += [
             ("rank", f"{topology.rank} of {topology.world_size}", known_by),
-            ("node", f"{topology.node_rank} of {topology.num_nodes}", here),
+            (
+                "local rank",
+                _number(topology.local_rank, topology.local_world_size),
+                _hosts(topology),
+            ),
+            ("node", _number(topology.node_rank, topology.num_nodes), _hosts(topology)),
             ("run id", topology.run_id or "none", use),
         ]
+        if topology.world_size > 1 and world.settings is not None:
+            rows += [("store", *_store(world.settings, environ))]
     lines += ["", *table(rows)] if rows else []
     lines += ["", style("bold", "The deciding variables")]
-    lines += table([("SYNCPRIMS_BACKEND", _shown(environ, "SYNCPRIMS_BACKEND", "auto"))])
-    lines += _launchers(topology, environ)
+    deciding = (("SYNCPRIMS_BACKEND", "auto"), ("SYNCPRIMS_LAUNCHER", "found by its variables"))
+    lines += table([(name, _shown(environ, name, default)) for name, default in deciding])
+    lines += _launchers(world, environ)
     lines += ["", style("bold", "Settings")]
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
     if unknown := find_misspelt(environ):
@@ -135,23 +150,52 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
     return lines
 
 
-def _launchers(topology: Topology | None, environ: Mapping[str, str]) -> list[str]:
+def _number(number: int, count: int) -> str:
+    known = ["not known" if n == UNKNOWN else str(n) for n in (number, count)]
+    return "not known" if number == count == UNKNOWN else " of ".join(known)
+
+
+def _hosts(topology: Topology) -> str:
+    if UNKNOWN in (
+        topology.local_rank,
+        topology.local_world_size,
+        topology.node_rank,
+        topology.num_nodes,
+    ):
+        return "known once the ranks have met: the launcher does not say all"
+    return "as the launcher says; once the ranks have met, as they share hosts"
+
+
+def _store(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
+    if settings.store is None:
+        return "none", "ranks of one host need none"
+    names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
+    derived = "SLURM's first node and the run id" if len(names) < 2 else ""
+    served = "torchrun's agent serves it" if settings.agent_store else "rank 0 serves it"
+    return ":".join(map(str, settings.store)), f"{' and '.join([*names, derived][:2])}; {served}"
+
+
+def _launchers(world: WorldPreview, environ: Mapping[str, str]) -> list[str]:
+    topology = world.topology
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
         names = launcher.variables
         found = [f"{name}={environ[name]}" for name in names if name in environ]
-        if topology is not None and topology.launcher == launcher.name:
-            state = "decides"
+        if launcher.name in world.roles:
+            state = world.roles[launcher.name]
         elif not launcher.is_present(environ):
             state = "is unused"
         elif topology is None:
             state = "is set"
-        else:  # SLURM's variables are in every shell of a job, too
-            state = "is no step" if topology.launcher == "none" else "has to agree"
+        elif environ.get("SYNCPRIMS_LAUNCHER"):
+            state = "does not count"
+        else:  # SLURM's variables are in every shell of a job, and PALS uses some of MPICH's
+            state = "is no step" if launcher.name == "SLURM" else "says no more"
         absent = [name for name in names[:2] if name not in environ]
         not_set = [f"{', '.join(absent)} not set"] if absent else []
         rows.append((launcher.name, state, "; ".join([*found, *not_set])))
-    return ["  launchers, the first whose variables are set decides:", *table(rows, "    ")]
+    head = "  launchers; if two differ, the one that started inside the other decides:"
+    return [head, *table(rows, "    ")]
 
 
 def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
@@ -179,6 +223,8 @@ def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
         "backend": world.backend,
         "chosen_by": world.chosen_by,
         "topology": world.topology._asdict() if world.topology is not None else None,
+        "launchers": world.roles,
+        "half_world": world.half or None,
         "settings": world.settings._asdict() if world.settings is not None else None,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "variables": {name: environ.get(name) for name in dict.fromkeys(names)},

@@ -57,7 +57,7 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _table_on_quit(run_id: str) -> Generator[None]:
-    """Print what the ranks do on SIGQUIT, as Ctrl-\\ sends it, and let them go on."""
+    """Print what the ranks do on SIGQUIT, which Ctrl-Backslash sends, and let them go on."""
 
     def show(*_: object) -> None:
         print_table(run_id, sys.stderr)

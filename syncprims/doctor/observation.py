@@ -153,7 +153,8 @@ class Observation:
             rank
             for wait in notable
             for rank in wait.missing or wait.board.members
-            if rank in view.pids and (rank not in waits or now.samples[rank].state in "Tt")
+            if rank in view.pids
+            and (now.samples[rank].state in "Tt" or (wait.missing and rank not in waits))
         }
         doing = self._doing(before, now, idle)
         verdict = judge(view, waits, doing, self._stuck_after)
@@ -194,12 +195,12 @@ def _activity(pid: int, before: ProcessSample, now: ProcessSample) -> str:
     used = processes.share(before, now)
     if now.state == "D" == before.state:
         return f"is in uninterruptible sleep: {now.syscall or now.channel or 'slow storage?'}"
-    if used is not None and used >= _BUSY:
-        return f"computes ({used:.0%} of a processor)"
+    if now.state == "R" or (used or 0.0) >= _BUSY:
+        return "computes" if used is None else f"computes ({used:.0%} of a processor)"
     if now.syscall or now.channel:
         where = f" ({now.channel})" if now.syscall and now.channel else ""
         return f"sleeps in {now.syscall or now.channel}{where}"
-    return {"S": "sleeps", "R": "runs", "D": "waits for a device"}.get(now.state, "")
+    return "sleeps" if now.state == "S" else ""
 
 
 def _lives(view: WorldView) -> bool:
@@ -210,17 +211,22 @@ def _common_waits(before: _Look, now: _Look) -> dict[int, RankWait]:
     """Return the longest wait of each rank that both looks have seen.
 
     A wait that began before the first look, and is the same at the second, has lasted all the time
-    in between. So the notes that were missing were missing while this rank waited.
+    in between. So the notes that were missing were missing while this rank waited. If none is, it
+    is about to go on.
     """
     old = {board.members: board.waits for board in before.view.boards}
     found: dict[int, RankWait] = {}
     for board in now.view.boards:
-        for rank, (number, since) in board.waits.items():
-            seconds = max(0.0, now.at - since)
-            if old.get(board.members, {}).get(rank) == (number, since) and (
-                rank not in found or seconds > found[rank].seconds
-            ):
-                found[rank] = RankWait(board, number, seconds)
+        absent: dict[int, list[int]] = {}  # by round
+        for rank, wait in board.waits.items():
+            if wait.number not in absent:
+                statuses = board.statuses.items()
+                absent[wait.number] = [r for r, one in statuses if one.rounds < wait.number]
+            missing, seconds = absent[wait.number], max(0.0, now.at - wait.since)
+            same = old.get(board.members, {}).get(rank) == wait
+            longer = rank not in found or seconds > found[rank].seconds
+            if same and longer and (missing or wait.for_data):
+                found[rank] = RankWait(board, wait.number, seconds, sorted(missing))
     return found
 
 
@@ -234,6 +240,8 @@ def _rank_report(
     used = processes.share(earlier, sample) if earlier is not None and sample is not None else None
     label, number, behind = status.label, status.rounds, 0
     group = None
+    if rank not in view.states and rank in view.hosts:
+        doing = f"on host {view.hosts[rank]}"
     if board is not None:
         number -= own_rounds(view, board)
         behind = max(one.rounds for one in board.statuses.values()) - status.rounds
@@ -290,7 +298,7 @@ def _latest_board(rank: int, before: WorldView, now: WorldView) -> BoardView | N
         if board.statuses[rank].rounds > old.get(board.members, 0):
             return board
     for board in theirs:
-        missed = [n for n, _ in board.waits.values() if board.statuses[rank].rounds < n]
+        missed = [w for w in board.waits.values() if board.statuses[rank].rounds < w.number]
         if missed:
             return board
     return theirs[0] if theirs else None

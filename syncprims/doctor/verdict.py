@@ -14,7 +14,7 @@ from syncprims.errors import name_ranks
 from syncprims.interface import BoardView, State, WorldView
 
 #: Seconds of waiting from which on a verdict names who waits: less is part of any program.
-NOTABLE = 1.0
+NOTABLE = 0.5
 _MOST_NAMED = 8  # ranks whose doing is told
 
 Kind = Literal["moving", "waiting", "deadlock", "lost", "failed", "finished", "ended", "unreadable"]
@@ -31,17 +31,12 @@ class Verdict(NamedTuple):
 
 
 class RankWait(NamedTuple):
-    """A wait of one rank that two looks have seen."""
+    """A wait of one rank that two looks have seen: for absent ranks, or else for data."""
 
     board: BoardView
     number: int  #: of the round
     seconds: float
-
-    @property
-    def missing(self) -> list[int]:
-        """The members whose note for the round is not up."""
-        statuses = self.board.statuses
-        return [rank for rank in self.board.members if statuses[rank].rounds < self.number]
+    missing: Sequence[int]  #: members whose note for the round is not up
 
 
 def own_rounds(view: WorldView, board: BoardView) -> int:
@@ -87,9 +82,9 @@ def judge(
     if long:
         rank, wait = max(long.items(), key=lambda item: item[1].seconds)
         text = Snapshot(wait.board, rank, wait.number, wait.seconds, 0).warning
-        stopped = [other for other in wait.board.members if other in doing and other not in long]
-        told = "".join(f"; rank {other} {doing[other]}" for other in stopped[:_MOST_NAMED])
-        return Verdict("waiting", stopped, text + told, waited, stuck)
+        others = [other for other in wait.board.members if other in doing and other not in long]
+        told = "".join(f"; rank {other} {doing[other]}" for other in others[:_MOST_NAMED])
+        return Verdict("waiting", others, text + told, waited, stuck)
     return Verdict("moving", [], "all is moving")
 
 
@@ -105,7 +100,12 @@ def _first_absence(
     view: WorldView, waits: Mapping[int, RankWait]
 ) -> tuple[int, Literal["lost", "failed", "finished"], str] | None:
     """Return why the round of the longest wait will never complete, if it will not."""
+    seen: set[tuple[tuple[int, ...], int]] = set()
     for rank, wait in sorted(waits.items(), key=lambda item: -item[1].seconds):
+        place = wait.board.members, wait.number
+        if place in seen:
+            continue
+        seen.add(place)
         own = own_rounds(view, wait.board)
         error = Snapshot(wait.board, rank, wait.number, wait.seconds, own).absence()
         if error is not None and error.rank is not None:
@@ -148,7 +148,7 @@ def _absent(
         call = _call(those[0], first)
         if len(first.board.members) < view.world_size:
             call += f" in group {_name(first)}"
-        missing = faults or first.missing
+        missing = faults or list(first.missing)
         lines.append(
             f"{_subject(missing)} not come to {call}, where {_subject(those)} waited for "
             f"{seconds:.1f} s"

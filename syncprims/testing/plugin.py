@@ -129,9 +129,9 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
     if not found:
         raise ValueError("there is no world to run in")
     for chosen in found.values():
-        checked = {**chosen, "fn": _without_result, "seed": choose_seed(chosen.get("seed"))}
-        checked.pop("schedules", None)
-        WorldSpec(**checked)
+        spec = {name: value for name, value in chosen.items() if name != "schedules"}
+        spec["seed"] = choose_seed(spec.get("seed"))
+        WorldSpec(_without_result, **spec)
     return found
 
 

@@ -19,7 +19,7 @@ from syncprims._protocol.deadlock import Wait
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import load_backend
-from syncprims._world.runtime import clean_environ, thread_as_rank
+from syncprims._world.runtime import clean_environ, thread_as_rank, threads_as_ranks
 from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
@@ -88,7 +88,11 @@ class ThreadWorld(Observer):
     def run(self) -> WorldRun:
         """Return how it went."""
         run = self._run
-        with capture_ranks(self._output), _one_processor(self._spec.seed.number):
+        with (
+            threads_as_ranks(),
+            capture_ranks(self._output),
+            _one_processor(self._spec.seed.number),
+        ):
             try:
                 for thread in self._threads:
                     thread.start()

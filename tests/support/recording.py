@@ -33,10 +33,11 @@ Each row is a file of tests: its subject, its number of tests, and what they tri
 last recorded. A count is a number of single trials: kills, schedules, flipped bits.
 
 - **How often.** `make test` runs the tests of the second column before every merge. `make soak`
-  runs long loops of the same kind by hand. An empty cell means that no such run was recorded.
-- **Source.** `python -m pytest --record -m "not soak"` (or `-m soak`) writes `docs/tested.json`,
-  and `python -m support.recording --page` makes this page from it. A test compares both.
-- **Not tested yet.** GPUs and NCCL, and networks of several machines. Several hosts are network
+  runs long loops of the same kind by hand, and `make launchers` real jobs under SLURM and Open MPI: they
+  are in the same column. An empty cell means that no such run was recorded.
+- **Source.** `python -m pytest --record -m "not soak and not launchers"` (or `-m soak`) writes
+  `docs/tested.json`, `make launchers` adds its own, and `python -m support.recording --page` makes this page from it. A test compares both.
+- **Not tested yet.** Kubernetes; GPUs and NCCL, and networks of several machines. Several hosts are network
   namespaces of one machine.
 """
 
@@ -82,7 +83,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Store the outcome of a test and its counts."""
-        place = report.nodeid.partition("::")[0], "soak" if "soak" in report.keywords else "tests"
+        by_hand = {"soak", "launchers"} & set(report.keywords)
+        place = report.nodeid.partition("::")[0], "soak" if by_hand else "tests"
         if report.failed:
             self.failed.add(place)
         if report.when != "call" or not report.passed:

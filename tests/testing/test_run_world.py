@@ -634,6 +634,29 @@ def test_the_root_cause_is_shown_even_if_others_never_end() -> None:
         run_world(program, 2, timeout=0.3)
 
 
+def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was() -> None:
+    released = threading.Event()
+    left: list[threading.Thread] = []
+
+    def program() -> None:
+        if sp.get_rank() == 1:
+            left.append(threading.current_thread())
+            released.wait()  # in C, which no exception ends
+        sp.barrier()
+
+    with sp.init("single") as world:
+        try:
+            with pytest.raises(StallError, match="A thread could not be ended"):
+                run_world(program, 2, timeout=0.3)
+            assert sp.current() is world
+            assert run_world(lambda: sp.all_reduce(1), 3) == [3, 3, 3]
+            sp.barrier("the world of the process")
+        finally:
+            released.set()
+            left[0].join()
+        assert sp.all_gather(sp.get_rank()) == [0]
+
+
 # -- what is asked wrongly -------------------------------------------------------------------------
 
 

@@ -220,26 +220,39 @@ class Accelerator(Checkpointing):
         """Return whether the flag is set on any rank, and reset it. Collective."""
         return self._trigger.check()
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *, name: str | None = None) -> Any:
         """Return all ranks' tensors, concatenated. See :func:`gather`. Collective."""
-        return gathering.gather(tensor)
+        return gathering.gather(tensor, name=name)
 
-    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+    def reduce(
+        self,
+        tensor: Any,
+        reduction: Reduction = "sum",
+        scale: float = 1.0,
+        *,
+        name: str | None = None,
+    ) -> Any:
         """Return the ``sum``, ``mean``, ``min``, ``max`` or ``prod`` over all ranks. Collective.
 
         The result is multiplied by `scale`. With ``none`` the tensors are returned unchanged.
         """
-        return gathering.reduce(tensor, reduction, scale)
+        return gathering.reduce(tensor, reduction, scale, name=name)
 
-    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+    def broadcast(self, tensor: Any, from_process: int = 0, *, name: str | None = None) -> Any:
         """Fill the tensors with those of one rank, and return them. Collective."""
-        return gathering.broadcast(tensor, from_process)
+        return gathering.broadcast(tensor, from_process, name=name)
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+        self,
+        tensor: Any,
+        dim: int = 0,
+        pad_index: float = 0,
+        pad_first: bool = False,
+        *,
+        name: str | None = None,
     ) -> Any:
         """Return the tensors, padded to the longest of all ranks. Collective."""
-        return gathering.pad_across_processes(tensor, dim, pad_index, pad_first)
+        return gathering.pad_across_processes(tensor, dim, pad_index, pad_first, name=name)
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
@@ -439,11 +452,13 @@ class Accelerator(Checkpointing):
             stack.enter_context(join_uneven_inputs(self.accumulator))
             yield
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, name: str | None = None
+    ) -> Any:
         """Return all ranks' tensors, concatenated, without the items that pad the last batches."""
         cursor = self.accumulator.loaders.innermost
         real = None if cursor is None else cursor.real
-        return gathering.gather_for_metrics(input_data, real, use_gather_object)
+        return gathering.gather_for_metrics(input_data, real, use_gather_object, name=name)
 
     # -- trackers -------------------------------------------------------------------------------
 

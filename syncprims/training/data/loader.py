@@ -295,7 +295,7 @@ def prepare_data_loader(
     if seed is None:
         own = loader.generator or getattr(loader.sampler, "generator", None)
         source: Any = own if isinstance(own, torch.Generator) else torch
-        seed = broadcast(int(source.initial_seed()))
+        seed = broadcast(int(source.initial_seed()), name="seed")
     if plan.dispatch and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "

@@ -1,0 +1,69 @@
+"""Exceptions at every instruction of every call: later values are right, or calls raise.
+
+One rank of two gets an exception, as from a signal handler, and some get a second one soon after.
+Then both go on as a program that catches it and makes the call again.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from support.injection import CALLS, Disturbance, Place, disturb_processes, disturb_threads
+from support.rank_worlds import Kind, Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_HANDLING = 400  # instructions within which the library has dealt with an exception
+
+
+def sample(count: int) -> Callable[[list[Place]], list[Disturbance]]:
+    """Choose some places at random, half of them with a second exception."""
+
+    def choose(places: list[Place]) -> list[Disturbance]:
+        chosen = random.sample(places, min(count, len(places)))
+        return [
+            Disturbance(place, random.randint(1, _HANDLING) if number % 2 else 0)
+            for number, place in enumerate(chosen)
+        ]
+
+    return choose
+
+
+def every(places: list[Place]) -> list[Disturbance]:
+    """Choose all places, once with one exception and once with two."""
+    twice = [Disturbance(place, random.randint(1, _HANDLING)) for place in places]
+    return [*map(Disturbance, places), *twice]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_exception_anywhere_is_never_a_wrong_value(call: str) -> None:
+    assert disturb_threads(call, sample(12)) == []
+
+
+@pytest.mark.parametrize("call", ["barrier", "broadcast array", "all_gather pickle"])
+def test_an_exception_anywhere_in_a_process_is_never_a_wrong_value(
+    call: str, meeting_place: Path
+) -> None:
+    assert disturb_processes(Ranks(Kind("file", 2), meeting_place), call, sample(10)) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("call", CALLS)
+def test_an_exception_at_every_instruction_of_threads(call: str) -> None:
+    assert disturb_threads(call, every) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("backend", ["file", "torch"])
+def test_an_exception_at_every_instruction_of_processes(
+    call: str, backend: str, traced: bool, meeting_place: Path, tmp_path: Path
+) -> None:
+    world = Ranks(Kind(backend, 2), meeting_place, patience=1800)
+    variables = {"SYNCPRIMS_TRACE": str(tmp_path / "trace")} if traced else {}
+    assert disturb_processes(world, call, every, **variables) == []
