@@ -217,16 +217,20 @@ def _check_is_rank(state: _State) -> None:
 def _find_topology(environ: Mapping[str, str]) -> Topology:
     """Return this process's topology by its launcher, or by the group it has initialized itself.
 
-    The group counts where no launcher says all, and where the launcher's processes have started
-    more ranks: then its variables are those of the first of them, or of a node.
+    Which of them says so depends on their sizes alone, which are the same on all ranks. If the
+    group is smaller, the backend refuses it: each of the launcher's ranks may have one of its own.
     """
     group = _get_process_group()
     if group is None:
         return detect(environ)
     try:
         topology = detect(environ)
-        if topology.world_size >= group.size() and topology.launcher != "none":
-            return topology  # or the backend refuses a group that contradicts it
+        if topology.world_size > group.size():
+            return topology
+        if topology.world_size == group.size() and topology.launcher != "none":
+            if topology.rank == group.rank():
+                return topology
+            return topology._replace(rank=group.rank(), local_rank=UNKNOWN, node_rank=UNKNOWN)
     except ConfigurationError:
         if environ.get("SYNCPRIMS_LAUNCHER"):
             raise
