@@ -216,16 +216,20 @@ def _check_is_rank(state: _State) -> None:
 def _find_topology(environ: Mapping[str, str]) -> Topology:
     """Return this process's place by its launcher, or by the group it has initialized itself.
 
-    The group counts where no launcher says all, and where the launcher's processes have started
-    more ranks: then its variables are those of the first of them, or of a node.
+    Which of them says so depends on their sizes alone, which are the same on all ranks. If the
+    group is smaller, the backend refuses it: each of the launcher's ranks may have one of its own.
     """
     group = _get_process_group()
     if group is None:
         return detect(environ)
     try:
         place = detect(environ)
-        if place.world_size >= group.size() and place.launcher != "none":
-            return place  # or the backend refuses a group that contradicts it
+        if place.world_size > group.size():
+            return place
+        if place.world_size == group.size() and place.launcher != "none":
+            if place.rank == group.rank():
+                return place
+            return place._replace(rank=group.rank(), local_rank=UNKNOWN, node_rank=UNKNOWN)
     except ConfigurationError:
         if environ.get("SYNCPRIMS_LAUNCHER"):
             raise
