@@ -448,6 +448,17 @@ def _stat_fields(pid: int) -> list[str]:
     return text[text.rindex(")") + 2 :].split()  # the name before may hold anything
 
 
+def _is_hidden(pid: int) -> bool:
+    """Return whether this process may not inspect the process `pid`."""
+    try:
+        Path(f"/proc/{pid}/ns/pid").stat()
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 class ProcessWatch:
     """Watches another process; made while that lives.
 
@@ -501,7 +512,9 @@ class ProcessWatch:
         fields = _stat_fields(self._who.pid)
         if len(fields) < 50 or fields[0] != "Z" or int(fields[19]) != self._who.started:
             return None
-        return int(fields[49])
+        status = int(fields[49])
+        # The system shows 0 to those who may not know: this process has another user now.
+        return None if status == 0 and _is_hidden(self._who.pid) else status
 
     def close(self) -> None:
         """Stop watching."""
