@@ -36,13 +36,7 @@ from syncprims.errors import (
 from syncprims.interface import Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
-from .description import (
-    OF_BOARD,
-    WORLD,
-    BoardDescription,
-    WorldDescription,
-    write_description,
-)
+from .description import BoardDescription, WorldDescription, describe_board, describe_world
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, default_base
@@ -141,18 +135,21 @@ class FileBackend(Backend):
 
         They are this host's part of those that are members `everywhere`.
         """
-        description = BoardDescription(*map(format_ranks, (everywhere, members, slots)))
+        description = BoardDescription(format_ranks(everywhere), format_ranks(members))
         with self.locked_directory() as directory:
             board = SharedMemoryBoard(name, members, self.liveness, slots)
-            write_description(directory, name + OF_BOARD, description)
+            describe_board(directory, name, description)
         self._boards.append(board)
         return board
 
     @contextlib.contextmanager
     def locked_directory(self) -> Generator[PrivateDirectory]:
         """Hold the run's lock: meanwhile no other rank creates a file in this world's directory."""
+        directory = self.liveness.directory
+        if directory.is_removed:
+            raise BackendUnavailable(str(directory.removed("opening a group").strerror))
         with self._explained_os_errors(), _locked(self._base, self._run_path.name):
-            yield self.liveness.directory
+            yield directory
 
     def is_broken(self) -> bool:
         """Return whether a group of this rank is broken."""
@@ -267,7 +264,7 @@ class FileBackend(Backend):
                 # Those that have joined this world raise it as well.
                 abort_from_outside(directory, board_name(range(found)), found, errors.dump(error))
                 raise error
-            write_description(directory, WORLD, self._description)
+            describe_world(directory, self._description)
             self.liveness = Liveness(directory, top.rank, top.world_size)
         except BaseException:
             directory.close()

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncprims import errors
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
+from .claims import Claims
 from .memory import (
     RECORD_HEAD,
     await_record,
@@ -81,6 +82,8 @@ class Liveness:
             undo.callback(self.doorbell.close)
             self._memory = map_file(directory, FILE, MAGIC, world_size, _slot(world_size))
             undo.callback(self._memory.close)
+            self.claims = Claims(directory)  #: of the world
+            undo.callback(self.claims.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
             _lock(self._lock_fd)
@@ -111,6 +114,7 @@ class Liveness:
         self.doorbell.close()
         os.close(self._lock_fd)
         self._records.close()
+        self.claims.close()
         self._memory.close()
 
     # -- the others' slots ----------------------------------------------------------------------
@@ -144,7 +148,9 @@ class Liveness:
 
     def ended(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they ended."""
-        events = self._poll.poll(0) if self._rank_of_fd else []
+        events: list[tuple[int, int]] = []
+        with contextlib.suppress(RuntimeError):  # another thread is looking; the next look will do
+            events = self._poll.poll(0) if self._rank_of_fd else []
         closed = {self._rank_of_fd[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
         for rank in ranks:
@@ -316,15 +322,15 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
 
 
 def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
-    """Return whether no process holds the lock of `rank`: its process is gone."""
+    """Return whether no process holds the lock of `rank`: its process is gone.
+
+    Without the file this is not known, and False: something has removed it.
+    """
     try:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            directory.opened(_lock_name(rank), os.O_RDWR) as fd,
-        ):
+        with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
             # Shared, so that two ranks that check at the same moment do not see each other.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
         return False
     return True
 
@@ -385,7 +391,13 @@ class Doorbell:
 
     def sleep(self, seconds: float) -> None:
         """Return when another rank wakes this one, a watched process ends, or the time is up."""
-        for fd, _ in self._poll.poll(seconds * 1000):
+        try:
+            events = self._poll.poll(seconds * 1000)
+        except RuntimeError:  # another thread of this rank sleeps: one poll serves one thread
+            poll = select.poll()
+            poll.register(self._own, select.POLLIN)
+            events = poll.poll(seconds * 1000)
+        for fd, _ in events:
             if fd == self._own:
                 with contextlib.suppress(BlockingIOError):
                     os.read(fd, 4096)

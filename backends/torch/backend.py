@@ -31,6 +31,7 @@ from .store import (
     StoreEndpoint,
     StoreGone,
     StoreLink,
+    StoreProbe,
     agree_on_run_id,
     check_findable,
     find_store,
@@ -159,7 +160,13 @@ class TorchBackend(Backend):
             with self._local.locked_directory() as directory:
                 heartbeat = Heartbeat(directory, placement.token, host, settings.heartbeat)
             self._connection = HostConnection(
-                self._local.liveness, placement, host, endpoint, *links, heartbeat
+                self._local.liveness,
+                placement,
+                host,
+                endpoint,
+                *links,
+                heartbeat,
+                StoreProbe(endpoint, settings.heartbeat),
             )
             try:
                 links[0].ask(heartbeat.beat, settings.join_timeout)
@@ -239,7 +246,8 @@ class TorchBackend(Backend):
             prefix = f"{self._placement.token}/default"
             store = dist.PrefixStore(prefix, connection.endpoint.connect())
         else:
-            path = self._local.liveness.directory.path / "default-group"
+            with self._local.locked_directory() as directory:
+                path = directory.path / "default-group"
             store = dist.FileStore(str(path), top.world_size)
         device: int | None = None
         if self._may_use_nccl(range(len(self._placement.hosts))):
@@ -362,14 +370,10 @@ class TorchBackend(Backend):
         def look(store: Any) -> list[int]:
             still = [rank for rank in left if not store.check([self._key("left", rank)])]
             heartbeat.look(store, {host_of[rank] for rank in still} - {here})
-            return still
+            return [r for r in still if heartbeat.silence(host_of[r]) < heartbeat.limit]
 
         while True:
-            left = [
-                rank
-                for rank in connection.requests.ask(look, heartbeat.limit)
-                if host_of[rank] == here or heartbeat.silence(host_of[rank]) < heartbeat.limit
-            ]
+            left = connection.requests.ask(look, heartbeat.limit)
             now = time.monotonic()
             if not left or (failed and now - begin > _FAILED_LEAVING):
                 return
@@ -384,6 +388,8 @@ class TorchBackend(Backend):
         """Release everything in a forked child: the threads are not there."""
         for board in self._boards:
             board.close()
+        if self._connection is not None:
+            self._connection.probe.close()
         self._default.abandon()
         self._local.abandon()
         self._boards.clear()
@@ -397,6 +403,7 @@ class TorchBackend(Backend):
         self._boards.clear()
         if self._connection is not None:
             self._connection.heartbeat.close()
+            self._connection.probe.close()
         if self._endpoint is not None:
             self._endpoint.kept = None
 

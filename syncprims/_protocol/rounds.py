@@ -87,7 +87,6 @@ class Rounds:
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         self.note = NoteCache().note  #: see there for what it asks of its caller
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
-        self._thread = 0  # that called last
         # The calls under way, and the thread of each. A call adds itself first and removes itself
         # last, and only if this rank is still in step. So a call that an exception has ended is
         # found by the next one, whatever interrupted its own handling of that exception. A dict,
@@ -98,7 +97,7 @@ class Rounds:
         self._before = 0  # rounds posted to before the call under way
         #: An exception with which the call under way may end: this rank stays in step with all.
         self.in_step: BaseException | None = None
-        deadlocks.add(board, lambda: self._thread)
+        deadlocks.add(board)
 
     # -- what the primitives use ------------------------------------------------------------
 
@@ -125,11 +124,11 @@ class Rounds:
         board, token = self.board, object()
         before = collected = -1
         try:
-            thread = self._calls[token] = get_ident()
+            self._calls[token] = get_ident()
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token, note.label)
             collected, before = board.collected, board.posted
-            self._thread, self.in_step = thread, None
+            self.in_step = None
             if before != collected:
                 self.make_room(timeout)
             try:
@@ -161,6 +160,8 @@ class Rounds:
             del self._calls[token]
             return found
         except BaseException as error:
+            if before >= 0:
+                self._call_failed(error, before)
             if self._is_in_step(error, before, collected) and token in self._calls:
                 del self._calls[token]
             raise
@@ -181,11 +182,11 @@ class Rounds:
         board, token = self.board, object()
         before = collected = -1
         try:
-            thread = self._calls[token] = get_ident()
+            self._calls[token] = get_ident()
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token, label)
             collected, before = board.collected, board.posted
-            self._thread, self.in_step, self._before = thread, None, before
+            self.in_step, self._before = None, before
             result = steps()
             del self._calls[token]  # the last act, as in `meet`
             return result

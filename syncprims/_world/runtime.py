@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
 
+_C10D = "torch.distributed.distributed_c10d"
+_modules = sys.modules
+
 
 class _State:
     """What a rank has: no world yet, a world, or the reason why it has none any more."""
@@ -149,10 +152,11 @@ def shutdown() -> None:
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else that of all ranks."""
-    groups, world = entered.get(), _state.world
-    if world is not None and _get_process_group() is not _state.process_group:
+    # Every call comes here, and few programs have such a group: the name is looked up first.
+    if _C10D in _modules and _get_process_group() is not _state.process_group:
         _check_process_group(_state)
-    return groups[-1] if groups else (world or current(timeout)).group
+    groups = entered.get()
+    return groups[-1] if groups else (_state.world or current(timeout)).group
 
 
 def get_settings() -> Settings:
@@ -212,16 +216,20 @@ def _check_is_rank(state: _State) -> None:
 def _find_topology(environ: Mapping[str, str]) -> Topology:
     """Return this process's place by its launcher, or by the group it has initialized itself.
 
-    The group counts where no launcher says all, and where the launcher's processes have started
-    more ranks: then its variables are those of the first of them, or of a node.
+    Which of them says so depends on their sizes alone, which are the same on all ranks. If the
+    group is smaller, the backend refuses it: each of the launcher's ranks may have one of its own.
     """
     group = _get_process_group()
     if group is None:
         return detect(environ)
     try:
         place = detect(environ)
-        if place.world_size >= group.size() and place.launcher != "none":
-            return place  # or the backend refuses a group that contradicts it
+        if place.world_size > group.size():
+            return place
+        if place.world_size == group.size() and place.launcher != "none":
+            if place.rank == group.rank():
+                return place
+            return place._replace(rank=group.rank(), local_rank=UNKNOWN, node_rank=UNKNOWN)
     except ConfigurationError:
         if environ.get("SYNCPRIMS_LAUNCHER"):
             raise
@@ -232,12 +240,9 @@ def _find_topology(environ: Mapping[str, str]) -> Topology:
 
 def _get_process_group() -> Any:
     """Return the default group of ``torch.distributed``, if the program has initialized it."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None:
-        return None
     try:
-        return c10d.group.WORLD
-    except AttributeError:  # another thread is importing it
+        return _modules[_C10D].group.WORLD
+    except (KeyError, AttributeError):  # not imported; or another thread is importing it
         return None
 
 

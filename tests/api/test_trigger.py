@@ -137,6 +137,20 @@ def test_signals_at_one_time_set_it_and_a_later_one_acts(world: Ranks) -> None:
     assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM", False)] * world.ranks
 
 
+def test_a_second_signal_while_python_ends_is_the_same_one() -> None:
+    code = (
+        "import os, signal, syncprims\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), signum=signal.SIGTERM):\n"
+        "        kill(pid, signum)\n"
+        "late = Late()  # it goes when Python has taken its handlers away\n"
+        "syncprims.Trigger().set_on_signal()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == 0
+
+
 def test_a_later_signal_ends_a_process_that_had_no_handler() -> None:
     code = (
         "import os, signal, time, syncprims\n"

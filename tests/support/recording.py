@@ -33,12 +33,13 @@ Each row is a file of tests: its subject, its number of tests, and what they tri
 last recorded. A count is a number of single trials: kills, schedules, flipped bits.
 
 - **How often.** `make test` runs the tests of the second column before every merge. `make soak`
-  runs long loops of the same kind by hand, and `make launchers` real jobs under SLURM and Open MPI: they
-  are in the same column. An empty cell means that no such run was recorded.
+  runs long loops of the same kind by hand, and `make launchers` real jobs under SLURM and Open MPI:
+  both are in the column of the soak. An empty cell means that no such run was recorded.
 - **Source.** `python -m pytest --record -m "not soak and not launchers"` (or `-m soak`) writes
-  `docs/tested.json`, `make launchers` adds its own, and `python -m support.recording --page` makes this page from it. A test compares both.
-- **Not tested yet.** Kubernetes; GPUs and NCCL, and networks of several machines. Several hosts are network
-  namespaces of one machine.
+  `docs/tested.json`, and `python -m support.recording --page` makes this page from it. `make
+  launchers` does both for its own. A test compares both.
+- **Not tested yet.** Kubernetes, GPUs and NCCL, and networks of several machines. Several hosts are
+  network namespaces of one machine.
 """
 
 _running: list[pytest.Item] = []

@@ -51,8 +51,8 @@ PreemptMode=REQUEUE
 JobRequeue=1
 RequeueExit=99
 {nodes}
-PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=10 OverSubscribe=FORCE:1
-PartitionName=high Nodes=ALL State=UP PriorityTier=10 OverSubscribe=FORCE:1
+PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=30
+PartitionName=high Nodes=ALL State=UP PriorityTier=10
 """
 _NODE = """
 mount -t tmpfs none /run && mkdir -p /run/munge /run/slurmd /run/slurmctld /run/sshd
