@@ -14,6 +14,7 @@ from syncprims.interface import Backend, Board, Label, Note, Settings, Status, T
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from syncprims.interface import State
 
@@ -28,6 +29,10 @@ class RankScheduler(Protocol):
     def step(self, rank: int) -> None:
         """Run another rank first, or not."""
 
+    def inside(self, rank: int) -> AbstractContextManager[object]:
+        """Let no other thread into a board during the block, except where this one waits."""
+        ...
+
     def wait(self, rank: int, ready: Callable[[], bool], until: float) -> None:
         """Run other ranks until ``ready()``, or until the time is `until`."""
 
@@ -37,8 +42,9 @@ class Room:
 
     def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
         self.scheduler = scheduler
-        self.boards: dict[tuple[int, ...], _SharedBoard] = {}
-        self.waiting: dict[int, ThreadBoard] = {}  #: ranks that wait, and where
+        #: by members, and how many boards of theirs were closed before
+        self.boards: dict[tuple[tuple[int, ...], int], _SharedBoard] = {}
+        self.waiting: set[ThreadBoard] = set()  #: where a thread waits
         #: of each rank: the state, how it ended, and the failure it left
         self.states: list[tuple[State, str, bytes]] = [("unknown", "", b"")] * world_size
         self.any_ended = False
@@ -84,6 +90,7 @@ class ThreadBackend(Backend):
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._room = room
+        self._closed: dict[tuple[int, ...], int] = {}  # boards of these members
         self.host = str(topology.node_rank)  # that a test pretends
         room.states[topology.rank] = "alive", "", b""
 
@@ -102,7 +109,15 @@ class ThreadBackend(Backend):
 
     def board(self, members: Sequence[int]) -> ThreadBoard:
         """Return the board of `members`."""
-        return ThreadBoard(members, self.topology.rank, self._room)
+        closed = self._closed.get(tuple(members), 0)
+        return ThreadBoard(members, self.topology.rank, self._room, closed)
+
+    def close_board(self, board: Board) -> bool:
+        """Forget the board: its members meet at a new one."""
+        closed = self._closed.get(board.members, 0)
+        self._room.boards.pop((board.members, closed), None)
+        self._closed[board.members] = closed + 1
+        return True
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish how this rank ends."""
@@ -122,45 +137,50 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(self, members: Sequence[int], rank: int, room: Room) -> None:
+    def __init__(self, members: Sequence[int], rank: int, room: Room, closed: int) -> None:
         super().__init__(members)
-        self._rank = rank
+        self.rank = rank  #: whose view of the board this is
         self._room = room
         self._scheduler = room.scheduler
-        self._shared = room.boards.setdefault(self.members, _SharedBoard(self.members))
+        key = self.members, closed
+        self._shared = room.boards.setdefault(key, _SharedBoard(self.members))
 
     def post(self, note: Note) -> None:
         """Publish the note."""
-        if self.posted > self.collected:
-            self._scheduler.step(self._rank)  # it continues without waiting: others may be faster
-        shared = self._shared
-        self.posted += 1
-        notes = shared.rounds.setdefault(self.posted, {})
-        notes[self._rank] = note
-        shared.posted[self._rank] = self.posted
-        shared.last[self._rank] = note.label
+        with self._scheduler.inside(self.rank):
+            if self.posted > self.collected:
+                # It continues without waiting: others may be faster.
+                self._scheduler.step(self.rank)
+            shared = self._shared
+            self.posted += 1
+            notes = shared.rounds.setdefault(self.posted, {})
+            notes[self.rank] = note
+            shared.posted[self.rank] = self.posted
+            shared.last[self.rank] = note.label
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Return the notes of the oldest uncollected round; other ranks run meanwhile."""
-        if self._is_complete():
-            self._scheduler.step(self._rank)  # the last to come need not be the first to continue
-        elif not self._is_in_vain():
-            self.waiting_since = self._scheduler.now()
-            until = self.waiting_since + (math.inf if timeout is None else timeout)
-            self._room.waiting[self._rank] = self
-            try:
-                self._scheduler.wait(self._rank, self._settled, until)
-            finally:
-                self._room.waiting.pop(self._rank, None)
-        if not self._is_complete():
-            return None
-        number = self.collected = self.collected + 1
-        shared = self._shared
-        notes = shared.rounds[number]
-        readers = shared.readers[number] = shared.readers.get(number, 0) + 1
-        if readers == len(self.members):
-            del shared.rounds[number], shared.readers[number]
-        return tuple(notes[member] for member in self.members)
+        with self._scheduler.inside(self.rank):
+            if self._is_complete():
+                # The last to come need not be the first to continue.
+                self._scheduler.step(self.rank)
+            elif not self._is_in_vain():
+                self.waiting_since = self._scheduler.now()
+                until = self.waiting_since + (math.inf if timeout is None else timeout)
+                self._room.waiting.add(self)
+                try:
+                    self._scheduler.wait(self.rank, self._settled, until)
+                finally:
+                    self._room.waiting.discard(self)
+            if not self._is_complete():
+                return None
+            number = self.collected = self.collected + 1
+            shared = self._shared
+            notes = shared.rounds[number]
+            readers = shared.readers[number] = shared.readers.get(number, 0) + 1
+            if readers == len(self.members):
+                del shared.rounds[number], shared.readers[number]
+            return tuple(notes[member] for member in self.members)
 
     def _is_complete(self) -> bool:
         """Return whether the oldest uncollected round may be collected."""

@@ -11,19 +11,19 @@ other containers, among the open files of the processes that the reader may look
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import stat
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from syncprims.errors import parse_ranks
 from syncprims.interface import BoardView, Label, Status, WaitView, WorldReader, WorldView
 
 from .file.backend import base_path
-from .file.description import OF_BOARD, WORLD, BoardDescription, WorldDescription
+from .file.description import FILE as DESCRIPTION
+from .file.description import LONGEST, BoardDescription, WorldDescription, read_descriptions
 from .file.liveness import FILE, MAGIC, ProcessIdentity, examine_from_outside
 from .file.memory import (
     BOARD_MAGIC,
@@ -41,13 +41,10 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Settings, State
 
-Description = TypeVar("Description", WorldDescription, BoardDescription)
-
 _BOARD = re.compile(r"board-[0-9a-f]{16}(-here)?")
 _WORLD = re.compile(r"/syncprims-[^/]+/world-[1-9][0-9]{0,8}")
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MOST_RANKS = 1 << 16
-_LONGEST = 1 << 20  # bytes of a description
 _LOOKS = 3  # at a body that is being written
 
 
@@ -81,26 +78,25 @@ class FileWorldReader(WorldReader):
         states: dict[int, Status] = {}
         identities: dict[int, ProcessIdentity] = {}
         with self._opened(FILE) as fd:
-            about = self._about(fd)
+            about, described = self._about(fd)
             for slot, rank in enumerate(_ranks(about.ranks)):
                 identity, state, detail, failure = self._examine(fd, slot)
                 states[rank] = Status(0, None, state, detail, failure)
                 if identity is not None:
                     identities[rank] = identity
         pids = self._visible_pids(identities)
-        names = os.listdir(self._fd)  # noqa: PTH208 - pathlib knows no descriptors
         boards: list[BoardView] = []
-        for name in sorted(names):
-            if _BOARD.fullmatch(name) and name + OF_BOARD in names:
+        for name, board in described.items():
+            if _BOARD.fullmatch(name):
                 with contextlib.suppress(FileNotFoundError):
-                    boards.append(self._board(name, states, about))
+                    boards.append(self._board(name, board, states, about))
         boards.sort(key=lambda board: (-len(board.members), board.members))
         run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
         hosts = {rank: name for name, ranks in about.hosts for rank in _ranks(ranks)}
         size = int(about.world_size)
         return WorldView(str(run_id), str(about.backend), size, boards, hosts, pids, states)
 
-    def _about(self, liveness: int) -> WorldDescription:
+    def _about(self, liveness: int) -> tuple[WorldDescription, dict[str, BoardDescription]]:
         """Return what is written about the world, before its first rank takes a slot.
 
         :raises FileNotFoundError: if it is being created or removed at this moment.
@@ -109,7 +105,11 @@ class FileWorldReader(WorldReader):
         if magic not in (MAGIC, b""):
             raise _OtherVersion
         try:
-            return self._described(WORLD, WorldDescription)
+            with self._opened(DESCRIPTION) as fd:
+                data = _copy(fd, min(LONGEST, os.fstat(fd).st_size))
+            if data:
+                return read_descriptions(data)
+            raise FileNotFoundError  # its first line is being written
         except FileNotFoundError:
             slots = range(min(count, _MOST_RANKS))
             if any(self._examine(liveness, slot)[1] == "alive" for slot in slots):
@@ -147,8 +147,13 @@ class FileWorldReader(WorldReader):
 
     # -- boards ---------------------------------------------------------------------------------
 
-    def _board(self, name: str, states: Mapping[int, Status], world: WorldDescription) -> BoardView:
-        about = self._described(name + OF_BOARD, BoardDescription)
+    def _board(
+        self,
+        name: str,
+        about: BoardDescription,
+        states: Mapping[int, Status],
+        world: WorldDescription,
+    ) -> BoardView:
         members, here = _ranks(about.members), _ranks(about.here)
         cells = self._cells(name, len(here))
         statuses: dict[int, Status] = {}
@@ -205,14 +210,6 @@ class FileWorldReader(WorldReader):
         return {}
 
     # -- files ----------------------------------------------------------------------------------
-
-    def _described(self, name: str, kind: type[Description]) -> Description:
-        with self._opened(name) as fd:
-            data = _copy(fd, min(_LONGEST, os.fstat(fd).st_size))
-        if not data:
-            raise FileNotFoundError  # it is being written
-        fields: Any = json.loads(data)
-        return kind(*fields)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int]:

@@ -399,7 +399,18 @@ class Backend(ABC):
 
     @abstractmethod
     def board(self, members: Sequence[int]) -> Board:
-        """Return the board of the group of `members`; called once per group on each of them."""
+        """Return the board of the group of `members`; called once per group on each of them.
+
+        After :meth:`close_board` it may be called again.
+        """
+
+    def close_board(self, board: Board) -> bool:
+        """Release what `board` holds, and return True; no member makes another call at it.
+
+        Called on every member after a last round. :meth:`board` then returns a new one for the same
+        members. Optional: by default nothing happens, and the same board is used again.
+        """
+        return False
 
     @abstractmethod
     def close(self, failure: bytes | None = None) -> None:

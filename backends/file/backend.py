@@ -11,11 +11,13 @@ a killed world left behind is removed by the next one: the locks of its slots ar
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import hashlib
 import os
 import re
+import resource
 import sys
 import time
 from pathlib import Path
@@ -31,16 +33,10 @@ from syncprims.errors import (
     SyncError,
     format_ranks,
 )
-from syncprims.interface import Backend, Settings, Topology
+from syncprims.interface import Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
-from .description import (
-    OF_BOARD,
-    WORLD,
-    BoardDescription,
-    WorldDescription,
-    write_description,
-)
+from .description import BoardDescription, WorldDescription, describe_board, describe_world
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import Liveness, joined, world_size_of
 from .private_dir import PrivateDirectory, default_base
@@ -51,6 +47,7 @@ if TYPE_CHECKING:
 _PREFIX, _LOCK = "syncprims-", ".lock"  # of our files in a directory that may hold others
 _LOCK_TIMEOUT = 30.0  # seconds; the lock is held for milliseconds
 _LOCK_PAUSE = 0.002  # seconds between two attempts
+_DESCRIPTORS = 20  # that a rank needs, beside one for each other rank
 _SLOT_TIMEOUT = 5.0  # seconds for the last process of this rank to end
 
 
@@ -71,11 +68,13 @@ class FileBackend(Backend):
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
+        self._user = os.geteuid()
         size = topology.world_size
         self._description = description or WorldDescription(
             topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
         )
         self._boards: list[SharedMemoryBoard] = []
+        self._closed = collections.Counter[tuple[int, ...]]()  # boards of these members
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
@@ -103,7 +102,31 @@ class FileBackend(Backend):
 
     def board(self, members: Sequence[int]) -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
-        return self.open_board(members, board_name(members), members, members)
+        return self.open_board(members, self.name_of(members), members, members)
+
+    def close_board(self, board: Board) -> bool:
+        """Unmap the board and remove its files."""
+        self.release(board.members, board)
+        return True
+
+    def name_of(self, members: Sequence[int]) -> str:
+        """Return the name of the board of `members`: a new one after each that was closed."""
+        return board_name(members, self._closed[tuple(members)])
+
+    def release(self, members: Sequence[int], board: Board) -> None:
+        """Close `board`, this host's part of that of `members`, and remove the files of both.
+
+        A member that is still in the last round keeps what it has mapped.
+        """
+        assert isinstance(board, SharedMemoryBoard)
+        self._boards.remove(board)
+        board.close()
+        name, directory = self.name_of(members), self.liveness.directory
+        self._closed[tuple(members)] += 1
+        with contextlib.suppress(OSError):  # then they are removed with the world
+            for found in directory.names():
+                if found == name or found.startswith(f"{name}-"):
+                    directory.remove(found)
 
     def open_board(
         self, members: Sequence[int], name: str, slots: Sequence[int], everywhere: Sequence[int]
@@ -112,18 +135,21 @@ class FileBackend(Backend):
 
         They are this host's part of those that are members `everywhere`.
         """
-        description = BoardDescription(*map(format_ranks, (everywhere, members, slots)))
+        description = BoardDescription(format_ranks(everywhere), format_ranks(members))
         with self.locked_directory() as directory:
             board = SharedMemoryBoard(name, members, self.liveness, slots)
-            write_description(directory, name + OF_BOARD, description)
+            describe_board(directory, name, description)
         self._boards.append(board)
         return board
 
     @contextlib.contextmanager
     def locked_directory(self) -> Generator[PrivateDirectory]:
         """Hold the run's lock: meanwhile no other rank creates a file in this world's directory."""
+        directory = self.liveness.directory
+        if directory.is_removed:
+            raise BackendUnavailable(str(directory.removed("opening a group").strerror))
         with self._explained_os_errors(), _locked(self._base, self._run_path.name):
-            yield self.liveness.directory
+            yield directory
 
     def is_broken(self) -> bool:
         """Return whether a group of this rank is broken."""
@@ -176,12 +202,30 @@ class FileBackend(Backend):
         except OSError as error:
             if isinstance(error, SyncError):
                 raise
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            cure = "free some space" if full else "make it readable and writable for its owner"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                count = self.topology.world_size
+                raise BackendUnavailable(
+                    f"rank {self.topology.rank} has too few descriptors to meet the others: "
+                    f"{error}. This process may have "
+                    f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open. A world of {count} "
+                    f"ranks needs about {_DESCRIPTORS + count} beside the program's own: raise the "
+                    f"limit (ulimit -n)"
+                ) from error
             raise BackendUnavailable(
-                f"{self._run_path} cannot hold what the ranks need to meet: {error}; {cure}, or "
-                f"set SYNCPRIMS_DIR to another place"
+                f"{self._run_path} cannot hold what the ranks need to meet: {error}; "
+                f"{self._cure_for(error)}"
             ) from error
+
+    def _cure_for(self, error: OSError) -> str:
+        """Return what the user can do where this directory refuses something."""
+        if error.errno == errno.EACCES and os.geteuid() != self._user:
+            return (
+                f"this rank joined as user {self._user}, and now runs as user {os.geteuid()}: drop "
+                f"privileges before the first call"
+            )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        cure = "free some space" if full else "make it readable and writable for its owner"
+        return f"{cure}, or set SYNCPRIMS_DIR to another place"
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -220,7 +264,7 @@ class FileBackend(Backend):
                 # Those that have joined this world raise it as well.
                 abort_from_outside(directory, board_name(range(found)), found, errors.dump(error))
                 raise error
-            write_description(directory, WORLD, self._description)
+            describe_world(directory, self._description)
             self.liveness = Liveness(directory, top.rank, top.world_size)
         except BaseException:
             directory.close()
@@ -325,9 +369,10 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
     return base_path(settings) / f"{_PREFIX}{safe}"
 
 
-def board_name(members: Sequence[int]) -> str:
-    """Return the name of the board of `members`."""
-    digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=8)
+def board_name(members: Sequence[int], closed: int = 0) -> str:
+    """Return the name of the board of `members`, after so many of theirs were closed."""
+    which = (tuple(members), closed) if closed else tuple(members)
+    digest = hashlib.blake2b(repr(which).encode(), digest_size=8)
     return f"board-{digest.hexdigest()}"
 
 

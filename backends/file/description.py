@@ -1,22 +1,23 @@
 """What a world and its boards are, for those who read them from outside.
 
-The ranks themselves do not read it. So nothing depends on these files, and a damaged one is no
-error.
+One file of a world has a line for itself and for each of its boards. No rank depends on what is in
+it, so a damaged one harms no rank.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .private_dir import PrivateDirectory
 
-WORLD = "world"  #: the name of a world's description
-OF_BOARD = "-members"  #: what the name of a board's description adds to that of the board
+FILE = "world"
+LONGEST = 4 << 20  #: bytes of it
+_WORLD = ""  # in place of the name of a board
 
 
 class WorldDescription(NamedTuple):
@@ -34,19 +35,36 @@ class BoardDescription(NamedTuple):
 
     members: str  #: on all hosts
     here: str  #: those whose notes are in the cells, in their order
-    slots: str  #: their liveness slots
 
 
-def write_description(
-    directory: PrivateDirectory, name: str, description: WorldDescription | BoardDescription
-) -> None:
-    """Write the description, unless there is one; under the run's lock.
+def describe_world(directory: PrivateDirectory, description: WorldDescription) -> None:
+    """Write what the world is, unless that is there; under the run's lock.
 
+    :raises ConfigurationError: if the file is something else.
     :raises OSError: if there is no space for it.
     """
-    try:
-        fd = directory.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    except FileExistsError:
-        return
-    with os.fdopen(fd, "w") as file:
-        json.dump(description, file)
+    _add(directory, [_WORLD, *description])
+
+
+def describe_board(directory: PrivateDirectory, name: str, description: BoardDescription) -> None:
+    """Write what the board `name` is, as :func:`describe_world`."""
+    _add(directory, [name, *description])
+
+
+def _add(directory: PrivateDirectory, fields: list[Any]) -> None:
+    line = json.dumps(fields).encode() + b"\n"
+    with os.fdopen(directory.open_file(FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
+        found = file.read(LONGEST)
+        if line not in found and len(found) < LONGEST:  # else it is damaged
+            file.write(line)
+
+
+def read_descriptions(data: bytes) -> tuple[WorldDescription, dict[str, BoardDescription]]:
+    """Return what the content of the file says of the world and, by name, of its boards.
+
+    :raises LookupError, TypeError, ValueError: if it says nothing of the world, or is damaged.
+    """
+    lines = [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+    found = {name: fields for name, *fields in lines}
+    world = WorldDescription(*found.pop(_WORLD))
+    return world, {name: BoardDescription(*fields) for name, fields in found.items()}

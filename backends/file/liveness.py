@@ -3,12 +3,13 @@
 A rank that has waited for a while sleeps until another rank wakes it or a process ends. Its
 doorbell is a named pipe. Correctness does not depend on it: a sleeping rank checks now and then.
 
-Each rank holds a lock file for as long as it lives. The kernel frees the lock when the process
-ends, however it ends. So nothing has to be touched while all is well, and no rank is ever declared
-dead by a clock: a stopped or swapping rank still holds its lock.
+Each rank holds a lock for as long as it lives. The kernel frees the lock when the process ends,
+however it ends. So nothing has to be touched while all is well, and no rank is ever declared dead
+by a clock: a stopped or swapping rank still holds its lock.
 
-A forked child would inherit the lock and outlive its rank with it. So the core closes the slot in
-forked children, and, for forks that Python does not see, the process itself is watched too.
+It is in fact two locks. The members of a world ask for the record lock (`record_locks.py`), which
+no child inherits. The lock of a file of its own shows to processes that join or clean up which
+ranks are in the world. A forked child inherits that one, so the core closes it in the child.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncprims import errors
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
+from .claims import Claims
 from .memory import (
     RECORD_HEAD,
     await_record,
@@ -35,6 +37,7 @@ from .memory import (
     read_record,
     write_record,
 )
+from .record_locks import RecordLocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,8 +55,8 @@ _FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
 _SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
 _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a normal end
-#: Seconds for a process that has lost its lock to be gone: all it has left to do is to end. (One
-#: that closed the lock and lives on, by running another program, is lost all the same.)
+#: Seconds for a process that has lost its lock to be gone: all it has left to do is to end, unless
+#: it runs another program.
 _DYING = 0.2
 
 
@@ -79,9 +82,13 @@ class Liveness:
             undo.callback(self.doorbell.close)
             self._memory = map_file(directory, FILE, MAGIC, world_size, _slot(world_size))
             undo.callback(self._memory.close)
+            self.claims = Claims(directory)  #: of the world
+            undo.callback(self.claims.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
             _lock(self._lock_fd)
+            self._records = RecordLocks(directory, rank)
+            undo.callback(self._records.close)
             self._write_state(_ALIVE)
             undo.pop_all()
 
@@ -106,6 +113,8 @@ class Liveness:
         self._rank_of_fd.clear()
         self.doorbell.close()
         os.close(self._lock_fd)
+        self._records.close()
+        self.claims.close()
         self._memory.close()
 
     # -- the others' slots ----------------------------------------------------------------------
@@ -119,7 +128,6 @@ class Liveness:
         for rank in range(self._world_size):
             if rank != self.rank:
                 self._watch(rank)
-                self.doorbell.connect(rank)
 
     def _watch(self, rank: int) -> ProcessWatch | None:
         """Return the watch on `rank`; None while it has not joined, or cannot be watched."""
@@ -140,7 +148,9 @@ class Liveness:
 
     def ended(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they ended."""
-        events = self._poll.poll(0) if self._rank_of_fd else []
+        events: list[tuple[int, int]] = []
+        with contextlib.suppress(RuntimeError):  # another thread is looking; the next look will do
+            events = self._poll.poll(0) if self._rank_of_fd else []
         closed = {self._rank_of_fd[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
         for rank in ranks:
@@ -168,7 +178,7 @@ class Liveness:
         # Not only once all have joined: a rank that dies while others still join is named as well.
         watch = self._watch(rank) if rank != self.rank else None
         ended = watch is not None and watch.has_ended()
-        gone = ended or (rank != self.rank and is_unlocked(self.directory, rank))
+        gone = ended or (rank != self.rank and self._records.is_free(rank))
         after = self._read_state(rank)
         if after == _EMPTY:
             return "unknown", "", b""
@@ -178,7 +188,10 @@ class Liveness:
             return self._examine_finished(rank, watch, ended)
         if gone and before == _ALIVE:
             # The lock is freed a moment before the process is gone and its exit code is known.
-            return "lost", describe_exit(_await_exit_status(watch)), b""
+            status = _await_exit_status(watch)
+            if watch is not None and not watch.has_ended():
+                return "lost", "its process runs another program now", b""
+            return "lost", describe_exit(status), b""
         return "alive", "", b""
 
     def _examine_finished(
@@ -194,7 +207,7 @@ class Liveness:
 
     def is_alive(self, rank: int) -> bool:
         """Return whether `rank` has joined and lives."""
-        return self._read_state(rank) == _ALIVE and not is_unlocked(self.directory, rank)
+        return self._read_state(rank) == _ALIVE and not self._records.is_free(rank)
 
     def has_finished(self, rank: int) -> bool:
         """Return whether `rank` has published a normal end."""
@@ -202,7 +215,7 @@ class Liveness:
 
     def is_lost(self, rank: int) -> bool:
         """Return whether `rank` is gone and has published no end."""
-        if self._read_state(rank) != _ALIVE or not is_unlocked(self.directory, rank):
+        if self._read_state(rank) != _ALIVE or not self._records.is_free(rank):
             return False
         return self._read_state(rank) == _ALIVE  # it may have published its end meanwhile
 
@@ -309,16 +322,25 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
 
 
 def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
-    """Return whether no process holds the lock of `rank`: its process is gone."""
+    """Return whether no process holds the lock of `rank`: its process is gone.
+
+    Without the file this is not known, and False: something has removed it.
+    """
     try:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            directory.opened(_lock_name(rank), os.O_RDWR) as fd,
-        ):
-            # Shared, so that two ranks that check at the same moment do not see each other.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
+            return _can_lock(fd)
+    except FileNotFoundError:
+        return False
+
+
+def _can_lock(fd: int) -> bool:
+    """Return whether no process holds the lock of this file; it is not kept."""
+    try:
+        # Shared, so that two ranks that check at the same moment do not see each other.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
     return True
 
 
@@ -352,7 +374,7 @@ def _lock(fd: int) -> None:
 
 
 class Doorbell:
-    """The doorbell of `rank` in this directory, and the connections to those of other ranks."""
+    """The doorbell of `rank` in this directory, and those of other ranks that it has rung."""
 
     def __init__(self, directory: PrivateDirectory, rank: int) -> None:
         """Create the pipe of this rank.
@@ -365,11 +387,12 @@ class Doorbell:
         self._poll = select.poll()
         self._poll.register(self._own, select.POLLIN)
 
-    def connect(self, rank: int) -> None:
-        """Open the doorbell of `rank`; if that fails, this rank never wakes it."""
+    def _connect(self, rank: int) -> int | None:
+        """Return the doorbell of `rank`, opened when it is first rung; None if that fails."""
         if rank not in self._fds:
             with contextlib.suppress(OSError, ConfigurationError):
                 self._fds[rank] = self._directory.open_pipe(_pipe_name(rank))
+        return self._fds.get(rank)
 
     def also_wake_for(self, fd: int) -> None:
         """End a sleep also when `fd` becomes readable; once."""
@@ -377,7 +400,13 @@ class Doorbell:
 
     def sleep(self, seconds: float) -> None:
         """Return when another rank wakes this one, a watched process ends, or the time is up."""
-        for fd, _ in self._poll.poll(seconds * 1000):
+        try:
+            events = self._poll.poll(seconds * 1000)
+        except RuntimeError:  # another thread of this rank sleeps: one poll serves one thread
+            poll = select.poll()
+            poll.register(self._own, select.POLLIN)
+            events = poll.poll(seconds * 1000)
+        for fd, _ in events:
             if fd == self._own:
                 with contextlib.suppress(BlockingIOError):
                     os.read(fd, 4096)
@@ -386,7 +415,7 @@ class Doorbell:
 
     def wake(self, rank: int) -> None:
         """Wake `rank` if it sleeps. A thread may wake its own rank."""
-        fd = self._fds.get(rank)
+        fd = self._connect(rank)
         if fd is not None:
             with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway
                 os.write(fd, b"!")

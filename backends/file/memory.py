@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Board, WaitView, Window
 
-from .private_dir import no_room
-
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from .claims import Claims
     from .private_dir import PrivateDirectory
 
 #: A member posts at most `depth` notes ahead of what it has collected. So a rank that has collected
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 CELLS = 2 * Board.depth
 BODY_SIZE = 2048
 _SHORT_BODY = 256  # bytes; most bodies fit
-_TEXT_SIZE = 16 * 1024  # of a verdict
+TEXT_SIZE = 16 * 1024  #: bytes of a verdict
 
 WORD = struct.Struct("<QII")  #: round, flags, check
 _WAIT = struct.Struct("<Qd?7x")  # the fields of a WaitView
@@ -81,8 +80,8 @@ class CellReader:
             for cell in range(CELLS)
         ]
         self.split = struct.Struct(f"{WORD.size}s" * count).unpack  #: a row into its words
-        self._texts_at = _round_up(words_at + CELLS * row, mmap.PAGESIZE)
-        self._bodies_at = self._texts_at + (count + 1) * _TEXT_SIZE
+        self.texts_at = _round_up(words_at + CELLS * row, mmap.PAGESIZE)  #: of verdicts
+        self._bodies_at = self.texts_at + (count + 1) * TEXT_SIZE
         self.size = self._bodies_at + CELLS * count * BODY_SIZE  #: bytes
 
     def word_at(self, cell: int, index: int) -> slice:
@@ -93,10 +92,6 @@ class CellReader:
     def body_at(self, cell: int, index: int) -> int:
         """Return where the body of member number `index` begins."""
         return self._bodies_at + (cell * self.count + index) * BODY_SIZE
-
-    def text_at(self, index: int) -> int:
-        """Return where the verdict of member number `index` begins."""
-        return self._texts_at + index * _TEXT_SIZE
 
     def read_body(
         self, cell: int, index: int, word: bytes
@@ -138,10 +133,6 @@ class CellReader:
         """Return what a member waits for."""
         return WaitView(*_WAIT.unpack_from(self._memory, self.waits_at + index * _WAIT.size))
 
-    def read_intents(self) -> tuple[int, ...]:
-        """Return the round that each member, and last an outsider, wants to abort, or 0."""
-        return struct.unpack(f"<{self.count + 1}Q", self._memory[self.intents])
-
 
 class Cells(CellReader):
     """The cells of a board with `count` members, in the file `name` of `directory`."""
@@ -155,6 +146,7 @@ class Cells(CellReader):
         size = CellReader(b"", count).size
         self.memory = map_file(directory, name, BOARD_MAGIC, count, size)
         super().__init__(self.memory, count)
+        self.aborts = AbortRecords(self.memory, self.intents.start, self.texts_at, count + 1)
 
     def write_body(self, cell: int, index: int, body: bytes) -> None:
         """Write the body of this member's own cell."""
@@ -166,22 +158,37 @@ class Cells(CellReader):
         at = self.waits_at + index * _WAIT.size
         self.memory[at : at + _WAIT.size] = _WAIT.pack(*wait)
 
-    def write_intent(self, index: int, number: int) -> None:
-        """Record that `index` wants to abort round `number`; 0 withdraws it."""
-        at = self.intents.start + 8 * index
-        self.memory[at : at + 8] = number.to_bytes(8, "little")
-
-    def write_text(self, index: int, text: bytes) -> None:
-        """Write the verdict of `index`, cut to the space there is."""
-        write_record(self.memory, self.text_at(index), text[: _TEXT_SIZE - RECORD_HEAD])
-
-    def read_text(self, index: int) -> bytes:
-        """Return the verdict of `index`, as :func:`await_record`."""
-        return await_record(self.memory, self.text_at(index), _TEXT_SIZE)
-
     def close(self) -> None:
         """Unmap the file."""
         self.memory.close()
+
+
+class AbortRecords:
+    """Where each of `count` processes writes which round it wants to abort, and why."""
+
+    def __init__(self, memory: mmap.mmap, intents_at: int, texts_at: int, count: int) -> None:
+        self._memory = memory
+        self._intents_at = intents_at
+        self._texts_at = texts_at
+        self._intents = struct.Struct(f"<{count}Q")
+
+    def write_intent(self, index: int, number: int) -> None:
+        """Record that `index` wants to abort round `number`; 0 withdraws it."""
+        at = self._intents_at + 8 * index
+        self._memory[at : at + 8] = number.to_bytes(8, "little")
+
+    def read_intents(self) -> tuple[int, ...]:
+        """Return the round that each process wants to abort, or 0."""
+        return self._intents.unpack_from(self._memory, self._intents_at)
+
+    def write_text(self, index: int, text: bytes) -> None:
+        """Write the verdict of `index`, cut to the space there is."""
+        at = self._texts_at + index * TEXT_SIZE
+        write_record(self._memory, at, text[: TEXT_SIZE - RECORD_HEAD])
+
+    def read_text(self, index: int) -> bytes:
+        """Return the verdict of `index`, as :func:`await_record`."""
+        return await_record(self._memory, self._texts_at + index * TEXT_SIZE, TEXT_SIZE)
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -288,7 +295,7 @@ class Fence:
         self._lock.acquire()
 
 
-def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
+def open_window(directory: PrivateDirectory, claims: Claims, name: str, count: int) -> Window:
     """Map the window of a board with `count` members, the file `name` of `directory`.
 
     Arrays pass through it in pieces. So it stays in the processors' caches, and its size does not
@@ -298,20 +305,23 @@ def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
     :raises ConfigurationError: if the file is something else.
     :raises OSError: if there is no space for the smallest window.
     """
-    with directory.opened(name, os.O_RDWR | os.O_CREAT) as fd:
+    try:
+        fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
+    except FileNotFoundError as error:
+        raise directory.explained(error, "opening the memory for arrays", name) from error
+    try:
         # All members use one size: the one that the first of them has allocated.
-        claim = f"{name}-size"
-        agreed = directory.claimed(claim)
+        agreed = claims.claimed(f"{name}-size")
         if agreed is None:
-            agreed = directory.claim(claim, str(_allocate_window(fd, directory, name, count)))
-        if not agreed.isdecimal():
-            raise ConfigurationError(f"{directory.path / claim} is no size; remove it")
-        size = int(agreed)
-        if os.fstat(fd).st_size < size:  # to touch what is missing would kill the process
+            size = str(_allocate_window(fd, directory, name, count))
+            agreed = claims.claim(f"{name}-size", size)
+        if os.fstat(fd).st_size < int(agreed):  # to touch what is missing would kill the process
             raise ConfigurationError(
                 f"{directory.path / name} has been cut off; end what is left of the run"
             )
-        return Window(memoryview(mmap.mmap(fd, size)), Fence())
+        return Window(memoryview(mmap.mmap(fd, int(agreed))), Fence())
+    finally:
+        os.close(fd)
 
 
 def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
@@ -325,5 +335,5 @@ def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int
         _allocate(fd, least)
     except OSError as error:
         action = f"making room for {least} bytes that arrays pass through"
-        raise no_room(error, action, directory.path / name) from error
+        raise directory.explained(error, action, name) from error
     return least

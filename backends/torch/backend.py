@@ -19,7 +19,7 @@ from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology, own_device_index
 
-from ..file.backend import FileBackend, board_name
+from ..file.backend import FileBackend
 from ..file.description import WorldDescription
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
@@ -31,6 +31,7 @@ from .store import (
     StoreEndpoint,
     StoreGone,
     StoreLink,
+    StoreProbe,
     agree_on_run_id,
     check_findable,
     find_store,
@@ -159,7 +160,13 @@ class TorchBackend(Backend):
             with self._local.locked_directory() as directory:
                 heartbeat = Heartbeat(directory, placement.token, host, settings.heartbeat)
             self._connection = HostConnection(
-                self._local.liveness, placement, host, endpoint, *links, heartbeat
+                self._local.liveness,
+                placement,
+                host,
+                endpoint,
+                *links,
+                heartbeat,
+                StoreProbe(endpoint, settings.heartbeat),
             )
             try:
                 links[0].ask(heartbeat.beat, settings.join_timeout)
@@ -194,7 +201,7 @@ class TorchBackend(Backend):
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
         slots = [here.index(rank) for rank in local]
-        name = board_name(members)
+        name = self._local.name_of(members)
         if len(local) == len(members):
             return self._local.open_board(local, name, slots, members)
         own = self._local.open_board(local, f"{name}-here", slots, members)
@@ -206,6 +213,15 @@ class TorchBackend(Backend):
         board.engine = GlooEngine(self._connection.endpoint, prefix, index, count, interfaces)
         self._boards.append(board)
         return board
+
+    def close_board(self, board: Board) -> bool:
+        """Release this host's part of the board; its keys at the store remain."""
+        if not isinstance(board, TwoLevelBoard):
+            return self._local.close_board(board)
+        self._boards.remove(board)
+        board.close()
+        self._local.release(board.members, board.local)
+        return True
 
     def _may_use_nccl(self, hosts: Iterable[int]) -> bool:
         """Return whether NCCL serves the ranks of these hosts: it wants a device for each rank.
@@ -230,7 +246,8 @@ class TorchBackend(Backend):
             prefix = f"{self._placement.token}/default"
             store = dist.PrefixStore(prefix, connection.endpoint.connect())
         else:
-            path = self._local.liveness.directory.path / "default-group"
+            with self._local.locked_directory() as directory:
+                path = directory.path / "default-group"
             store = dist.FileStore(str(path), top.world_size)
         device: int | None = None
         if self._may_use_nccl(range(len(self._placement.hosts))):
@@ -353,14 +370,10 @@ class TorchBackend(Backend):
         def look(store: Any) -> list[int]:
             still = [rank for rank in left if not store.check([self._key("left", rank)])]
             heartbeat.look(store, {host_of[rank] for rank in still} - {here})
-            return still
+            return [r for r in still if heartbeat.silence(host_of[r]) < heartbeat.limit]
 
         while True:
-            left = [
-                rank
-                for rank in connection.requests.ask(look, heartbeat.limit)
-                if host_of[rank] == here or heartbeat.silence(host_of[rank]) < heartbeat.limit
-            ]
+            left = connection.requests.ask(look, heartbeat.limit)
             now = time.monotonic()
             if not left or (failed and now - begin > _FAILED_LEAVING):
                 return
@@ -375,6 +388,8 @@ class TorchBackend(Backend):
         """Release everything in a forked child: the threads are not there."""
         for board in self._boards:
             board.close()
+        if self._connection is not None:
+            self._connection.probe.close()
         self._default.abandon()
         self._local.abandon()
         self._boards.clear()
@@ -388,6 +403,7 @@ class TorchBackend(Backend):
         self._boards.clear()
         if self._connection is not None:
             self._connection.heartbeat.close()
+            self._connection.probe.close()
         if self._endpoint is not None:
             self._endpoint.kept = None
 

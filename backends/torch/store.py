@@ -9,8 +9,10 @@ interruptibly.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import secrets
+import select
 import socket
 import threading
 import time
@@ -178,6 +180,7 @@ class StoreEndpoint:
         self.address = f"{host}:{port}"
         self.served_by_rank_0 = False  #: so that rank 0 must leave last
         self.refusal: OSError | None = None  #: what the last attempt to reach it raised
+        self.peer: tuple[int, Any] | None = None  #: its address family and address, once reached
         self.kept: Any = None  #: a store that must live as long as this
         self._port = port
         self._prefix = prefix
@@ -195,7 +198,8 @@ class StoreEndpoint:
             return
         while not closing.wait(TRY_AGAIN if self.refusal else 0):
             try:
-                socket.create_connection((self.host, self._port), _ONE_ATTEMPT).close()
+                with socket.create_connection((self.host, self._port), _ONE_ATTEMPT) as reached:
+                    self.peer = reached.family, reached.getpeername()
             except OSError as error:  # it is not served yet, or its name is not known yet
                 self.refusal = error
             else:
@@ -228,6 +232,57 @@ class StoreEndpoint:
                 f"rank 0 cannot serve the store at {self.address}: {first_line(error)}. Set {_CURE}"
                 f", the same on all ranks"
             ) from error
+
+
+class StoreProbe:
+    """Distinguishes a store that is stopped from one that is cut off.
+
+    While the process that serves the store is stopped, or gets no processor, the kernel of its host
+    still accepts connections and answers for them. If the host is gone, or the network to it, no
+    kernel answers. So a store that does not answer counts as lost only if its host does not either.
+    """
+
+    def __init__(self, endpoint: StoreEndpoint, limit: float) -> None:
+        """`limit` is how many seconds of silence mean that the host is gone."""
+        self._endpoint = endpoint
+        self._limit = limit
+        self._socket: socket.socket | None = None
+        self._since = 0.0  # when it began to connect
+
+    def is_cut_off(self, silence: float) -> bool:
+        """Return whether the store, silent for `silence` seconds, is out of reach; do not wait."""
+        if silence < self._limit / 2 or self._endpoint.peer is None:  # or this process serves it
+            self.close()
+            return False
+        now = time.monotonic()
+        if self._socket is None:
+            self._socket, self._since = self._connect(*self._endpoint.peer), now
+        poll = select.poll()  # one serves one thread, and several may wait
+        poll.register(self._socket, select.POLLOUT)
+        for _, event in poll.poll(0):
+            if not event & (select.POLLERR | select.POLLHUP):
+                self._since = math.inf  # connected; from now on the kernel keeps watch
+                continue
+            self.close()
+            return silence >= self._limit
+        return silence >= self._limit and now - self._since >= self._limit / 2
+
+    def _connect(self, family: int, address: Any) -> socket.socket:
+        probe = socket.socket(family, socket.SOCK_STREAM)
+        probe.setblocking(False)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        every = max(1, int(self._limit / 4))
+        for name, value in (("KEEPIDLE", every), ("KEEPINTVL", every), ("KEEPCNT", 3)):
+            with contextlib.suppress(AttributeError):  # macOS has its own names
+                probe.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        probe.connect_ex(address)
+        return probe
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 def check_findable(topology: Topology, settings: Settings) -> None:

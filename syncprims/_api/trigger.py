@@ -41,6 +41,7 @@ class Trigger:
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
         self._before: tuple[Group, PendingRound] | None = None
+        self._members: Sequence[int] = ()  # of the group that is checked
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
 
@@ -70,23 +71,24 @@ class Trigger:
         note = rounds.note("trigger", self._name)
         if why is not None:
             note = Note(note.label, True, codec.encode(why[0]))
+        self._members = group.ranks
         if not self._lag:
-            return rounds.meet(note, group._timeout, lambda notes: self._read(group, notes))
+            return rounds.meet(note, group._timeout, self._read)
         # Of another group, or another world: then this is the first check of this one.
         of, pending = self._before or (group, None)
         before = pending if of is group else None
 
         def check() -> bool:
             self._before = group, rounds.post_deferred(note, group._timeout)
-            return before is not None and self._read(group, rounds.collect_deferred(before))
+            return before is not None and self._read(rounds.collect_deferred(before))
 
         return rounds.atomic_call(note.label, check)
 
-    def _read(self, group: Group, notes: Sequence[Note]) -> bool:
+    def _read(self, notes: Sequence[Note]) -> bool:
         """Return whether a rank had set the flag, and keep which ranks had."""
         for lowest in notes:
             if lowest.flag:
-                self.ranks = [r for r, n in zip(group.ranks, notes, strict=True) if n.flag]
+                self.ranks = [r for r, n in zip(self._members, notes, strict=True) if n.flag]
                 self.reason = codec.decode(lowest.payload)
                 return True
         return False

@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 _FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
 _LONGEST_PAUSE = 0.25
+#: Members up to which these hold. With more, all times grow: each rank looks at each, and if they
+#: share processors, the looks of all would take longer than what they wait for.
+_FEW_MEMBERS = 16
 #: Seconds after which differing labels are a mismatch even if some are still to come. The wait is
 #: worth it: then the message usually shows every rank's call.
 _EARLY_MISMATCH = 0.3
@@ -77,12 +80,13 @@ class Rounds:
         self._own = own
         # In a test of threads, it warns of what would be wrong in silence elsewhere.
         self._compares_sites = settings.strict or board.virtual_time
-        self._first_look = math.inf if board.virtual_time else _FIRST_LOOK
+        scale = max(1.0, len(board.members) / _FEW_MEMBERS)
+        self._first_look = math.inf if board.virtual_time else _FIRST_LOOK * scale
+        self._longest_pause = _LONGEST_PAUSE * scale
         self._deadlocks = deadlocks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         self.note = NoteCache().note  #: see there for what it asks of its caller
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
-        self._thread = 0  # that called last
         # The calls under way, and the thread of each. A call adds itself first and removes itself
         # last, and only if this rank is still in step. So a call that an exception has ended is
         # found by the next one, whatever interrupted its own handling of that exception. A dict,
@@ -93,7 +97,7 @@ class Rounds:
         self._before = 0  # rounds posted to before the call under way
         #: An exception with which the call under way may end: this rank stays in step with all.
         self.in_step: BaseException | None = None
-        deadlocks.add(board, lambda: self._thread)
+        deadlocks.add(board)
 
     # -- what the primitives use ------------------------------------------------------------
 
@@ -120,11 +124,11 @@ class Rounds:
         board, token = self.board, object()
         before = collected = -1
         try:
-            thread = self._calls[token] = get_ident()
+            self._calls[token] = get_ident()
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token, note.label)
             collected, before = board.collected, board.posted
-            self._thread, self.in_step = thread, None
+            self.in_step = None
             if before != collected:
                 self.make_room(timeout)
             try:
@@ -156,6 +160,8 @@ class Rounds:
             del self._calls[token]
             return found
         except BaseException as error:
+            if before >= 0:
+                self._call_failed(error, before)
             if self._is_in_step(error, before, collected) and token in self._calls:
                 del self._calls[token]
             raise
@@ -176,11 +182,11 @@ class Rounds:
         board, token = self.board, object()
         before = collected = -1
         try:
-            thread = self._calls[token] = get_ident()
+            self._calls[token] = get_ident()
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token, label)
             collected, before = board.collected, board.posted
-            self._thread, self.in_step, self._before = thread, None, before
+            self.in_step, self._before = None, before
             result = steps()
             del self._calls[token]  # the last act, as in `meet`
             return result
@@ -381,7 +387,7 @@ class Rounds:
                     return came
                 if board.now() < until and not board.virtual_time:
                     time.sleep(0.001)  # it gave up early: what it saw is seen here soon
-                pause = max(self._first_look, min(2 * pause, _LONGEST_PAUSE))
+                pause = max(self._first_look, min(2 * pause, self._longest_pause))
         finally:
             board.waits_until = None
             board.publish_wait(WaitView(0))

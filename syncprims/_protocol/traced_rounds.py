@@ -43,6 +43,7 @@ class TracedRounds(Rounds):
         self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
         self._label: Label | None = None  # of the note posted last
         self._first: Label | None = None  # of the call's first note
+        self._meeting: tuple[Label, int] | None = None  # the round of `meet`, and since when
         self._now: Callable[[], int] = monotonic_ns
         board = self.board
         if board.virtual_time:
@@ -65,23 +66,19 @@ class TracedRounds(Rounds):
         """
         board, label = self.board, note[0]
         self._label = self._first = label
-        self._before = before = board.posted
-        begin, recorded = self._now(), False
+        self._before = board.posted
+        begin = self._now()
+        self._meeting = label, begin
 
         def record(notes: Sequence[Note]) -> Any:
-            nonlocal recorded
-            recorded = True
             self._record(label, begin, self._now(), board.collected)
+            self._meeting = None
             return notes if read is None else read(notes)
 
         try:
             return Rounds.meet(self, note, timeout, record)
-        except BaseException as error:
-            if recorded:
-                self._call_failed(error, before)
-            elif board.posted > before and not isinstance(error, _REFUSED):
-                self._write(label, begin, begin, self._now(), before + 1, 0, type(error).__name__)
-            raise
+        finally:
+            self._meeting = None
 
     def skip_barrier(self) -> None:
         """Record a barrier in a group of one, which needs no round: its number is 0.
@@ -180,6 +177,11 @@ class TracedRounds(Rounds):
             for number in [number for number in kept if number > self.board.posted]:
                 del kept[number]  # it was about to be posted
         now = self._now()
+        if self._meeting is not None:
+            if self.board.posted > before:
+                label, posted = self._meeting
+                self._write(label, posted, posted, now, first, 0, type(error).__name__)
+            return
         left = [number for number in self._open if number >= first]
         for number in left:
             label, posted = self._open.pop(number)

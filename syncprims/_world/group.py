@@ -45,12 +45,18 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, rounds: Rounds | None, timeout: float | None
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        rounds: Rounds | None,
+        timeout: float | None,
+        end: Callable[[], None] | None,
     ) -> None:
         self.ranks = tuple(ranks)  #: world ranks of the members, ascending
         self._rank = rank
         self._member = rounds
         self._timeout = timeout
+        self._end = end  # None: it lasts as long as the world
         #: True for the only member of an open group: it waits for no other rank.
         self._alone = rounds is not None and len(self.ranks) == 1
         # A plain barrier of one needs no round, in an open world. It does nothing, or calls this
@@ -173,6 +179,23 @@ class Group:
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
         return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
+
+    def close(self, *, timeout: Seconds = None) -> None:
+        """Free the descriptors and the memory that this group holds, when every member has arrived.
+
+        Every member calls it; on other ranks nothing happens. Later calls of this group raise
+        `WorldClosed`, and :func:`syncprims.group` makes it again. Without this call a group lasts
+        as long as the world.
+
+        :raises ValueError: if it is the group of all ranks.
+        :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+        """
+        if self._end is None:
+            raise ValueError("the group of all ranks ends with the world: call shutdown()")
+        if self._member is not None:
+            note = self._member.note("close")
+            self._member.meet(note, self._seconds(timeout))
+            self._end()
 
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
@@ -22,6 +23,7 @@ from syncprims.errors import (
     PeerFailed,
     SyncError,
     SyncTimeout,
+    WorldClosed,
     name_ranks,
 )
 from syncprims.interface import Note
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from syncprims._protocol.trace_file import Recorder
     from syncprims._protocol.traced_rounds import TracedRounds
-    from syncprims.interface import Backend, Settings, Topology
+    from syncprims.interface import Backend, Board, Settings, Topology
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
@@ -61,6 +63,7 @@ class World:
         self._backend = backend
         self._deadlocks = DeadlockDetector(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._kept_boards: dict[tuple[int, ...], Board] = {}  # of closed groups
         self._traced: list[TracedRounds] = []
         self._recorder: Recorder | None = None
         if settings.trace is not None:
@@ -137,11 +140,22 @@ class World:
         members = tuple(ranks)
         if members not in self._groups:
             rounds = self._make_rounds(members) if self.rank in members else None
-            self._groups[members] = Group(members, self.rank, rounds, self.timeout)
+            all_ranks = len(members) == self.world_size
+            end = None if all_ranks else partial(self._end_group, members)
+            self._groups[members] = Group(members, self.rank, rounds, self.timeout, end)
         return self._groups[members]
 
+    def _end_group(self, members: tuple[int, ...]) -> None:
+        """Release what the group holds, after its last round."""
+        group = self._groups.pop(members)
+        rounds = rounds_of(group)
+        close_group(group, partial(_group_closed, members))
+        self._deadlocks.remove(rounds.board)
+        if not self._backend.close_board(rounds.board):
+            self._kept_boards[members] = rounds.board
+
     def _make_rounds(self, members: tuple[int, ...]) -> Rounds:
-        board = self._backend.board(members)
+        board = self._kept_boards.pop(members, None) or self._backend.board(members)
         # The first round of all ranks is the start, which no user has asked for.
         own = int(len(members) == self.world_size)
         facts = board, self.rank, self.settings, self._deadlocks, self.local_rank, own
@@ -152,6 +166,13 @@ class World:
         rounds = TracedRounds(self._recorder, *facts)
         self._traced.append(rounds)
         return rounds
+
+
+def _group_closed(members: Sequence[int]) -> SyncError:
+    ranks = name_ranks(members)
+    return WorldClosed(
+        f"the group of ranks {ranks} is closed; group({ranks}) makes it again, on every rank"
+    )
 
 
 # -- for the rest of the library -----------------------------------------------------------------

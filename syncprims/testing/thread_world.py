@@ -8,7 +8,6 @@ import ctypes
 import math
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Generator
@@ -27,7 +26,7 @@ from .faults import FaultTarget, current_target
 from .outcomes import RankOutcome, RecordedCall, WorldRun, trim_stack
 from .probe import JOIN, Observer, Probe, ProbedBackend
 from .rank_output import RankOutput, capture_ranks, set_writer
-from .scheduler import Scheduler
+from .scheduler import RankThread, Scheduler
 from .world_spec import WorldSpec
 
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
@@ -74,7 +73,7 @@ class ThreadWorld(Observer):
         self._outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
         self._run = WorldRun(self._outcomes, spec.faults, spec.seed)
         self._threads = [
-            threading.Thread(
+            RankThread(
                 target=contextvars.copy_context().run,
                 args=(self._run_rank, rank),
                 name=f"rank {rank} of {spec.ranks}",
@@ -123,7 +122,11 @@ class ThreadWorld(Observer):
         try:
             with contextlib.suppress(WorldAborted):
                 self.scheduler.enter(rank)
-                outcome.run_program(spec.fn, thread_as_rank(environ, self._make_backend))
+                outcome.run_program(
+                    spec.fn,
+                    thread_as_rank(environ, self._make_backend),
+                    lambda: self.scheduler.await_threads(rank),
+                )
         finally:
             self.scheduler.leave(rank)
 
@@ -142,17 +145,17 @@ class ThreadWorld(Observer):
         If there are none, the others wait for a rank that a fault has stopped. A rank that waits
         for one that has ended does not come here: its board says so, and the call raises.
         """
-        boards = {rank: board for room in self.rooms for rank, board in room.waiting.items()}
-        verdict = self._run.find_deadlock(
-            {
-                rank: Wait(str(board.status(rank).label), str([*board.members]), board.missing())
-                for rank, board in boards.items()
-            }
-        )
+        waiting = [board for room in self.rooms for board in room.waiting]
+        waits: dict[int, list[Wait]] = {}
+        for board in waiting:
+            call = str(board.status(board.rank).label)
+            wait = Wait(call, str([*board.members]), board.missing())
+            waits.setdefault(board.rank, []).append(wait)
+        verdict = self._run.find_deadlock(waits) if waits else None
         if verdict is None:
             self._run.stopped([o.rank for o in self._outcomes if o.end == "stopped"])
             return False
-        for board in boards.values():
+        for board in waiting:
             board.abort(verdict)
         return True
 

@@ -31,7 +31,7 @@ from syncprims.interface import Backend, Settings, Topology
 
 from .faults import Fault, FaultTarget, current_target
 from .journal import JournalWriter
-from .outcomes import RankOutcome
+from .outcomes import RankOutcome, await_threads
 from .probe import Probe, ProbedBackend
 from .rank_output import set_writer
 from .world_spec import Start
@@ -82,7 +82,7 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
             return ProbedBackend(cls(place, settings), Probe(outcome, spec.faults, journal))
 
         become_rank(make_backend)
-        outcome.run_program(fn, provided_world())
+        outcome.run_program(fn, provided_world(), await_threads)
         journal.on_end(outcome)
         code = 0
     except BaseException:

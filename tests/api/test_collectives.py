@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import dataclasses
 import math
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -367,6 +368,59 @@ def test_cpu_tensors_travel(world: Ranks) -> None:
         assert out.tolist() == [n, n]
 
     world.run(program, SYNCPRIMS_PICKLE="0")
+
+
+@several(4)
+def test_a_closed_group_can_be_made_again(world: Ranks) -> None:
+    def program() -> None:
+        n, rank = sp.get_world_size(), sp.get_rank()
+        for turn in range(3):
+            pair, others = sp.group([0, n - 1]), sp.group(range(1, n))
+            assert sp.group([0, n - 1]) is pair
+            if rank in pair.ranks:
+                for _ in range(turn + 2):
+                    assert pair.all_gather(rank) == [0, n - 1]
+                assert pair.all_reduce(np.full(5000, rank)).tolist() == [n - 1] * 5000
+                assert pair.broadcast("x" * 10_000 * turn) == "x" * 10_000 * turn
+            pair.close()
+            if rank in pair.ranks:
+                again = r"the group of ranks \[0, \d\] is closed; group\(\[0, \d\]\) makes it"
+                for call in (pair.barrier, pair.close):
+                    with pytest.raises(sp.WorldClosed, match=again):
+                        call()
+            if rank:
+                assert others.all_reduce(1) == n - 1
+            others.close()
+        with pytest.raises(ValueError, match=r"call shutdown\(\)"):
+            sp.current().group.close()
+        sp.barrier("all are in step")
+
+    world.run(program)
+
+
+@several(2)
+def test_closed_groups_leave_no_descriptors_and_files(world: Ranks) -> None:
+    if world.kind.backend == "tiny":
+        pytest.skip("it cannot close a board")
+
+    def count() -> tuple[int, int]:
+        files = sum(len(names) for _, _, names in os.walk(world.directory))
+        return len(os.listdir("/dev/fd")), files  # noqa: PTH208
+
+    def program() -> list[tuple[int, int]]:
+        seen: list[tuple[int, int]] = []
+        for _ in range(4):
+            group = sp.group([0])
+            if sp.is_main():
+                group.broadcast(np.zeros(5000))
+            group.close()
+            sp.barrier()
+            seen.append(count())
+            sp.barrier()
+        return seen
+
+    for seen in world.run(program):
+        assert seen[3] <= seen[1]
 
 
 def test_blocks_of_a_group_may_overlap_in_tasks(world: Ranks) -> None:

@@ -10,7 +10,16 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from support.injection import CALLS, Disturbance, Place, disturb_processes, disturb_threads
+from support.injection import (
+    CALLS,
+    ERRORS,
+    Disturbance,
+    Place,
+    disturb_processes,
+    disturb_threads,
+    run_threads,
+    with_little_stack,
+)
 from support.rank_worlds import Kind, Ranks
 
 if TYPE_CHECKING:
@@ -26,7 +35,9 @@ def sample(count: int) -> Callable[[list[Place]], list[Disturbance]]:
     def choose(places: list[Place]) -> list[Disturbance]:
         chosen = random.sample(places, min(count, len(places)))
         return [
-            Disturbance(place, random.randint(1, _HANDLING) if number % 2 else 0)
+            Disturbance(
+                place, random.randint(1, _HANDLING) if number % 2 else 0, random.choice(ERRORS)
+            )
             for number, place in enumerate(chosen)
         ]
 
@@ -34,9 +45,17 @@ def sample(count: int) -> Callable[[list[Place]], list[Disturbance]]:
 
 
 def every(places: list[Place]) -> list[Disturbance]:
-    """Choose all places, once with one exception and once with two."""
-    twice = [Disturbance(place, random.randint(1, _HANDLING)) for place in places]
-    return [*map(Disturbance, places), *twice]
+    """Choose all places: once with one that passes all handlers, once with others, and twice."""
+    once = [Disturbance(place) for place in places]
+    other = [Disturbance(place, 0, random.choice(ERRORS[1:])) for place in places]
+    return once + other + with_a_second(places)
+
+
+def with_a_second(places: list[Place]) -> list[Disturbance]:
+    """Choose all places, with a second exception soon after."""
+    return [
+        Disturbance(place, random.randint(1, _HANDLING), random.choice(ERRORS)) for place in places
+    ]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -51,6 +70,19 @@ def test_an_exception_anywhere_in_a_process_is_never_a_wrong_value(
     assert disturb_processes(Ranks(Kind("file", 2), meeting_place), call, sample(10)) == []
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_without_enough_stack_is_never_a_wrong_value(call: str) -> None:
+    for left in random.sample(range(4, 80), 6):
+        assert run_threads(call, with_little_stack(left)) == ["", ""], left
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_with_any_stack_is_never_a_wrong_value(call: str) -> None:
+    for left in range(1, 150):
+        assert run_threads(call, with_little_stack(left)) == ["", ""], left
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("call", CALLS)
 def test_an_exception_at_every_instruction_of_threads(call: str) -> None:
@@ -59,11 +91,11 @@ def test_an_exception_at_every_instruction_of_threads(call: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("backend", ["file", "torch"])
+@pytest.mark.parametrize("backend", ["file", "traced file", "torch"])
 def test_an_exception_at_every_instruction_of_processes(
-    call: str, backend: str, traced: bool, meeting_place: Path, tmp_path: Path
+    call: str, backend: str, meeting_place: Path, tmp_path: Path
 ) -> None:
-    world = Ranks(Kind(backend, 2), meeting_place, patience=1800)
-    variables = {"SYNCPRIMS_TRACE": str(tmp_path / "trace")} if traced else {}
-    assert disturb_processes(world, call, every, **variables) == []
+    world = Ranks(Kind(backend.split()[-1], 2), meeting_place, patience=1800)
+    variables = {"SYNCPRIMS_TRACE": str(tmp_path / "trace")} if "traced" in backend else {}
+    found = disturb_processes(world, call, lambda all_: sample(len(all_))(all_), **variables)
+    assert found == []

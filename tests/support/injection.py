@@ -1,8 +1,7 @@
-"""Exceptions at any bytecode of the library, as signal handlers or a lack of memory raise them."""
+"""Exceptions at any instruction of the library, as signal handlers raise them."""
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import mmap
 import os
@@ -19,8 +18,10 @@ from syncprims.testing.worlds import run_once
 from .rank_worlds import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
+
+    Disturb = Callable[[Callable[[], Any]], Any]
 
 _ROOT = Path(sp.__file__).parent
 _FOLDERS = tuple(str(_ROOT / name) + "/" for name in ("_api", "_data", "_protocol", "_world"))
@@ -33,6 +34,20 @@ INTERRUPTIBLE = {"RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "SEND"}
 
 class Injected(BaseException):
     """An exception from outside."""
+
+
+#: What is injected: not only what passes all handlers, but also what some of them expect.
+ERRORS: tuple[type[BaseException], ...] = (
+    Injected,
+    TimeoutError,
+    ValueError,
+    MemoryError,
+    RecursionError,
+    sp.RankMismatch,
+    sp.EncodingError,
+    sp.PeerFailed,
+)
+_ENDS: tuple[type[BaseException], ...] = (sp.SyncError, TypeError, *ERRORS)
 
 
 class Place(NamedTuple):
@@ -71,15 +86,14 @@ class Injector:
         self._posted = 0
         self.after_end: set[str] = set()  #: instructions between the end of a call and its return
 
-    @contextlib.contextmanager
-    def armed(self) -> Generator[None]:
-        """Raise within this block only."""
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, and raise within it only."""
         self._rounds = sp.current().group._rounds  # pyright: ignore[reportPrivateUsage]
         self._posted = self._rounds.board.posted
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
         try:
-            yield
+            return call()
         finally:
             sys.setprofile(None)  # first, since it sets the other again
             sys.settrace(None)
@@ -159,6 +173,8 @@ def _differ(number: int) -> str:
     try:
         sp.assert_same((number, sp.get_rank()), "v")
     except sp.RankMismatch as error:
+        if "rank 1: " not in str(error):
+            raise  # an injected one
         return str(error).partition("rank 1: ")[2][: len(f"({number}, 1)")]
     return "the same"
 
@@ -235,10 +251,8 @@ CALLS = {
 _COUNT = 3  # calls of each rank after the one that is disturbed
 
 
-def run_disturbed(
-    call: Call, injector: Injector, entered: Entered, rank: int, base: int = 0
-) -> str:
-    """Make calls; disturb the first one of this rank. Return ``""`` or what went wrong.
+def run_disturbed(call: Call, disturb: Disturb, entered: Entered, rank: int, base: int = 0) -> str:
+    """Make calls, the first one by `disturb`. Return ``""`` or what went wrong.
 
     What is `entered` are the numbers from `base` on, which no world before has reached.
 
@@ -248,11 +262,12 @@ def run_disturbed(
     for number in range(1, _COUNT + 2):
         entered.enter(rank, base + number)
         for attempt in range(2):
-            armed = number == 1 and not attempt
             try:
-                with injector.armed() if armed else contextlib.nullcontext():
+                if number == 1 and not attempt:
+                    value = disturb(lambda: call.make(1))
+                else:
                     value = call.make(number)
-            except (sp.SyncError, Injected):
+            except _ENDS:
                 if attempt:
                     return ""  # torn
                 continue
@@ -270,30 +285,47 @@ class Disturbance(NamedTuple):
 
     place: Place
     again: int = 0
+    error: type[BaseException] = Injected
 
 
-def disturb_threads(
-    name: str, choose: Callable[[list[Place]], Sequence[Disturbance]], **options: Any
-) -> list[str]:
+def disturb_threads(name: str, choose: Callable[[list[Place]], Sequence[Disturbance]]) -> list[str]:
     """Return what goes wrong in worlds of two threads, one for each disturbance of rank 0."""
 
-    def run(injector: Injector) -> list[str]:
-        entered, injectors = Entered(), [injector, Injector(NOWHERE)]
-        _TRIGGERS.clear()
-
-        def program() -> str:
-            rank = sp.get_rank()
-            return run_disturbed(CALLS[name], injectors[rank], entered, rank)
-
-        ended = run_once(WorldSpec(program, 2, **options))
-        return [str(o.result if o.error is None else repr(o.error)) for o in ended.outcomes]
-
     recorder = Injector()
-    problems = [f"undisturbed: {text}" for text in run(recorder) if text]
+    problems = [f"undisturbed: {text}" for text in run_threads(name, recorder) if text]
     for disturbance in choose(list(recorder.places)):
-        found = run(Injector(*disturbance))
+        found = run_threads(name, Injector(*disturbance))
         problems += [f"{disturbance}: {text}" for text in found if text]
     return problems + recorder.say_interruptible()
+
+
+def run_threads(name: str, disturb: Disturb) -> list[str]:
+    """Return what each rank of a world of two threads says, of which rank 0 is disturbed."""
+    entered = Entered()
+    _TRIGGERS.clear()
+
+    def program() -> str:
+        rank = sp.get_rank()
+        own = Injector(NOWHERE) if rank else disturb
+        return run_disturbed(CALLS[name], own, entered, rank)
+
+    ended = run_once(WorldSpec(program, 2))
+    return [str(o.result if o.error is None else repr(o.error)) for o in ended.outcomes]
+
+
+def with_little_stack(left: int) -> Disturb:
+    """Return what makes a call with room for so many further calls of functions."""
+
+    def dive(frames: int, call: Callable[[], Any]) -> Any:
+        return dive(frames - 1, call) if frames > 0 else call()
+
+    def disturb(call: Callable[[], Any]) -> Any:
+        depth, frame = 0, sys._getframe()  # pyright: ignore[reportPrivateUsage]
+        while frame.f_back is not None:
+            depth, frame = depth + 1, frame.f_back
+        return dive(sys.getrecursionlimit() - depth - left, call)
+
+    return disturb
 
 
 def disturb_processes(
@@ -323,7 +355,8 @@ def disturb_processes(
                     count = sp.broadcast(len(todo))
             problems += [f"{place}: {text}"] if text else []
             number += 1
-        return problems + recorder.say_interruptible()
+        # Rank 1 leaves a block of `in_turn` by another call: what is between is not within a call.
+        return problems + ([] if rank else recorder.say_interruptible())
 
     first, second = world.run_alone(program, **variables)
     return [*first, *second]

@@ -172,6 +172,10 @@ class Network:
         """Cut the link of a host: what is sent there is lost, and no process is notified."""
         self._at_switch("link", "set", f"v{host.number}", "down")
 
+    def mend(self, host: Host) -> None:
+        """Restore the link of a host."""
+        self._at_switch("link", "set", f"v{host.number}", "up")
+
     def await_reports(self, *names: str) -> None:
         """Return when ranks have reported all these names."""
         deadline = time.monotonic() + PATIENCE

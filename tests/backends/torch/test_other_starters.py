@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends.torch.test_torch_backend import clean_environment
+from support.rank_environment import clean_environment
 from support.rank_worlds import free_port
 
 _TOLD = """

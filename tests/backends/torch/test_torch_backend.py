@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -17,20 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.rank_environment import clean_environment
 from support.rank_worlds import Kind, Ranks, Signs, free_port
 
 import syncprims as sp
-from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-def clean_environment(directory: Path, **more: str) -> dict[str, str]:
-    outer = list_rank_variables() | {"MASTER_ADDR", "MASTER_PORT"}
-    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
-    return {**clean, "SYNCPRIMS_DIR": str(directory), "OMP_NUM_THREADS": "1", **more}
 
 
 HEAD = """

@@ -9,7 +9,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from backends.torch.test_torch_backend import clean_environment
+from support.rank_environment import clean_environment
 from support.rank_worlds import PATIENCE, free_port
 
 if TYPE_CHECKING:
