@@ -207,7 +207,7 @@ class Rendezvous:
     def _replaced(self) -> ConfigurationError:
         rank = self._top.rank
         return ConfigurationError(
-            f"rank {rank} of run {self._top.run_id!r} is taken by a process that was started later: "
+            f"rank {rank} of run {self._top.run_id!r} is taken by a process that started later: "
             f"give every process its own rank, and every run its own SYNCPRIMS_RUN_ID",
             rank=rank,
         )
