@@ -285,7 +285,7 @@ def _decode(result: bytes) -> Placement | None:
     return Placement(token, [HostGroup(*host) for host in hosts])
 
 
-class _Entry(NamedTuple):
+class _Arrival(NamedTuple):
     """What a process says of itself."""
 
     rank: int
@@ -295,14 +295,14 @@ class _Entry(NamedTuple):
     incarnation: int
 
 
-def _entries(store: Any, epoch: str) -> dict[int, _Entry]:
+def _entries(store: Any, epoch: str) -> dict[int, _Arrival]:
     """Return the entry of each rank's latest process."""
     lines = store.get(f"{epoch}entries").splitlines()
-    entries = sorted((_Entry(*json.loads(line)) for line in lines), key=lambda e: e.incarnation)
+    entries = sorted((_Arrival(*json.loads(line)) for line in lines), key=lambda e: e.incarnation)
     return {entry.rank: entry for entry in entries}
 
 
-def _by_host(entries: dict[int, _Entry]) -> list[HostGroup]:
+def _by_host(entries: dict[int, _Arrival]) -> list[HostGroup]:
     at: dict[str, list[int]] = {}
     for rank in sorted(entries):
         at.setdefault(entries[rank].place, []).append(rank)
