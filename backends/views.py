@@ -24,7 +24,7 @@ from syncprims.interface import BoardView, Label, Status, WaitView, WorldReader,
 from .file.backend import base_path
 from .file.description import FILE as DESCRIPTION
 from .file.description import LONGEST, BoardDescription, WorldDescription, read_descriptions
-from .file.liveness import FILE, MAGIC, ProcessIdentity, examine_from_outside
+from .file.liveness import FILE, MAGIC, examine_from_outside
 from .file.memory import (
     BOARD_MAGIC,
     BODY_SIZE,
@@ -33,6 +33,7 @@ from .file.memory import (
     CellReader,
     read_header,
 )
+from .file.processes import ProcessIdentity
 from .torch.host_state import MAGIC as HOST_MAGIC
 from .torch.host_state import OF_HOST, read_report
 

@@ -143,6 +143,18 @@ class SyncTimeout(SyncError, TimeoutError):
 class PeerLost(SyncError, ConnectionError):
     """A rank is gone: killed, or finished while others still wait for it."""
 
+    @classmethod
+    def before_first_call(cls, rank: int, how: str, *, waiting: int, call: str) -> PeerLost:
+        """Return the error that `rank` never joined, and ended; rank `waiting` waits in `call`."""
+        ended = f"ended ({how})" if how else "ended"
+        return cls(
+            f"rank {rank} {ended} before its first call, while rank {waiting} is in {call}\n"
+            f"Look at the output of rank {rank}. If it ended as it should, it made fewer calls "
+            f"than the others: look for a branch or an early return that differs between ranks.",
+            rank=rank,
+            call=call,
+        )
+
 
 class PeerFailed(SyncError, RuntimeError):
     """A rank raised; :attr:`failures` has its exception's type, message and traceback."""

@@ -66,6 +66,7 @@ class Settings(NamedTuple):
     heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
     gloo_interfaces: str | None = None  #: network interfaces for bulk data, separated by commas
     error_file: str | None = None  #: where the launcher looks for why this rank failed
+    first_call: str = ""  #: the call that starts the world, and where it is, if that is not `init`
     trace: str | None = None  #: directory in which every round is recorded
     trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds are dropped
     mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
@@ -362,6 +363,18 @@ class Backend(ABC):
 
         Optional: `syncprims env` calls it, and `syncprims run` before it starts any rank.
         """
+
+    @classmethod  # noqa: B027 - optional
+    def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
+        """Record that the process of this rank has ended, for those that wait for it to join.
+
+        `how` it ended, as ``exit code 0``, is what a launcher knows. None says that this process is
+        about to end, and has never joined. Optional: without it they wait until a timeout.
+        """
+
+    @classmethod  # noqa: B027 - optional
+    def remove_run(cls, topology: Topology, settings: Settings) -> None:
+        """Remove what a run has left behind; its processes have ended. Optional."""
 
     def set_topology(self, topology: Topology) -> None:
         """Keep `topology`: the ranks have met, so its numbers about hosts are known now."""

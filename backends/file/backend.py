@@ -37,10 +37,12 @@ from syncprims.interface import Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
 from .description import BoardDescription, WorldDescription, describe_board, describe_world
+from .early_ends import EarlyEnd, early_ends, record_early_end, remove_early_ends
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import FILE as LIVENESS
-from .liveness import Liveness, ProcessIdentity, examine_from_outside, joined, world_size_of
+from .liveness import Liveness, examine_from_outside, joined, world_size_of
 from .private_dir import PrivateDirectory, default_base
+from .processes import ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -95,6 +97,28 @@ class FileBackend(Backend):
                 "use SYNCPRIMS_BACKEND=single, or torch under torchrun"
             )
         _run_path(topology, settings)
+
+    @classmethod
+    def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
+        """Record in the directory of the run that a rank has ended, or is about to."""
+        end = EarlyEnd.own() if how is None else EarlyEnd.seen(how)
+        if end is None:
+            return
+        with _opened_run(topology, settings) as (base, run):
+            record_early_end(run, topology.rank, end)
+            ranks = topology.local_world_size
+            if how is None and len(early_ends(run)) == (
+                topology.world_size if ranks < 1 else ranks
+            ):
+                remove_early_ends(run)  # no rank of this host is left to read them
+                _remove_ended(base, run)
+
+    @classmethod
+    def remove_run(cls, topology: Topology, settings: Settings) -> None:
+        """Remove the directory of the run, and what its ranks have left there."""
+        with _opened_run(topology, settings) as (base, run):
+            remove_early_ends(run)
+            _remove_ended(base, run)
 
     @property
     def meeting_place(self) -> str:
@@ -358,6 +382,30 @@ def _acquire(base: PrivateDirectory, lock: str, timeout: float) -> int:
         time.sleep(_LOCK_PAUSE)
 
 
+@contextlib.contextmanager
+def _opened_run(
+    topology: Topology, settings: Settings
+) -> Generator[tuple[PrivateDirectory, PrivateDirectory]]:
+    """Hold the lock of a run that this process need not have joined."""
+    path = _run_path(topology, settings)
+    base = PrivateDirectory.open(path.parent)
+    with contextlib.closing(base), _locked(base, path.name, timeout=2.0) as run:
+        yield base, run
+
+
+def find_early_ends(topology: Topology, settings: Settings) -> dict[int, str]:
+    """Return how the ranks ended that are known to have ended before they joined this run."""
+    path = _run_path(topology, settings)
+    if not path.exists():
+        return {}
+    with (
+        contextlib.closing(PrivateDirectory.open(path.parent)) as base,
+        contextlib.closing(base.sub(path.name, create=False)) as run,
+    ):
+        ends = {rank: end.describe() for rank, end in early_ends(run).items()}
+        return {rank: how for rank, how in ends.items() if how is not None}
+
+
 def base_path(settings: Settings) -> Path:
     """Return the directory that contains those of the runs."""
     return Path(settings.directory or default_base(settings.runtime_directory)).absolute()
@@ -435,13 +483,22 @@ def _process_of(run: PrivateDirectory, number: int, rank: int) -> ProcessIdentit
 def _remove_ended(base: PrivateDirectory, run: PrivateDirectory, keep: str | None = None) -> None:
     """Remove the worlds in which no rank lives, and with the last one the run's directory."""
     left = False
+    ends = early_ends(run)
+    needed = not all(end.is_void() for end in ends.values())  # by ranks that may still come
     for number in _worlds(run):
         name = _world_name(number)
-        if name == keep or any(_joined(run, number).values()):
+        with contextlib.closing(run.sub(name)) as world:
+            alive, world_size = joined(world), world_size_of(world)
+        if name == keep or any(alive.values()):
             left = True
         else:
             run.remove_tree(name)
-    if not left and base.remove_directory(run.path.name):
+            needed = needed and len(alive.keys() | ends.keys()) != world_size
+    if left:
+        return
+    if not needed:
+        remove_early_ends(run)
+    if base.remove_directory(run.path.name):
         base.remove(run.path.name + _LOCK)
 
 

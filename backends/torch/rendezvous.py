@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from syncprims.errors import BackendUnavailable, ConfigurationError, SyncTimeout
+from syncprims import errors
+from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncTimeout
 
-from ..file.backend import base_path
+from ..file.backend import base_path, find_early_ends
 from ..file.private_dir import PrivateDirectory
 from .store import TRY_AGAIN, StoreGone, read_key
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two checks whether all have come
 _LEAVING = 2.0  # seconds to publish that this rank leaves the epoch
 _COMPLETE, _VOID = b"complete", b"void"
+_BROKEN = b"broken "  # then the error of all ranks
 
 
 class HostGroup(NamedTuple):
@@ -99,6 +101,7 @@ class Rendezvous:
         self._links = links
         self._endpoint = endpoint
         self._top = topology
+        self._settings = settings
         self._join_timeout = settings.join_timeout
         self._deadline = deadline
         self._warning = warning
@@ -180,6 +183,7 @@ class Rendezvous:
             result = self._ask(self._look)
             if result:
                 return _decode(result)
+            self._look_for_early_ends()
             if self._confirmed and not confirmed:
                 pause = _FIRST_PAUSE  # the others confirm it now
             if self._left() < _LEAVING or not self._warning.left:
@@ -188,17 +192,33 @@ class Rendezvous:
                 never = "; ".join(f"rank {rank} never joined" for rank in self._missing[:8])
                 self._warning.log(f"ranks {self._missing}", never)
 
+    def _look_for_early_ends(self) -> None:
+        """Break the epoch if a rank that it lacks is known to have ended."""
+        ends = find_early_ends(self._top, self._settings)
+        lost = [rank for rank in self._ask(self._find_missing) if rank in ends] if ends else []
+        if lost:
+            error = PeerLost.before_first_call(
+                lost[0],
+                ends[lost[0]],
+                waiting=self._top.rank,
+                call=self._settings.first_call or "init",
+            )
+            error.missing = lost
+            verdict = _BROKEN + errors.dump(error)
+            self._ask(lambda store: store.compare_set(f"{self._epoch}end", "", verdict))
+
     def _never_came(self) -> SyncTimeout:
         top, missing, waited = self._top, self._missing, self._join_timeout - self._left()
+        call = self._settings.first_call or "init"
         arrived = [rank for rank in range(top.world_size) if rank not in missing]
         lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
         return SyncTimeout(
-            f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
+            f"{call} timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
             f"did\n{lines}\nThis rank waits at the store at {self._endpoint.address}, run id "
             f"{top.run_id!r}: a rank that was started with others never meets it. See what keeps "
             f"ranks {missing}. If they are only slow, allow more: SYNCPRIMS_JOIN_TIMEOUT.",
             rank=top.rank,
-            call="init",
+            call=call,
             missing=missing,
             arrived=arrived,
             waited=waited,
@@ -241,6 +261,8 @@ class Rendezvous:
     def _look(self, store: Any) -> bytes:
         """Return how the epoch has ended, empty if it has not; confirm its result, or void it."""
         end = read_key(store, f"{self._epoch}end")
+        if end.startswith(_BROKEN):
+            return end
         if end == _VOID or self._confirmed:
             return read_key(store, f"{self._epoch}result") if end == _COMPLETE else end
         result = read_key(store, f"{self._epoch}result")
@@ -273,14 +295,17 @@ class Rendezvous:
         No rank may use an epoch that another has left. The others open the next one, where this
         rank may meet them if it tries again.
         """
-        if store.compare_set(f"{self._epoch}end", "", _VOID) == _VOID:
-            return None
+        end = store.compare_set(f"{self._epoch}end", "", _VOID)
+        if end != _COMPLETE:
+            return _decode(end)
         return _decode(read_key(store, f"{self._epoch}result"))
 
 
 def _decode(result: bytes) -> Placement | None:
     if result == _VOID:
         return None
+    if result.startswith(_BROKEN):
+        raise errors.load(result.removeprefix(_BROKEN))
     token, hosts, _ = json.loads(result)
     return Placement(token, [HostGroup(*host) for host in hosts])
 

@@ -51,6 +51,18 @@ def _describe(frame: FrameType) -> str:
     return f"{relative[-_LONGEST_PATH:]}:{frame.f_lineno}"
 
 
+def describe_call() -> str:
+    """Return the public call that this code runs in, as ``barrier 'saved' (job.py:4)``."""
+    frame = call = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while (code := frame.f_code).co_filename.startswith(_NOT_USERS) and frame.f_back:
+        if code.co_filename.startswith(_LIBRARY):
+            call = frame
+        frame = frame.f_back
+    name = call.f_locals.get("name")
+    kind = call.f_code.co_qualname.partition(".<locals>")[0]
+    return str(Label(kind, name if isinstance(name, str) else None, site=_describe(frame)))
+
+
 def warn_user(message: str) -> None:
     """Issue a `SyncWarning` at the user's line, as :func:`warnings.warn` does."""
     import warnings  # slow to import

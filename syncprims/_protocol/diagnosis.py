@@ -75,17 +75,26 @@ def _list_calls(calls: dict[int, str]) -> str:
 class Snapshot:
     """The state of all members of a board, read while `rank` waits there for round `number`.
 
-    Messages count rounds from the user's first: the `own` ones before it are the library's.
+    Messages count rounds from the user's first: the `own` ones before it are the library's. In
+    these, `first_call` is the user's call that waits.
     """
 
     def __init__(
-        self, board: Board | BoardView, rank: int, number: int, waited: float, own: int
+        self,
+        board: Board | BoardView,
+        rank: int,
+        number: int,
+        waited: float,
+        own: int,
+        first_call: str | None = None,
     ) -> None:
         self._rank = rank
         self._number = number
         self._own = own
         self._seen = {member: board.status(member) for member in board.members}
-        self.call = str(self._seen[rank].label or "its first call")  #: that this rank waits in
+        self._starts = first_call is not None
+        #: that this rank waits in
+        self.call = first_call or str(self._seen[rank].label or "its first call")
         self.missing = [r for r, status in self._seen.items() if status.rounds < number]
         self._facts: dict[str, Any] = {"call": self.call, "waited": waited}
         self._waited = waited
@@ -186,6 +195,10 @@ class Snapshot:
         return PeerFailed.from_failure(failure, waiting=self.call)
 
     def _lost(self, rank: int, status: Status) -> PeerLost:
+        if self._starts and status.rounds < self._number:
+            return PeerLost.before_first_call(
+                rank, status.detail, waiting=self._rank, call=self.call
+            )
         if status.state == "finished":
             count = status.rounds - self._own
             after = f"after round {count}" if count > 0 else "without a call"

@@ -364,7 +364,8 @@ class Rounds:
                 now = board.now()
                 if now >= deadline:
                     board.inform()
-                seen = Snapshot(board, self.rank, number, now - begin, self._own)
+                first_call = self.settings.first_call if number <= self._own else None
+                seen = Snapshot(board, self.rank, number, now - begin, self._own, first_call)
                 error = self._explain(seen, now - begin, now >= deadline, at_board)
                 if error is not None:
                     board.abort(errors.dump(error))

@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.call_site import users_part
-from syncprims.errors import SyncError
+from syncprims.errors import TORN, Failure, SyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,12 +53,18 @@ class ExitHooks:
         self._before = sys.excepthook  # the one that was there before
         self._last_value: BaseException | None = None  # what Python kept before
         self._watches_forks = False
+        self._brief = False
         # Whose exit is watched. A child of multiprocessing has lost the handlers; one of os.fork
         # keeps them, and a second call does no harm.
         self._process = 0
 
-    def install(self) -> None:
-        """Watch the end of this process."""
+    def install(self, *, brief: bool = False) -> None:
+        """Watch the end of this process.
+
+        With `brief`, an error that only follows from another rank's is shown in one line, as the
+        launcher reports it.
+        """
+        self._brief = brief
         # One hook per call, each with its own predecessor: the last one may have been wrapped.
         self._before = sys.excepthook
         self._hook = sys.excepthook = functools.partial(self._uncaught, sys.excepthook)
@@ -89,13 +95,16 @@ class ExitHooks:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, SyncError):
+        if isinstance(error, (SyncError, KeyboardInterrupt)):
             trace = users_part(trace) or trace
         try:
             if not _at_a_prompt():
                 self._on_end(error.with_traceback(trace))
         finally:
-            show(kind, error, trace)
+            if self._brief and isinstance(error, TORN) and show is sys.__excepthook__:
+                print(Failure.of(0, error).headline, file=sys.stderr)  # noqa: T201
+            else:
+                show(kind, error, trace)
 
     def _exit(self) -> None:
         error = sys.exc_info()[1]

@@ -11,6 +11,7 @@ assuming that all nodes are equal. Who shares a host is known once the world has
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.errors import ConfigurationError
@@ -214,6 +215,17 @@ def _alone(environ: Mapping[str, str]) -> Topology:
 
 def _key(name: str) -> str:
     return name.lower().replace(" ", "").replace("_", "").replace("-", "")
+
+
+def is_started_by_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether the parent of this process has been started with the same place, as a rank."""
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:  # noqa: PTH123 - slow to import
+            theirs = file.read().split(b"\0")
+    except OSError:  # of another user, as SLURM's daemon is
+        return False
+    names = {name for one in LAUNCHERS for name in one.required if name in environ}
+    return all(os.fsencode(f"{name}={environ[name]}") in theirs for name in names)
 
 
 def list_rank_variables() -> set[str]:

@@ -108,6 +108,15 @@ def load_backend(name: str) -> type[Backend]:
     return found
 
 
+def load_end_recorder(name: str) -> type[Backend]:
+    """Return the class whose `record_end` serves backend `name`, without loading torch.
+
+    :raises SyncError: as :func:`load_backend`.
+    """
+    # On each host, their ranks meet through files.
+    return load_backend("file" if name in ("torch", "gloo", "nccl") else name)
+
+
 def find_worlds(
     settings: Settings, *, pids: Sequence[int] | None = None, path: str | None = None
 ) -> tuple[Sequence[WorldReader], Sequence[str]]:

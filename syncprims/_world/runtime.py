@@ -9,6 +9,7 @@ set aside for as long as any thread is a rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -17,15 +18,22 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from syncprims._protocol.call_site import describe_call
 from syncprims._protocol.validation import seconds
 from syncprims.errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed, dump, load
 from syncprims.interface import UNKNOWN, Topology
 
 from .exit_hooks import ExitHooks, reason
 from .group import entered
-from .launchers import detect, find_half_world, list_rank_variables
+from .launchers import (
+    detect,
+    find_half_world,
+    find_world_sizes,
+    is_started_by_rank,
+    list_rank_variables,
+)
 from .nodes import place_on_nodes
-from .registry import choose_backend
+from .registry import choose_backend, load_end_recorder
 from .settings import derive_store, find_misspelt, read_settings
 from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
 
@@ -105,7 +113,10 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         if running is None:
             if state.ended is _forked:
                 raise _forked()
-            return _start(state, backend, limit)
+            call = describe_call()
+            # In a test, the library calls `init`, in a call that is no part of the world.
+            own = call if call.startswith("init ") else ""
+            return _start(state, backend, limit, first_call=own)
         if not state.provided:
             _check_process_group(state)
             _check_same(running, backend, limit)
@@ -136,7 +147,8 @@ def current(timeout: float | timedelta | None = None) -> World:
     _exit_hooks.watch_forks()
     with state.starting:
         # Another thread may have been first: so the state is read again.
-        return _get_state().running or _start(state, None, None, seconds(timeout))
+        running = _get_state().running
+        return running or _start(state, None, None, seconds(timeout), describe_call())
 
 
 def shutdown() -> None:
@@ -347,11 +359,15 @@ def _check_same(running: World, backend: str | None, timeout: float | None) -> N
 
 
 def _start(
-    state: _State, backend: str | None, timeout: float | None, join_within: float | None = None
+    state: _State,
+    backend: str | None,
+    timeout: float | None,
+    join_within: float | None = None,
+    first_call: str = "",
 ) -> World:
     _check_is_rank(state)
     environ = state.environ
-    settings = read_settings(environ)
+    settings = read_settings(environ)._replace(first_call=first_call)
     if join_within is not None:
         settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
     if timeout is not None:
@@ -361,6 +377,8 @@ def _start(
                 f"drop one of them"
             )
         settings = settings._replace(timeout=timeout)
+    if state is _state:
+        _exit_hooks.install(brief=settings.error_file is not None)
     grouped = _get_process_group() is not None
     choice = choose_backend(
         environ, backend, grouped=grouped, find_topology=lambda: _find_topology(environ)
@@ -373,7 +391,6 @@ def _start(
     try:
         world = World(made, choice.backend, settings, topology, end=_end_block)
         if state is _state:
-            _exit_hooks.install()
             _warn_of_half_a_world(state, topology)
         state.world, state.ended, state.topology = world, None, topology
         join_world(world)
@@ -387,6 +404,9 @@ def _start(
             state.ended = state.topology = None
         else:
             _fail(state, error)
+        if state is _state:
+            # What is raised here is shown as the errors of a running world are.
+            _exit_hooks.install(brief=settings.error_file is not None)
         raise
     return world
 
@@ -478,3 +498,22 @@ def _forked() -> SyncError:
 
 
 _exit_hooks = ExitHooks(functools.partial(_end, _state), _on_fork)
+
+
+def _record_early_end(process: int) -> None:
+    """Record that this process ends without having started a world, if it is a rank of several."""
+    environ = _state.environ
+    never_started = _state.topology is None and _state.running is None and _state.ended is None
+    # Our launcher sees the end itself, and a forked child is no rank.
+    if not never_started or "SYNCPRIMS_ERROR_FILE" in environ or os.getpid() != process:
+        return
+    if not find_world_sizes(environ) or is_started_by_rank(environ):
+        return
+    with contextlib.suppress(Exception):  # the others wait until their timeout
+        choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
+        if choice.topology.run_id is not None:
+            recorder = load_end_recorder(choice.backend)
+            recorder.record_end(choice.topology, read_settings(environ), None)
+
+
+atexit.register(_record_early_end, os.getpid())

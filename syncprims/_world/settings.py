@@ -23,6 +23,7 @@ _OURS = {
     "LAUNCHER",
     "MIXED_PRECISION",
     "PICKLE",
+    "RESTART",
     "RUN_ID",
     "STRICT",
     "TIMEOUT",

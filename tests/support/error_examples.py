@@ -108,6 +108,7 @@ def masked(text: str, folder: str) -> str:
     text = re.sub(r"\b[0-9a-f]{12,}\b", "...", text)
     text = re.sub(r"(process|user|pid|thread|port:|syncprims who) \d+", r"\1 ...", text)
     text = re.sub(r"(?<=[:=-])\d{5}\b", "...", text)
+    text = re.sub(r"(?<=ranks on )\d+(?= processor)|(?<=Start at most )\d+", "...", text)
     return re.sub(r"(timed out after|busy for|after) \d+\.\d s", r"\1 ... s", text).strip()
 
 

@@ -1,0 +1,165 @@
+"""A rank that ends before its first call: the others are told, and only if it is true."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.launches import Launches
+from support.rank_worlds import Scripts, environment
+
+from syncprims._world.launchers import make_rank_variables
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Launches:
+    return Launches(tmp_path / "job.py")
+
+
+ENDINGS = [
+    ("pass", "exit code 0"),
+    ("sys.exit(3)", "exit code 3"),
+    ("raise ValueError('bad')", "exit code 1"),
+    ("os._exit(4)", "exit code 4"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+]
+WAIT = "if get_rank() != 1: barrier('saved')\n"
+
+
+@pytest.mark.parametrize(("ending", "how"), ENDINGS, ids=[how for _, how in ENDINGS])
+@pytest.mark.parametrize("late", ["", "if is_main(): time.sleep(0.3)\n"], ids=["first", "late"])
+def test_our_launcher_tells_those_that_wait(
+    launches: Launches, ending: str, how: str, late: str
+) -> None:
+    done = launches.run(f"{late}if get_rank() == 1:\n    {ending}\n{WAIT}")
+    assert done.code != 0
+    told = [line for line in done.err.splitlines() if "PeerLost: rank 1 ended" in line]
+    assert told[0].split("PeerLost: ")[1] in [
+        f"rank 1 ended ({how}) before its first call, while rank {rank} is in "
+        f"barrier 'saved' (job.py:{5 + bool(late)})"
+        for rank in (0, 2)
+    ]
+
+
+@needs_torch
+def test_our_launcher_tells_those_that_wait_at_a_store(launches: Launches) -> None:
+    done = launches.run("if is_main(): barrier('saved')\n", "--backend", "torch", n=2)
+    assert done.code == 1
+    text = "PeerLost: rank 1 ended (exit code 0) before its first call, while rank 0 is in barrier"
+    assert f"{text} 'saved' (job.py:3)" in done.err
+
+
+def test_the_error_has_its_facts(launches: Launches) -> None:
+    done = launches.run(
+        """
+        if get_rank() in (0, 3):
+            try:
+                barrier("sizes")
+            except PeerLost as error:
+                assert {error.rank} <= {*error.missing} <= {1, 2}, error.missing
+                assert {*error.arrived} <= {0, 3}, error.arrived
+                assert error.call.startswith("barrier 'sizes' (job.py:"), error.call
+                sys.exit(0)
+            sys.exit(9)
+        """,
+        n=4,
+    )
+    assert done.code == 0, done.err
+
+
+# -- without our launcher -------------------------------------------------------------------------
+
+
+def test_a_rank_records_its_own_end(scripts: Scripts, meeting_place: Path) -> None:
+    ended = scripts.run("if rank == 0: barrier('saved')\n")
+    assert [one.code for one in ended] == [1, 0, 0]
+    assert "PeerLost: rank 1 ended (exit code 0) before its first call" in ended[0].err
+    assert "while rank 0 is in barrier 'saved' (script.py:4)" in ended[0].err
+    assert ended[0].seconds < 25  # of 30 s to join
+    assert not any(meeting_place.iterdir())
+
+
+def test_an_exit_code_is_known_if_it_can_be(scripts: Scripts) -> None:
+    ended = scripts.run("if rank == 1: sys.exit(3)\nbarrier('saved')\n")
+    assert [one.code for one in ended] == [1, 3, 1]
+    assert "PeerLost: rank 1 ended (exit code 3) before its first call" in ended[0].err
+
+
+def test_a_run_without_calls_leaves_nothing(scripts: Scripts, meeting_place: Path) -> None:
+    assert [one.code for one in scripts.run("pass\n")] == [0, 0, 0]
+    assert not any(meeting_place.iterdir())
+
+
+def test_a_program_that_a_rank_starts_is_not_the_rank(scripts: Scripts) -> None:
+    """It has the variables of the rank, imports the library, and ends without a call."""
+    ended = scripts.run(
+        """
+        import subprocess
+        if rank == 1:
+            subprocess.run([sys.executable, "-c", "import syncprims"], check=True)
+            if os.fork() == 0: sys.exit()  # nor is a forked child
+            os.wait()
+            if len(sys.argv) > 1: sys.exit()
+            subprocess.run([sys.executable, *sys.argv, "again"], check=True)
+            time.sleep(1)
+        barrier("all are here")
+        """
+    )
+    assert [one.code for one in ended] == [0, 0, 0], ended
+
+
+def test_an_earlier_run_of_the_same_name_is_not_this_one(
+    meeting_place: Path, tmp_path: Path, scripts: Scripts
+) -> None:
+    (tmp_path / "prepare.py").write_text("import syncprims\n")
+    for _ in range(2):
+        # One rank alone: the others do not remove what it records.
+        place = environment(scripts.kind, 1, meeting_place, "again")
+        subprocess.run([sys.executable, str(tmp_path / "prepare.py")], env=place, check=True)
+        ended = scripts.run("if rank == 1: time.sleep(1)\nbarrier()\n", run_id="again")
+        assert [one.code for one in ended] == [0, 0, 0], ended
+
+
+def test_another_program_of_the_same_launcher_is_not_the_rank(
+    meeting_place: Path, tmp_path: Path, scripts: Scripts
+) -> None:
+    """As where a launcher runs one program after another on each rank."""
+    (tmp_path / "prepare.py").write_text("import syncprims\n")
+    run = scripts.start("if rank == 1: time.sleep(2)\nbarrier()\n", run_id="chain")
+    place = environment(scripts.kind, 1, meeting_place, "chain")
+    subprocess.run([sys.executable, str(tmp_path / "prepare.py")], env=place, check=True)
+    assert [one.code for one in scripts.wait(run)] == [0, 0, 0]
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["file", "torch"])
+def test_ranks_of_torchrun_record_their_own_end(
+    launches: Launches, meeting_place: Path, backend: str
+) -> None:
+    launches.write("if is_main(): barrier('saved')\n")
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(launches.script)],
+        env={**launches.environ, "SYNCPRIMS_BACKEND": backend, "SYNCPRIMS_DIR": str(meeting_place)},
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert time.monotonic() - begin < 120
+    assert "before its first call, while rank 0 is in barrier 'saved'" in done.stderr
+    assert "rank 1 ended" in done.stderr
+
+
+def test_a_world_of_one_leaves_no_record(tmp_path: Path) -> None:
+    place = {**os.environ, **make_rank_variables(0, 1), "SYNCPRIMS_DIR": str(tmp_path / "meet")}
+    subprocess.run([sys.executable, "-c", "import syncprims"], env=place, check=True)
+    assert not (tmp_path / "meet").exists()
