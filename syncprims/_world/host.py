@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Mapping
+
+
+_GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")  # in /dev, of their drivers
 
 
 def count_processors() -> int:
@@ -36,7 +39,8 @@ def find_visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
         found = os.listdir("/proc/driver/nvidia/gpus")  # noqa: PTH208 - names are all it takes
         return [str(number) for number in range(len(found))]
     except OSError:
-        return None
+        # Without that directory a container, WSL or a board may still have some; ROCm has its own.
+        return None if any(next(Path("/dev").glob(name), None) for name in _GPU_FILES) else []
 
 
 def find_shared_memory() -> Path:
@@ -66,17 +70,6 @@ def find_file_system(path: Path) -> str | None:
         if where.is_relative_to(point) and len(point) >= len(innermost):
             innermost, found = point, after.split(" ")[0]
     return found
-
-
-@contextlib.contextmanager
-def scratch_directory(prefix: str) -> Generator[Path]:
-    """Make a private directory, in shared memory if possible, and remove it with its content."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def free_port() -> int:

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 from syncprims._protocol.deadlock import Wait
-from syncprims._world.host import free_port, scratch_directory
+from syncprims._world.host import free_port
+from syncprims._world.processes import end_processes
 from syncprims._world.runtime import clean_environ
+from syncprims._world.scratch import scratch_directory
 from syncprims.errors import describe_exit
 
 from .journal import Journal
@@ -38,7 +40,7 @@ class ProcessWorld:
     def run(self) -> WorldRun:
         """Return how it went."""
         spec = self._spec
-        with scratch_directory("syncprims-test-") as folder, capture_ranks(self._output):
+        with scratch_directory("test") as folder, capture_ranks(self._output):
             (folder / "board").mkdir(mode=0o700)
             self._worker_spec = WorkerSpec(
                 folder, spec.ranks, spec.faults, self._environ(folder), os.getpid()
@@ -142,12 +144,15 @@ class ProcessWorld:
     def _end_all(self, workers: Workers) -> None:
         """Kill the ranks that still run, and release all resources."""
         for pid in workers.pids.values():
+            end_processes(None, pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._killed = set(workers.pids)
         while workers.pids:
             self._exit_codes |= workers.wait(_LOOK_EVERY)
         workers.close()
+        if any(self._exit_codes.values()):  # else each rank has ended what it had started
+            end_processes(self._worker_spec.folder)
 
     def _outcome_of(self, rank: int, journal: Journal) -> RankOutcome:
         """Return what the journal of `rank` contains at the end, or how the process has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import faulthandler
 import importlib
@@ -24,6 +23,7 @@ from typing import Any
 
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
+from syncprims._world.processes import adopt_orphans, die_with, end_processes, find_children
 from syncprims._world.registry import load_backend
 from syncprims._world.runtime import become_rank, provided_world
 from syncprims._world.version import version
@@ -91,13 +91,16 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        if find_children():
+            end_processes(None, os.getpid())
         os._exit(code)
 
 
 def _set_up(spec: WorkerSpec, rank: int) -> None:
     """Prepare this process as a launcher would have done."""
     os.setpgid(0, 0)  # what it leaves behind is found by its group
-    _die_with(spec.parent)
+    die_with(spec.parent)
+    adopt_orphans()  # or among its children
     for stream, fd in (("stdout", 1), ("stderr", 2)):
         with spec.path(stream, rank).open("ab") as file:
             os.dup2(file.fileno(), fd)
@@ -118,14 +121,6 @@ def _set_up(spec: WorkerSpec, rank: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the threads of a forked parent's operations are not here
-
-
-def _die_with(parent: int) -> None:
-    """End this process when its parent ends, for any reason."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 # -- workers that do not inherit the parent's memory -----------------------------------------------
@@ -180,7 +175,7 @@ def main() -> None:
     if which != "all":
         _run_worker(spec, int(which), fn)
     # Fork all; report to the parent the pid of each rank, and at its end the exit code.
-    _die_with(spec.parent)
+    die_with(spec.parent)
     _load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
     spec = dataclasses.replace(spec, parent=os.getpid())
     workers = Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})

@@ -1,0 +1,131 @@
+"""Processes of this machine: how one ends with its parent, and how all that one has started end.
+
+A process that moves to a session of its own leaves its process group, and one whose parent ends
+leaves its place in the tree. So the processes of a launch are also found by what they inherit: a
+variable with the path of its scratch directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+_TIME_TO_END = 2.0  # seconds for killed processes to be gone
+_PAUSE = 0.002  # seconds between two looks
+
+
+def die_with(parent: int) -> None:
+    """End this process when its parent ends, for any reason; at once if that is not `parent`.
+
+    To the system, the parent is the thread that has started this process.
+    """
+    _control(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of descendants whose parent ends, on Linux.
+
+    Afterwards a forked child can call :func:`die_with`, whatever locks it has inherited.
+    """
+    _control(_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _control(operation: int, value: int) -> None:
+    if sys.platform == "linux":
+        _load_libc().prctl(operation, value, 0, 0, 0)
+
+
+@functools.cache
+def _load_libc() -> Any:
+    return ctypes.CDLL(None)
+
+
+def find_children() -> set[int]:
+    """Return the children of this process, ended ones included; none if the system does not say."""
+    found: set[int] = set()
+    for children in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found.update(map(int, children.read_text().split()))
+    return found
+
+
+def reap_children(spare: Collection[int]) -> None:
+    """Reap the children of this process that have ended, except `spare`."""
+    for pid in find_children().difference(spare):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def end_processes(
+    folder: Path | None, root: int | None = None, spare: Collection[int] = ()
+) -> None:
+    """Kill the descendants of `root`, and all that inherited a path in `folder`; none is left.
+
+    This process stays, and so do those in `spare` and their descendants. Nothing happens where the
+    system does not list its processes, as Linux does.
+    """
+    kept = {os.getpid(), *spare}
+    deadline = time.monotonic() + _TIME_TO_END
+    while (found := _find(folder, root, spare) - kept) and time.monotonic() < deadline:
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                kept.add(pid)  # it belongs to another user now
+        time.sleep(_PAUSE)
+
+
+def _find(folder: Path | None, root: int | None, spare: Collection[int]) -> set[int]:
+    """Return the living descendants of `root`, and the living processes that know `folder`."""
+    mark = None if folder is None else os.fsencode(folder) + b"/"
+    found: set[int] = set()
+    parents: dict[int, int] = {}
+    spare_set = set(spare)
+    try:
+        names = os.listdir("/proc")  # noqa: PTH208 - there may be thousands, and pathlib is slow
+    except OSError:
+        return found
+    for name in filter(str.isdecimal, names):
+        try:
+            # proc(5): the name, which may hold anything, is in parentheses.
+            state, parent, *_ = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+            if state in (b"Z", b"X"):
+                continue
+            parents[int(name)] = int(parent)
+            if mark is not None and mark in _read(f"/proc/{name}/environ"):
+                found.add(int(name))
+        except (OSError, ValueError):
+            continue  # it has ended meanwhile, or belongs to another user
+    for pid in parents if root is not None else ():
+        line = [pid]
+        while (above := parents.get(line[-1], 0)) not in (0, root):
+            line.append(above)
+        if above == root and not spare_set.intersection(line):
+            found.update(line)
+    return found
+
+
+def _read(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        parts: list[bytes] = []
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(fd)

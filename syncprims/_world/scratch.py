@@ -1,0 +1,101 @@
+"""Scratch directories: where the processes of a launch, or of a test world, keep their files."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from syncprims.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+_PREFIX = "syncprims-"  # of all their names
+_LOCK = "in-use"
+_MEMORY = "/dev/shm"
+_COMMON = ("/tmp", "/var/tmp", "/usr/tmp")
+
+
+@contextlib.contextmanager
+def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Path]:
+    """Make a private directory, in shared memory if possible, and remove it with its content.
+
+    This process, and those that it forks, hold a lock in it. A directory whose lock is free belongs
+    to processes that were killed: it is removed, too.
+
+    :raises ConfigurationError: if no such directory can be made.
+    """
+    places = _find_places()
+    _remove_dead(*places)
+    path = _make(purpose, [str(inside)] if inside is not None else places)
+    try:
+        # The lock gets its name when it is held: before that, it would look free.
+        fd = os.open(path / ".new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _try_to_lock(fd)
+            (path / ".new").rename(path / _LOCK)
+            yield path
+        finally:
+            os.close(fd)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _find_places() -> list[str]:
+    try:
+        temporary = tempfile.gettempdir()
+        # It is the current directory if there is no other, and no user expects files there.
+        if Path(temporary) != Path.cwd() or any(os.access(one, os.W_OK) for one in _COMMON):
+            return [_MEMORY, temporary]
+    except OSError:  # not even that can be written
+        pass
+    return [_MEMORY, *_COMMON]
+
+
+def _make(purpose: str, places: list[str]) -> Path:
+    why: OSError | None = None
+    for place in places:
+        try:
+            return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=place))
+        except OSError as error:
+            why = error
+    raise ConfigurationError(
+        f"there is no place for temporary files, tried {' and '.join(places)}: {why}; make one of "
+        f"them writable, or set TMPDIR to a directory of your own"
+    ) from why
+
+
+@functools.cache  # once in each process
+def _remove_dead(*places: str) -> None:
+    for place in places:
+        with contextlib.suppress(OSError):
+            for path in Path(place).glob(f"{_PREFIX}*/{_LOCK}"):
+                if _is_free(path):
+                    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _is_free(lock: Path) -> bool:
+    """Return whether `lock` is ours, and no process holds it."""
+    with contextlib.suppress(OSError):
+        if lock.parent.lstat().st_uid != os.geteuid():
+            return False
+        fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return _try_to_lock(fd)
+        finally:
+            os.close(fd)
+    return False
+
+
+def _try_to_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

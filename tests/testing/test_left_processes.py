@@ -1,0 +1,86 @@
+"""A world of processes ends what its ranks have started, also what has left its process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import syncprims as sp
+from syncprims.testing import Kill, run_world
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def start_program() -> int:
+    command = [sys.executable, "-c", "import time; time.sleep(99)"]
+    return subprocess.Popen(command, start_new_session=True).pid
+
+
+def fork_child() -> int:
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        time.sleep(99)
+        os._exit(0)
+    return pid
+
+
+def leave_orphan() -> int:
+    """Leave a process without a parent, and without the variables of the rank."""
+    source = (
+        "import subprocess, sys\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(99)']\n"
+        "child = subprocess.Popen(sleep, start_new_session=True, env={}, stdout=-3)\n"
+        "print(child.pid)\n"
+    )
+    return int(subprocess.run([sys.executable, "-c", source], stdout=-1, check=True).stdout)
+
+
+def check_gone(folder: Path, count: int) -> None:
+    found = list(folder.iterdir())
+    assert len(found) == count
+    for path in found:
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{path.name}/stat").read_text().rpartition(")")[2].split()[0]
+            assert state == "Z", f"process {path.name} is left"
+
+
+@pytest.mark.parametrize("start", [start_program, fork_child, leave_orphan])
+def test_nothing_is_left_of_a_world(tmp_path: Path, start: object) -> None:
+    def program() -> None:
+        (tmp_path / str(start())).touch()  # type: ignore[operator]
+        sp.barrier()
+
+    run_world(program, 2, kind="processes")
+    check_gone(tmp_path, 2)
+
+
+@pytest.mark.parametrize("start", [start_program, fork_child])
+def test_nothing_is_left_of_a_world_that_fails(tmp_path: Path, start: object) -> None:
+    def program() -> None:
+        (tmp_path / str(start())).touch()  # type: ignore[operator]
+        sp.barrier()
+        if sp.is_main():
+            raise ValueError("no")
+        time.sleep(99)
+
+    with pytest.raises(ValueError, match="no"):
+        run_world(program, 2, kind="processes")
+    check_gone(tmp_path, 2)
+
+
+def test_nothing_is_left_of_a_killed_rank(tmp_path: Path) -> None:
+    def program() -> None:
+        (tmp_path / str(start_program())).touch()
+        sp.barrier()
+        with contextlib.suppress(sp.PeerLost):
+            sp.barrier()
+
+    run_world(program, 2, kind="processes", faults=[Kill(rank=1, at=2)])
+    check_gone(tmp_path, 2)

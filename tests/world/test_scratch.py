@@ -1,0 +1,65 @@
+"""Scratch directories: where they are, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from syncprims import ConfigurationError
+from syncprims._world import scratch
+from syncprims._world.scratch import scratch_directory
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only place for scratch directories."""
+    path = tmp_path / "place"
+    path.mkdir()
+    monkeypatch.setattr(scratch, "_MEMORY", "/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    scratch._remove_dead.cache_clear()
+    return path
+
+
+def test_a_directory_is_private_and_goes_with_its_content(place: Path) -> None:
+    with scratch_directory("run") as path:
+        assert path.parent == place
+        assert path.stat().st_mode & 0o077 == 0
+        (path / "inner").mkdir()
+        with scratch_directory("run", path / "inner") as inner:
+            assert inner.parent == path / "inner"
+        assert not inner.exists()
+    assert not any(place.iterdir())
+
+
+def test_those_of_killed_processes_are_removed_and_no_others(place: Path) -> None:
+    pid = os.fork()
+    if not pid:
+        with scratch_directory("test"):
+            os._exit(0)
+    os.waitpid(pid, 0)
+    [dead] = place.iterdir()
+    (place / "syncprims-without-lock").mkdir()
+    (place / "another").mkdir()
+    with scratch_directory("run") as living:
+        assert not dead.exists()
+        scratch._remove_dead.cache_clear()
+        with scratch_directory("run"):
+            assert living.exists()
+    assert sorted(path.name for path in place.iterdir()) == ["another", "syncprims-without-lock"]
+
+
+def test_the_current_directory_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what Python takes where it finds no other."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(scratch, "_MEMORY", "/nowhere")
+    monkeypatch.setattr(scratch, "_COMMON", ("/proc",))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/proc")
+    said = "no place for temporary files, tried /nowhere"
+    with pytest.raises(ConfigurationError, match=said), scratch_directory("run"):
+        pass
+    assert not any(tmp_path.iterdir())
