@@ -1,9 +1,12 @@
 """Start the ranks of one machine, pass on their output, and leave no process behind.
 
 After a rank has failed, the others have :data:`GRACE` seconds to raise and report their own error.
-Then they get SIGTERM, and after the same time SIGKILL. A signal to the launcher is passed on once,
-and the ranks have :data:`STOP_GRACE` seconds to stop. The root cause is the rank that failed first
-by itself, not as a consequence of another: it is shown first, and its exit code is returned.
+Then they get SIGTERM, and after the same time SIGKILL. A signal to the launcher is passed on, and
+the ranks have :data:`STOP_GRACE` seconds to stop; a second SIGINT or SIGTERM ends them at once.
+
+If the launcher itself is killed, the system ends its ranks (on Linux), and a second process, its
+*guard*, ends what they have started and removes the scratch directory. The guard waits at a pipe
+that closes when the launcher ends.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import contextlib
 import functools
 import math
 import os
-import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,37 +25,95 @@ import time
 import uuid
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import IO, TextIO
 
 from syncprims import errors
-from syncprims._world.host import free_port, scratch_directory
-from syncprims._world.launchers import make_rank_variables
-from syncprims.errors import describe_exit
+from syncprims._world.host import free_port
+from syncprims._world.launchers import detect, make_rank_variables
+from syncprims._world.processes import (
+    adopt_orphans,
+    die_with,
+    end_processes,
+    find_children,
+    reap_children,
+)
+from syncprims._world.registry import load_end_recorder
+from syncprims._world.scratch import scratch_directory
+from syncprims._world.settings import read_settings
+from syncprims.errors import SyncError, describe_exit
 
+from .output import Output, Source
 from .plan import LaunchPlan, launch_environment
+from .report import EndedRank, describe_failure
 from .who import print_table
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
 STOP_GRACE = 30.0  # between a signal to the launcher and SIGKILL
+#: Seconds within which a second signal is the same request: `timeout` sends two.
+_ONE_REQUEST = 0.2
 _POLL_INTERVAL = 0.02
+_REAP_EVERY = 1.0  # seconds
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
 
 def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
     """Run the command on every rank and return the exit code: 0, or that of the root cause.
 
+    If a rank fails, all are started again, at most as often as the plan says.
+
     :raises OSError: if all ranks succeeded, and part of their output was lost.
     """
-    with _received_signals() as received, scratch_directory("syncprims-run-") as scratch:
+    others = find_children()  # where this is called by a program with children of its own
+    with (
+        _received_signals() as received,
+        scratch_directory("run", _outer_scratch(environ)) as scratch,
+        _guard(scratch) as guard,
+        _adopted_orphans(),
+    ):
+        output = Output(sys.stdout, sys.stderr)
         common = launch_environment(plan, environ)
         common["SYNCPRIMS_RUN_ID"] = uuid.uuid4().hex
-        common.setdefault("SYNCPRIMS_DIR", str(scratch / "board"))
         common["MASTER_ADDR"] = "127.0.0.1"
-        common["MASTER_PORT"] = str(free_port())
-        with _table_on_quit(common["SYNCPRIMS_RUN_ID"]):
-            return _LaunchedRun(plan, common, scratch, received).wait()
+        restart = 0
+        while True:
+            folder = scratch / str(restart)
+            folder.mkdir()
+            variables = {
+                "SYNCPRIMS_DIR": str(folder / "board"),
+                **common,
+                "SYNCPRIMS_RESTART": str(restart),
+                "TORCHELASTIC_RESTART_COUNT": str(restart),
+                "MASTER_PORT": str(free_port()),
+            }
+            run = _LaunchedRun(plan, variables, folder, received, output, guard, others)
+            with _table_on_quit(run.run_id):
+                run.run()
+            if not run.failed or received or restart == plan.max_restarts:
+                break
+            run.report()
+            output.say(f"syncprims run: restart {restart + 1} of {plan.max_restarts}")
+            shutil.rmtree(folder, ignore_errors=True)
+            restart += 1
+        if run.failed:
+            return run.report()
+        return 128 + received[0] if received else _check_output(output)
+
+
+def _check_output(output: Output) -> int:
+    """Return 0; raise if something that the ranks wrote is lost."""
+    error = output.error
+    if isinstance(error, OSError):
+        why = f"the ranks ended well, and what they wrote is lost: {error.strerror}"
+        raise OSError(error.errno, why)
+    if error is not None:
+        raise error
+    return 0
+
+
+def _outer_scratch(environ: Mapping[str, str]) -> Path | None:
+    """Return the scratch directory of the launch that this one is part of, if there is one."""
+    folder = Path(environ.get("SYNCPRIMS_ERROR_FILE") or "/none").parent
+    return folder if folder.name.isdecimal() and os.access(folder, os.W_OK) else None
 
 
 @contextlib.contextmanager
@@ -87,17 +148,77 @@ def _received_signals() -> Generator[list[int]]:
             signal.signal(signum, handler)
 
 
-def _read_burst(fd: int) -> bytes:
-    """Return the next bytes with those that follow at once, as the lines of a traceback do."""
-    data = os.read(fd, 65536)
-    deadline = time.monotonic() + 0.1
-    poll = select.poll()  # `select` itself takes no descriptor from 1024 up
-    poll.register(fd, select.POLLIN)
-    while data and len(data) < 65536 and time.monotonic() < deadline and poll.poll(10):
-        if not (more := os.read(fd, 65536)):
-            break
-        data += more
-    return data
+@contextlib.contextmanager
+def _adopted_orphans() -> Generator[None]:
+    """Be the parent of what ranks leave behind, so that it is found."""
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        adopt_orphans(False)
+
+
+# -- the guard ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _guard(scratch: Path) -> Generator[_Guard]:
+    """Have a guard within the block. It is forked here, before there is any thread."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(writer)
+            _stand_guard(reader, scratch)
+        finally:
+            os._exit(0)
+    os.close(reader)
+    guard = _Guard(pid, writer)
+    try:
+        yield guard
+    finally:
+        guard.tell(".")
+        os.close(writer)
+        os.waitpid(pid, 0)
+
+
+def _stand_guard(reader: int, scratch: Path) -> None:
+    """Wait for the end of the launcher; if it was killed, end what it has started."""
+    os.setsid()  # no terminal
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):  # or those who wait for the end of the output would wait for this process
+        os.dup2(null, fd)
+    said = b""
+    while part := os.read(reader, 4096):
+        said += part
+    if said.endswith(b"."):
+        return
+    if sys.platform != "linux":  # there, the system has ended the ranks
+        for pid in said.rpartition(b"\n")[2].split():
+            with contextlib.suppress(OSError):
+                os.killpg(int(pid), signal.SIGKILL)
+    end_processes(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _Guard:
+    """The guard, as the launcher sees it."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid = pid
+        self._pipe = pipe
+
+    def tell(self, word: str) -> None:
+        """Tell it a process that was started, a line's end before others, or ``.``: all is well."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, word.encode())
+
+
+# -- one start of all ranks -----------------------------------------------------------------------
 
 
 class _RankProcess:
@@ -107,20 +228,22 @@ class _RankProcess:
         self.rank = rank
         self.process = process
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
-        self.ended = False
+        self.status: int | None = None  #: as `os.waitstatus_to_exitcode`, once it has ended
         self.stopped = False  #: by us
         self._report = report
 
-    def poll(self) -> int | None:
-        """Return the exit status if the process has ended since the last call.
+    def look(self) -> bool:
+        """Return whether the process has ended since the last call.
 
         It stays a zombie, so that its number, and that of its process group, are not reused.
         """
-        if self.ended:
-            return None
+        if self.status is not None:
+            return False
         found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        self.ended = found is not None
-        return None if found is None else int(found.si_status)
+        if found is None:
+            return False
+        self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return True
 
     def send(self, signum: int) -> None:
         """Signal the rank and the children it started, which share its process group."""
@@ -128,143 +251,118 @@ class _RankProcess:
             os.killpg(self.process.pid, signum)
 
     @functools.cached_property
-    def failure(self) -> errors.Failure | None:
-        """What the rank reported of its end, if anything."""
+    def ended(self) -> EndedRank:
+        """How it ended, with what it has reported."""
         try:
-            error = errors.load(self._report.read_bytes())
+            failures = errors.load(self._report.read_bytes()).failures
         except (OSError, ValueError):
-            return None
-        return error.failures.get(self.rank)
-
-    @property
-    def summary(self) -> str:
-        """How the process ended, and with which error, if it has reported one."""
-        how = f"({describe_exit(self.process.returncode)})"
-        return how if self.failure is None else f"{how}: {self.failure.headline}"
+            failures = {}
+        return EndedRank(self.rank, self.status or 0, failures.get(self.rank), list(self.tail))
 
 
 class _LaunchedRun:
-    """The processes of a run, and the threads that pass on their output."""
+    """The processes of all ranks, started once, and the thread that passes on their output."""
 
     def __init__(
-        self, plan: LaunchPlan, common: Mapping[str, str], scratch: Path, received: list[int]
+        self,
+        plan: LaunchPlan,
+        variables: Mapping[str, str],
+        folder: Path,
+        received: list[int],
+        output: Output,
+        guard: _Guard,
+        others: set[int],
     ) -> None:
-        self._ranks: list[_RankProcess] = []
-        self._threads: list[threading.Thread] = []
-        self._output_lock = threading.Lock()
-        self._output_error: Exception | None = None
+        self.failed: list[_RankProcess] = []  #: by themselves, in the order in which they ended
+        self._plan = plan
+        self._variables = variables
+        self._folder = folder
         self._received = received
-        self._failed: list[_RankProcess] = []  # by themselves, in the order in which they ended
+        self._output = output
+        self._guard = guard
+        self._spare = {*others, guard.pid}  # processes that are no part of the run
+        self._ranks: list[_RankProcess] = []
+        self._sources: list[Source] = []
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Start all ranks, and return when they have ended and nothing is left of them."""
+        self._guard.tell("\n")
         try:
-            for rank in range(plan.ranks):
-                self._start(plan, rank, common, scratch)
-        except BaseException:
-            for one in self._ranks:
-                one.send(signal.SIGKILL)
-            raise
-
-    def _start(self, plan: LaunchPlan, rank: int, common: Mapping[str, str], scratch: Path) -> None:
-        report = scratch / f"failure-{rank}"
-        variables = make_rank_variables(rank, plan.ranks)
-        process = subprocess.Popen(
-            plan.command,
-            env={**common, **variables, "SYNCPRIMS_ERROR_FILE": str(report)},
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # its children get its signals, too
-        )
-        one = _RankProcess(rank, process, report)
-        self._ranks.append(one)
-        for source, sink, tail in (
-            (process.stdout, sys.stdout, None),
-            (process.stderr, sys.stderr, one.tail),
-        ):
-            arguments = (rank, source, sink, tail)
-            thread = threading.Thread(target=self._forward, args=arguments, daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    # -- output ---------------------------------------------------------------------------------
-
-    def _forward(
-        self, rank: int, source: IO[bytes], sink: TextIO, tail: collections.deque[str] | None
-    ) -> None:
-        """Pass on what a rank writes, line by line; a progress bar's returns end a line too."""
-        begun = b""  # a line that has not ended
-        after_return = False  # its newline may come in the next chunk
-        while chunk := _read_burst(source.fileno()):
-            if after_return:
-                chunk = chunk.removeprefix(b"\n")
-            after_return = chunk.endswith(b"\r")
-            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-            *lines, begun = (begun + chunk).split(b"\n")
-            if len(begun) > _LONGEST_LINE:
-                lines, begun = [*lines, begun], b""
-            if lines:
-                self._write(rank, lines, sink, tail)
-        if begun:
-            self._write(rank, [begun], sink, tail)
-        source.close()
-
-    def _write(
-        self, rank: int, lines: list[bytes], sink: TextIO, tail: collections.deque[str] | None
-    ) -> None:
-        if tail is not None:
-            tail.extend(line.decode(errors="replace") for line in lines)
-        data = b"".join(b"[rank %d] %b\n" % (rank, line) for line in lines)
-        with self._output_lock:
-            try:
-                sink.buffer.write(data)
-                sink.flush()
-            except Exception as error:
-                # It is raised at the end: if we stopped reading now, the ranks would block.
-                self._output_error = self._output_error or error
-
-    # -- waiting --------------------------------------------------------------------------------
-
-    def wait(self) -> int:
-        """Wait for all ranks, end them if one failed, report, and return the exit code.
-
-        :raises OSError: if all ranks succeeded, and part of their output was lost.
-        """
-        try:
+            # If a signal comes now, those that are there get it.
+            while len(self._ranks) < self._plan.ranks and not self._received:
+                self._start(len(self._ranks))
+            self._thread = self._output.forward(
+                self._sources
+            )  # the first thread: now none is forked
             self._watch()
         finally:
             # Ended ranks are still zombies, so this kills what they started, and nothing else.
             for one in self._ranks:
                 one.send(signal.SIGKILL)
                 one.process.wait()
-            deadline = time.monotonic() + GRACE
-            for thread in self._threads:
-                thread.join(timeout=max(0.0, deadline - time.monotonic()))
-        if self._failed:
-            return self._report()
-        if self._received:
-            return 128 + self._received[0]
-        error = self._output_error
-        if isinstance(error, OSError):
-            why = f"the ranks ended well, and what they wrote is lost: {error.strerror}"
-            raise OSError(error.errno, why)
-        if error is not None:
-            raise error
-        return 0
+            end_processes(self._folder, os.getpid(), self._spare)
+            reap_children(self._spare)
+            if self._thread is not None:
+                self._thread.join(timeout=GRACE)
+            self._forget()
+
+    def _start(self, rank: int) -> None:
+        report = self._folder / f"failure-{rank}"
+        process = subprocess.Popen(
+            self._plan.command,
+            env={**self._environ(rank), "SYNCPRIMS_ERROR_FILE": str(report)},
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # its children get its signals, too
+            preexec_fn=functools.partial(die_with, os.getpid()),
+        )
+        self._guard.tell(f"{process.pid} ")
+        one = _RankProcess(rank, process, report)
+        self._ranks.append(one)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._sources.append(Source(rank, process.stdout, self._output.stdout))
+        self._sources.append(Source(rank, process.stderr, self._output.stderr, one.tail))
+
+    @property
+    def run_id(self) -> str:
+        """The id of this start, as the ranks see it."""
+        return str(detect(self._environ(0)).run_id)
+
+    def _environ(self, rank: int) -> dict[str, str]:
+        return {**self._variables, **make_rank_variables(rank, self._plan.ranks)}
+
+    # -- waiting --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Return when all ranks have ended; stop them after a failure or a signal."""
-        kill_at = term_at = math.inf
-        forwarded = 0
+        kill_at = term_at = requested_at = math.inf
+        handled = 0
+        reap_at = time.monotonic() + _REAP_EVERY
         while True:
-            self._failed += [one for one in self._ranks if one.poll() and not one.stopped]
-            running = [one for one in self._ranks if not one.ended]
+            ended = [one for one in self._ranks if one.look()]
+            self.failed += [one for one in ended if one.status and not one.stopped]
+            running = [one for one in self._ranks if one.status is None]
             if not running:
                 return
+            for one in ended:
+                self._record_end(one)
             now = time.monotonic()
-            for signum in self._received[forwarded:]:
+            for signum in self._received[handled:]:
+                urgent = signum in (signal.SIGINT, signal.SIGTERM)
+                if requested_at == math.inf:
+                    requested_at, kill_at = now, min(kill_at, now + STOP_GRACE)
+                    self._output.say(
+                        f"syncprims run: {signal.Signals(signum).name}: the ranks have "
+                        f"{STOP_GRACE:g} s to stop; a second Ctrl-C or SIGTERM ends them at once"
+                    )
+                elif urgent and now - requested_at > _ONE_REQUEST:
+                    kill_at = now
                 self._stop(running, signum)
-                kill_at = min(kill_at, now + STOP_GRACE)
-            forwarded = len(self._received)
-            if self._failed and kill_at == math.inf:
+            handled = len(self._received)
+            if self.failed and kill_at == math.inf:
                 term_at, kill_at = now + GRACE, now + 2 * GRACE
             if now >= term_at:
                 self._stop(running, signal.SIGTERM)
@@ -272,6 +370,9 @@ class _LaunchedRun:
             if now >= kill_at:
                 self._stop(running, signal.SIGKILL)
                 kill_at = now + GRACE
+            if now >= reap_at:
+                reap_children({*self._spare, *(one.process.pid for one in self._ranks)})
+                reap_at = now + _REAP_EVERY
             time.sleep(_POLL_INTERVAL)
 
     def _stop(self, running: list[_RankProcess], signum: int) -> None:
@@ -279,24 +380,28 @@ class _LaunchedRun:
             one.stopped = True
             one.send(signum)
 
+    # -- what the other ranks learn -------------------------------------------------------------
+
+    def _record_end(self, one: _RankProcess) -> None:
+        """Record how a rank has ended: others may wait for it to join."""
+        with contextlib.suppress(OSError, SyncError):
+            environ = self._environ(one.rank)
+            recorder = load_end_recorder(environ["SYNCPRIMS_BACKEND"])
+            how = describe_exit(one.status)
+            recorder.record_end(detect(environ), read_settings(environ), how)
+
+    def _forget(self) -> None:
+        """Remove what the run has left where the ranks met."""
+        with contextlib.suppress(OSError, SyncError):
+            environ = self._environ(0)
+            recorder = load_end_recorder(environ["SYNCPRIMS_BACKEND"])
+            recorder.remove_run(detect(environ), read_settings(environ))
+
     # -- reporting ------------------------------------------------------------------------------
 
-    def _report(self) -> int:
-        """Print which rank failed first and why, then the others; return the first one's code."""
-
-        def is_consequence(one: _RankProcess) -> bool:
-            return one.failure is not None and one.failure.consequence
-
-        # The sort is stable: within each kind in the order in which they ended.
-        root, *others = sorted(self._failed, key=is_consequence)
-        lines = [f"syncprims run: rank {root.rank} failed first {root.summary}"]
-        shown = root.failure.traceback.rstrip().splitlines() if root.failure else root.tail
-        lines += [f"  | {line}" for line in shown]
-        lines += [f"then rank {one.rank} {one.summary}" for one in others]
-        stopped = [str(one.rank) for one in self._ranks if one.stopped]
-        if stopped:
-            lines.append(f"still running then, and ended: rank {', '.join(stopped)}")
-        with contextlib.suppress(BrokenPipeError):
-            print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
-        code: int = root.process.returncode
-        return 128 - code if code < 0 else code
+    def report(self) -> int:
+        """Report which ranks failed, and why; return the exit code of the root cause."""
+        stopped = [one.rank for one in self._ranks if one.stopped]
+        lines, code = describe_failure([one.ended for one in self.failed], stopped)
+        self._output.say(*lines)
+        return code

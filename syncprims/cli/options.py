@@ -148,6 +148,10 @@ class Options:
     ranks: int | None = _option(integer(1, "a number of ranks"), RANKS,
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
         "N", ("-n",), example="4")
+    oversubscribe: bool = _option(switch, RANKS,
+        "start more ranks than 64 and than 4 for each processor, which is refused otherwise")
+    max_restarts: int | None = _option(integer(0, "a number of restarts"), RANKS,
+        "how often to start all ranks again after one has failed (default: 0)", "N", example="0")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
@@ -177,8 +181,6 @@ class Options:
     rendezvous: tuple[str, int] | None = _option(address, NODES,
         "where they meet: an address of node 0, and a free port there", "HOST:PORT",
         example='"node0:29500"')
-    max_restarts: int | None = _option(integer(0, "a number of restarts"), NODES,
-        "how often to restart all ranks after one has failed (default: 0)", "N", example="0")
     module: bool = _option(switch, SCRIPT, "the script is a module, as in python -m", short=("-m",))
     script: str | None = _option(word, SCRIPT, "the script to run", "SCRIPT",
         example='"train.py"')

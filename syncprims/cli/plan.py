@@ -17,6 +17,7 @@ from .options import BY_KEY, Options, plain_value
 
 _BY_TORCH = ("torch", "gloo", "nccl")
 _DEFAULT_PORT = 29500  # torchrun's own
+_MANY, _MANY_PER_PROCESSOR = 64, 4  # ranks: more than both is most likely a mistake
 #: Where the math libraries read their number of threads; nearly all read the first.
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -41,6 +42,7 @@ class LaunchPlan(NamedTuple):
     ranks: int  #: on this machine
     variables: dict[str, str]  #: to set for all ranks
     torchrun: list[str]  #: the command that starts torchrun instead; empty on one node
+    max_restarts: int = 0  #: of all ranks on this machine, after one has failed
 
 
 def merge(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Options:
@@ -68,7 +70,18 @@ def plan_launch(
             "nothing to run: name a script, as in `syncprims run -n 4 train.py`, or -m and a module"
         )
     gpus = _gpus(options, environ)
+    if gpus == ("all",) and devices == 0:
+        raise ConfigurationError(
+            "--gpus all: no CUDA device is visible on this machine; install its driver, correct "
+            "CUDA_VISIBLE_DEVICES, or start the ranks without --gpus"
+        )
     ranks, nodes = _size(options, gpus)
+    most = max(_MANY, _MANY_PER_PROCESSOR * processors)
+    if ranks > most and not options.oversubscribe:
+        raise ConfigurationError(
+            f"{ranks} ranks on {processors} processor{'s' * (processors != 1)}: they would hardly "
+            f"run. Start at most {most}, or say --oversubscribe if that is what you want"
+        )
     variables: dict[str, str] = {}
     for key in ("backend", "mixed_precision", "timeout", "trace"):
         if (value := getattr(options, key)) is None:
@@ -105,13 +118,8 @@ def plan_launch(
         raise ConfigurationError(
             f"--node-rank {options.node_rank} means several nodes; say how many with --nodes"
         )
-    elif options.max_restarts:
-        raise ConfigurationError(
-            f"--max-restarts {options.max_restarts} on one node: only torchrun starts ranks again. "
-            f"Use `torchrun --max-restarts {options.max_restarts} --nproc-per-node N ...`, under "
-            f"which the script runs as it is"
-        )
-    return LaunchPlan([sys.executable, "-u", *script], ranks, variables, torchrun)
+    command = [sys.executable, "-u", *script]
+    return LaunchPlan(command, ranks, variables, torchrun, options.max_restarts or 0)
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

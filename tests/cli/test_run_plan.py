@@ -98,7 +98,8 @@ WRONG: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["-n", "2", "--nodes", "2", "--rendezvous", "a:1", "--main_process_ip", "b", "x"], {},
      ["--rendezvous a:1 contradicts --main_process_ip b"]),
     (["-n", "2", "--node-rank", "1", "x"], {}, ["--node-rank 1", "--nodes"]),
-    (["-n", "2", "--max_restarts", "3", "x"], {}, ["--max-restarts 3", "torchrun"]),
+    (["-n", "100000", "x"], {}, ["100000 ranks on 8 processors", "at most 64", "--oversubscribe"]),
+    (["-n", "65", "--nodes", "2", "x"], {}, ["65 ranks on 8 processors", "--oversubscribe"]),
 ]  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def test_devices_backend_and_threads_follow_from_each_other() -> None:
 
     assert variables("-n", "4") == {"SYNCPRIMS_BACKEND": "file", "OMP_NUM_THREADS": "2"}
     assert variables("-n", "1") == {"SYNCPRIMS_BACKEND": "file"}  # it may have all processors
-    assert variables("-n", "99")["OMP_NUM_THREADS"] == "1"
+    assert variables("-n", "40")["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in variables("-n", "4", OMP_NUM_THREADS="7")
     told = variables("-n", "4", "--threads", "3", OMP_NUM_THREADS="7")
     assert told["OMP_NUM_THREADS"] == told["MKL_NUM_THREADS"] == told["OPENBLAS_NUM_THREADS"] == "3"
@@ -378,3 +379,21 @@ def test_accelerates_own_file_is_read_as_far_as_it_maps(tmp_path: Path) -> None:
 def test_every_option_is_a_field() -> None:
     assert set(BY_KEY) == {field.name for field in fields(Options)}
     assert len(BY_KEY) == len(OPTIONS)
+
+
+# -- limits -------------------------------------------------------------------------------------
+
+
+def test_restarts_and_many_ranks_are_planned() -> None:
+    assert plan("-n", "2", "--max-restarts", "3", "x").max_restarts == 3
+    assert plan("-n", "2", "x").max_restarts == 0
+    assert plan("-n", "64", "x").ranks == 64
+    assert plan("-n", "999", "--oversubscribe", "x").ranks == 999
+
+
+@pytest.mark.parametrize(
+    "words", [["--gpus", "all"], ["-n", "2", "--gpus", "all"], ["--multi-gpu"]]
+)
+def test_a_machine_without_devices_is_told_once(words: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="no CUDA device is visible on this machine"):
+        plan(*words, "x", gpus=0)

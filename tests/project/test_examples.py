@@ -81,3 +81,23 @@ def test_a_preempted_training_saves_on_all_ranks_and_goes_on_bit_for_bit(tmp_pat
     sums = [re.findall(r"add up to (\S+)", text) for text in (more, whole)]
     assert sums[0] == sums[1]
     assert len(sums[0]) == 1
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_a_failed_training_is_started_again_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
+    sums = []
+    for name, failing in (("whole", []), ("failed", ["--fail-at", "17"])):
+        done = subprocess.run(
+            [sys.executable, "-m", "syncprims", "run", "-n", "2", "--max-restarts", "1",
+             str(ROOT / "examples" / "restart.py"), "--directory", str(tmp_path / name),
+             "--steps", "30", *failing],
+            env={**clean, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        sums += re.findall(r"add up to (\S+)", done.stdout)
+    assert "rank 1 failed first (exit code 1): RuntimeError: a failure in step 17" in done.stderr
+    assert "syncprims run: restart 1 of 1" in done.stderr
+    assert "generation 1 continues after step 10" in done.stdout
+    assert sums[0] == sums[1]

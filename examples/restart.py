@@ -1,0 +1,79 @@
+"""Train through failures: after each, all ranks are started again and continue from a checkpoint.
+
+    syncprims run -n 2 --max-restarts 3 examples/restart.py --directory run --fail-at 30
+
+At step 30 of the first start, rank 1 fails. Then all ranks are ended, and started again as the next
+generation (``SYNCPRIMS_RESTART``). They load the newest checkpoint, and end with the weights that
+they would have without the failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+
+from syncprims import all_reduce, get_rank, print_main
+from syncprims.training import Checkpoints
+
+
+class Steps:
+    """The progress of the training."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the state for a checkpoint."""
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from this state."""
+        self.done = state["done"]
+
+
+def train(directory: str, steps: int, save_every: int, fail_at: int | None) -> float:
+    torch.manual_seed(0)  # the same weights on all ranks
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    progress = Steps()
+    everything: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": progress}
+
+    checkpoints = Checkpoints(directory, keep_last=2)
+    torch.manual_seed(1 + get_rank())  # different data on each rank; load() restores its position
+    generation = int(os.environ.get("SYNCPRIMS_RESTART", "0"))
+    if checkpoints.latest() is not None:
+        checkpoints.load(everything)
+        print_main(f"generation {generation} continues after step {progress.done}")
+
+    while progress.done < steps:
+        data = torch.randn(16, 8)
+        loss = (model(data) - data.sum(1, keepdim=True)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = all_reduce(parameter.grad, "mean")
+        optimizer.step()
+        progress.done += 1
+        if generation == 0 and progress.done == fail_at and get_rank() == 1:
+            raise RuntimeError(f"a failure in step {fail_at}")
+        if progress.done % save_every == 0:
+            checkpoints.save(progress.done, everything)
+    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", default="run")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--fail-at", type=int, help="let rank 1 fail in this step, once")
+    options = parser.parse_args()
+    result = train(options.directory, options.steps, options.save_every, options.fail_at)
+    print_main(f"the weights add up to {result!r}")
+
+
+if __name__ == "__main__":
+    main()

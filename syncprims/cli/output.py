@@ -1,0 +1,225 @@
+"""What ranks write, passed on line by line, each with its rank in front.
+
+One thread reads all pipes. Before it reads what has come, it looks until nothing new comes. So what
+one rank wrote because of another, as in `in_turn`, is never read first, and ranks are read in their
+order. Only a traceback is held back for a moment, so that its lines stay together.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Iterable
+from typing import IO, TextIO
+
+_LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
+_LOOKS = 5  # at most, for what came before what has been seen
+_TRACEBACK = b"Traceback (most recent call last):"
+#: Seconds without a new line after which a traceback is complete, and for which it is held at most.
+_TRACEBACK_PAUSE, _LONGEST_HOLD = 0.1, 0.5
+_PROMPT_PAUSE = 0.2  # seconds after which an unfinished line of rank 0 is shown
+_ERASE = b"\r\x1b[K"  # the line of the cursor, on a terminal
+
+
+class Source:
+    """One stream of one rank."""
+
+    def __init__(
+        self, rank: int, pipe: IO[bytes], sink: Sink, tail: collections.deque[str] | None = None
+    ) -> None:
+        self.rank = rank
+        self.pipe = pipe
+        self.sink = sink
+        self._tail = tail  # gets the last lines
+        self._begun = b""  # a line that has not ended
+        self._shown = 0  # bytes of it
+        self._after_return = False  # the newline of a return may come in the next chunk
+        self._held: list[bytes] = []  # lines of a traceback
+        self._held_until = 0.0  # at the latest
+        self.due = math.inf  #: when something that is held back is shown
+
+    def read(self) -> bool:
+        """Read what has come and show what is complete; return whether more may come."""
+        chunk = os.read(self.pipe.fileno(), 65536)
+        if not chunk:
+            self.show_held()
+            if self._begun:
+                self._show([self._begun])
+            self.pipe.close()
+            return False
+        self._take(chunk)
+        return True
+
+    def _take(self, chunk: bytes) -> None:
+        if self._after_return:
+            chunk = chunk.removeprefix(b"\n")
+        self._after_return = chunk.endswith(b"\r") and not self.sink.is_terminal
+        chunk = chunk.replace(b"\r\n", b"\n")
+        if not self.sink.is_terminal:
+            chunk = chunk.replace(b"\r", b"\n")  # each state of a progress bar is a line
+        *lines, begun = (self._begun + chunk).split(b"\n")
+        if len(begun) > _LONGEST_LINE:
+            lines, begun = [*lines, begun], b""
+        if self._held or (self._tail is not None and any(_TRACEBACK in line for line in lines)):
+            now = time.monotonic()
+            self._held_until = self._held_until if self._held else now + _LONGEST_HOLD
+            self._held += lines
+            self._begun = begun
+            self.due = min(now + _TRACEBACK_PAUSE, self._held_until)
+            return
+        if lines:
+            self._show(lines)
+        self._begun = begun
+        self.due = math.inf
+        if b"\r" in begun:
+            *_, before, bar = begun.split(b"\r")
+            self._begun, self._shown = b"\r" + bar, 0
+            self.sink.show_bar(self, bar or before)
+        elif begun and self.rank == 0:
+            self.due = time.monotonic() + _PROMPT_PAUSE
+
+    def show_held(self) -> None:
+        """Show what has been held back long enough."""
+        self.due = math.inf
+        if self._held:
+            lines, self._held = self._held, []
+            self._show(lines)
+        elif self.rank == 0 and b"\r" not in self._begun:
+            self.sink.show_unfinished(self, self._begun[self._shown :])
+            self._shown = len(self._begun)
+
+    def _show(self, lines: list[bytes]) -> None:
+        lines = [line.rpartition(b"\r")[2] for line in lines]
+        if self._tail is not None:
+            self._tail.extend(line.decode(errors="replace") for line in lines)
+        lines[0] = lines[0][self._shown :]
+        self._shown = 0
+        self.sink.write(self, lines)
+
+
+class _Screen:
+    """What stands in the line of the cursor, of one terminal or file."""
+
+    def __init__(self) -> None:
+        self.unfinished: Source | None = None  # whose unfinished line it is
+        self.bar: tuple[Source, bytes] | None = None  # whose progress bar it is
+
+
+class Sink:
+    """An output stream of the launcher."""
+
+    def __init__(self, stream: TextIO, screen: _Screen, lock: threading.Lock) -> None:
+        self._stream = stream
+        self._screen = screen
+        self._lock = lock
+        self.is_terminal = stream.isatty()
+        self.error: Exception | None = None  #: the first failed write
+
+    def write(self, source: Source | None, lines: list[bytes]) -> None:
+        """Write complete lines of `source`, or of the launcher itself."""
+        prefix = b"" if source is None else b"[rank %d] " % source.rank
+        with self._lock:
+            screen = self._screen
+            data = b"".join(b"%b%b\n" % (prefix, line) for line in lines)
+            if screen.bar is not None:
+                owner, bar = screen.bar
+                data = _ERASE + data
+                if owner is source:
+                    screen.bar = None  # it has ended
+                else:
+                    data += bar
+            elif screen.unfinished is not None:
+                # Its own line goes on; that of another one has to end first.
+                same = screen.unfinished is source
+                data = data.removeprefix(prefix) if same else b"\n" + data
+            screen.unfinished = None
+            self._write(data)
+
+    def show_unfinished(self, source: Source, text: bytes) -> None:
+        """Write the next part of a line that has not ended, as a prompt."""
+        with self._lock:
+            screen = self._screen
+            if not text:
+                return
+            if screen.unfinished is not source:
+                before = b"\n" if screen.unfinished is not None else b""
+                before = _ERASE if screen.bar is not None else before
+                text = before + b"[rank %d] " % source.rank + text
+            screen.unfinished, screen.bar = source, None
+            self._write(text)
+
+    def show_bar(self, source: Source, text: bytes) -> None:
+        """Draw the state of a progress bar in place, unless that of another source is there."""
+        with self._lock:
+            screen = self._screen
+            if not text or (screen.bar is not None and screen.bar[0] is not source):
+                return
+            before = b"\n" if screen.unfinished is not None else b""
+            line = f"[rank {source.rank}] {text.decode(errors='replace')}"
+            with contextlib.suppress(OSError):
+                width = os.get_terminal_size(self._stream.fileno()).columns
+                line = line[: width - 1] if width else line  # a longer one cannot be erased
+            screen.unfinished, screen.bar = None, (source, line.encode())
+            self._write(before + _ERASE + line.encode())
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._stream.buffer.write(data)
+            self._stream.flush()
+        except Exception as error:
+            # It is raised at the end: if nobody read any more, the ranks would block.
+            self.error = self.error or error
+
+
+class Output:
+    """The standard streams of the launcher, as the ranks use them."""
+
+    def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
+        lock, screen = threading.Lock(), _Screen()
+        self.stdout = Sink(stdout, screen, lock)
+        # Two terminals are one, most likely; a file has a line of its own.
+        both = self.stdout.is_terminal and stderr.isatty()
+        self.stderr = Sink(stderr, screen if both else _Screen(), lock)
+
+    def say(self, *lines: str) -> None:
+        """Write lines of the launcher itself to the error stream."""
+        if lines:
+            self.stderr.write(None, [line.encode(errors="backslashreplace") for line in lines])
+
+    @property
+    def error(self) -> Exception | None:
+        """What kept the launcher from writing, if anything did."""
+        return self.stdout.error or self.stderr.error
+
+    def forward(self, sources: Iterable[Source]) -> threading.Thread:
+        """Start to pass on what comes from `sources`; the thread ends with them."""
+        thread = threading.Thread(target=_forward, args=(list(sources),), daemon=True)
+        thread.start()
+        return thread
+
+
+def _forward(sources: list[Source]) -> None:
+    left = {source.pipe.fileno(): source for source in sources}  # in the order of the ranks
+    poll = select.poll()  # `select` itself takes no descriptor from 1024 up
+    for fd in left:
+        poll.register(fd, select.POLLIN)
+    while left:
+        due = min(source.due for source in left.values())
+        ready = poll.poll(None if due == math.inf else max(0.0, due - time.monotonic()) * 1000)
+        for _ in range(_LOOKS):  # what is there now, and was not, may have come before the others
+            if ready == (ready := poll.poll(0)):
+                break
+        found = {fd for fd, _ in ready}
+        for fd in [fd for fd in left if fd in found]:
+            if not left[fd].read():
+                poll.unregister(fd)
+                del left[fd]
+        now = time.monotonic()
+        for source in left.values():
+            if source.due <= now:
+                source.show_held()

@@ -1,0 +1,195 @@
+"""`syncprims run` and the processes of a run: whatever ends, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.launches import Launches, await_condition, command, find_processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+#: Starts a process in a session of its own, which names the script; then says where the run meets.
+CHILD = """
+sleep = "import time; time.sleep(99)"
+subprocess.Popen([sys.executable, "-c", sleep, __file__], start_new_session=True)
+print(os.environ["SYNCPRIMS_DIR"])
+"""
+#: The same by a process that has no parent, and none of our variables.
+ORPHAN = """
+sleep = "import time; time.sleep(99)"
+words = [sys.executable, "-c", sleep, __file__]
+code = f"import subprocess; subprocess.Popen({words}, start_new_session=True, env={{}})"
+subprocess.run([sys.executable, "-c", code])
+print(os.environ["SYNCPRIMS_DIR"])
+"""
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Launches:
+    return Launches(tmp_path / "job.py")
+
+
+def scratch_of(launcher: subprocess.Popen[str]) -> Path:
+    """Return the scratch directory of a launch, whose ranks say where they meet."""
+    assert launcher.stdout is not None
+    return Path(launcher.stdout.readline().split()[-1]).parents[1]
+
+
+@pytest.mark.parametrize("child", [CHILD, ORPHAN], ids=["child", "orphan"])
+@pytest.mark.parametrize("ending", ["barrier()", "raise ValueError('no')", "os.kill(0, 9)"])
+def test_children_in_their_own_session_end_with_the_run(
+    launches: Launches, child: str, ending: str
+) -> None:
+    launches.run(f"{child}init()\nif is_main(): {ending}\nbarrier()\n", n=2)  # it checks
+
+
+@pytest.mark.parametrize("source", ["while True: time.sleep(9)", "while True: barrier()"])
+def test_ranks_and_their_children_die_with_a_killed_launcher(
+    launches: Launches, source: str
+) -> None:
+    with launches.start(f"{CHILD}{source}\n") as launcher:
+        scratch = scratch_of(launcher)
+        launcher.kill()
+        launcher.wait()
+        await_condition(lambda: not find_processes(launches.script), "ranks live on")
+        await_condition(lambda: not scratch.exists(), "the scratch directory is left")
+
+
+def test_ranks_die_even_if_the_guard_was_killed_too(launches: Launches) -> None:
+    source = "print(os.environ['SYNCPRIMS_DIR'])\nbarrier()\nprint('ready')\ntime.sleep(99)\n"
+    with launches.start(source) as launcher:
+        assert launcher.stdout is not None
+        scratch = scratch_of(launcher)
+        while launcher.stdout.readline().split()[-1] != "ready":
+            pass
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+        await_condition(lambda: not find_processes(launches.script), "ranks live on")
+    assert scratch.exists()
+    assert launches.run("barrier()").code == 0
+    assert not scratch.exists(), "a later run removes what is left of dead ones"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=str)
+def test_a_launch_inside_a_launch_ends_with_it(launches: Launches, signum: int) -> None:
+    inner = launches.script.with_name("inner.py")
+    inner.write_text(
+        "import time, syncprims\nsyncprims.barrier()\n"
+        "open('ready', 'w').close() if syncprims.is_main() else None\ntime.sleep(99)\n"
+    )
+    source = f"""
+    print(os.environ["SYNCPRIMS_DIR"])
+    if is_main():
+        subprocess.run({command("-n", "2", str(inner))}, start_new_session=True)
+    barrier()
+    """
+    with launches.start(source) as launcher:
+        scratch = scratch_of(launcher)
+        await_condition(inner.with_name("ready").exists, "the inner ranks have not met")
+        launcher.send_signal(signum)
+        launcher.wait()
+        await_condition(lambda: not find_processes(inner), "the inner ranks live on")
+        await_condition(lambda: not scratch.exists(), "a scratch directory is left")
+
+
+def test_a_directory_of_the_user_is_left_as_it_was(launches: Launches, tmp_path: Path) -> None:
+    meet = tmp_path / "meet"
+    for source, code in (("barrier()", 0), ("init()\nos.kill(os.getpid(), 9)", 137)):
+        assert launches.run(source, SYNCPRIMS_DIR=str(meet)).code == code
+        assert not any(meet.iterdir())
+
+
+# -- signals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_second_signal_ends_the_ranks_at_once(launches: Launches, second: int) -> None:
+    source = """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: print("asked"))
+    barrier()
+    print("ready")
+    while True: time.sleep(9)
+    """
+    with launches.start(source) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        for _ in range(2):
+            assert launcher.stdout.readline().endswith("ready\n")
+        launcher.send_signal(signal.SIGINT)
+        line = launcher.stderr.readline()
+        assert line.startswith("syncprims run: SIGINT: the ranks have 30 s to stop")
+        for _ in range(2):
+            assert launcher.stdout.readline().endswith("asked\n")
+        time.sleep(0.3)  # what comes sooner is the same request
+        launcher.send_signal(second)
+        assert launcher.wait(timeout=20) == 130
+
+
+def test_a_signal_counts_while_ranks_are_started(launches: Launches) -> None:
+    launches.write("while True: time.sleep(9)\n")
+    launcher = subprocess.Popen(
+        command("-n", "2000", "--oversubscribe", str(launches.script)), env=launches.environ,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with launcher:
+        await_condition(lambda: len(find_processes(launches.script)) > 3, "no rank was started")
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=30) == 143
+    assert not find_processes(launches.script)
+
+
+# -- restarts -------------------------------------------------------------------------------------
+
+GENERATIONS = """
+generation = os.environ["SYNCPRIMS_RESTART"]
+assert os.environ["TORCHELASTIC_RESTART_COUNT"] == generation
+assert all_gather(generation) == [generation] * 2
+"""
+
+
+def test_ranks_are_started_again_as_the_next_generation(launches: Launches) -> None:
+    done = launches.run(
+        f"{CHILD}{GENERATIONS}"
+        "if generation < '2' and get_rank() == 1: raise ValueError('generation ' + generation)\n"
+        "barrier('end')\n"
+        "print('done in', generation)\n",
+        "--max-restarts", "3", n=2,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.out.count("done in 2") == 2
+    said = [line for line in done.report if line.startswith("syncprims run:")]
+    assert said == [
+        "syncprims run: rank 1 failed first (exit code 1): ValueError: generation 0",
+        "syncprims run: restart 1 of 3",
+        "syncprims run: rank 1 failed first (exit code 1): ValueError: generation 1",
+        "syncprims run: restart 2 of 3",
+    ]
+
+
+def test_the_last_generation_decides(launches: Launches) -> None:
+    done = launches.run(f"{GENERATIONS}sys.exit(5 + int(generation))\n", "--max-restarts", "1", n=2)
+    assert done.code == 6
+    assert done.report[-1] in [
+        f"syncprims run: rank {rank} failed first (exit code 6)" for rank in range(2)
+    ]
+    assert "syncprims run: restart 1 of 1" in done.report
+
+
+def test_a_signal_is_no_reason_to_start_again(launches: Launches) -> None:
+    source = "barrier()\nprint('ready')\ntime.sleep(99)\n"
+    with launches.start(source, "--max-restarts", "5") as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        launcher.send_signal(signal.SIGTERM)
+        out, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert "restart" not in out + err

@@ -1,0 +1,211 @@
+"""What `syncprims run` shows of its ranks: order, prompts, progress bars, and failures."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pty
+import subprocess
+import threading
+from pathlib import Path
+from typing import IO
+
+import pytest
+from support.launches import Launches, command
+
+from syncprims.cli.output import Output, Source
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Launches:
+    return Launches(tmp_path / "job.py")
+
+
+class Screen:
+    """An output stream of the launcher, and the pipes of ranks that are passed on to it."""
+
+    def __init__(self, folder: Path, *, terminal: bool = False) -> None:
+        self._folder = folder
+        self._master, slave = pty.openpty() if terminal else (-1, -1)
+        self._file = os.fdopen(slave, "w") if terminal else (folder / "shown").open("w")
+        self._output = Output(self._file, self._file)
+        self._pipes: list[IO[bytes]] = []
+        self._sources: list[Source] = []
+
+    def pipe(self, rank: int, *, errors: bool = False) -> IO[bytes]:
+        """Return the writing end of a stream of `rank`."""
+        reader, writer = os.pipe()
+        sink = self._output.stderr if errors else self._output.stdout
+        tail = collections.deque[str]() if errors else None
+        self._sources.append(Source(rank, os.fdopen(reader, "rb", 0), sink, tail))
+        self._pipes.append(os.fdopen(writer, "wb", 0))
+        return self._pipes[-1]
+
+    def start(self) -> None:
+        self._thread: threading.Thread = self._output.forward(self._sources)
+
+    def read(self, until: str) -> str:
+        """Return what is shown, once `until` is."""
+        text = ""
+        while until not in text:
+            if self._master >= 0:
+                text += os.read(self._master, 65536).decode()
+            else:
+                text = (self._folder / "shown").read_text()
+        return text
+
+    def end(self) -> str:
+        """Return all that was shown (in a file), once all pipes are closed."""
+        for pipe in self._pipes:
+            pipe.close()
+        self._thread.join(60)
+        self._file.close()
+        if self._master >= 0:
+            os.close(self._master)
+            return ""
+        return (self._folder / "shown").read_text()
+
+
+def test_what_one_rank_wrote_because_of_another_comes_after_it(tmp_path: Path) -> None:
+    """The pipes are full when they are read first, as on a machine that is busy."""
+    screen = Screen(tmp_path)
+    pipes = [screen.pipe(rank) for rank in range(8)]
+    for pipe in pipes:
+        pipe.write(b"one\n")
+    screen.start()
+    shown = screen.end()
+    assert shown == "".join(f"[rank {rank}] one\n" for rank in range(8))
+
+
+def test_lines_come_in_the_order_of_the_ranks_turns(launches: Launches) -> None:
+    done = launches.run("for step in range(30):\n    with in_turn(): print(step)\n", n=4)
+    assert done.code == 0, done.err
+    shown = done.out.splitlines()
+    assert sorted(shown) == sorted(f"[rank {r}] {s}" for s in range(30) for r in range(4))
+    for step in range(30):
+        ranks = [line for line in shown if line.endswith(f"] {step}")]
+        assert ranks == [f"[rank {rank}] {step}" for rank in range(4)], step
+
+
+def test_a_line_is_shown_before_the_next_one_comes(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    out, err = screen.pipe(1), screen.pipe(1, errors=True)
+    screen.start()
+    for number in range(5):
+        out.write(b"out %d\n" % number)
+        screen.read(f"out {number}\n")
+        err.write(b"err %d\n" % number)
+        screen.read(f"err {number}\n")
+    lines = [f"[rank 1] {what} {number}\n" for number in range(5) for what in ("out", "err")]
+    assert screen.end() == "".join(lines)
+
+
+def test_the_lines_of_a_traceback_stay_together(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    errors = [screen.pipe(rank, errors=True) for rank in range(2)]
+    screen.start()
+    lines = [b"Traceback (most recent call last):\n", b'  File "x"\n', b"ValueError: x\n"]
+    for line in lines:
+        for pipe in errors:
+            pipe.write(line)
+    whole = "".join(f"[rank 0] {line.decode()}" for line in lines)
+    assert screen.end() == whole + whole.replace("rank 0", "rank 1")
+
+
+def test_a_prompt_of_rank_0_is_shown(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    first, second = screen.pipe(0), screen.pipe(1)
+    screen.start()
+    first.write(b"name? ")
+    screen.read("[rank 0] name? ")
+    first.write(b"hello ")
+    screen.read("name? hello ")
+    first.write(b"you\n")
+    screen.read("you\n")
+    first.write(b"more? ")
+    screen.read("more? ")
+    second.write(b"other\n")
+    screen.read("other\n")
+    first.write(b"yes\n")
+    assert screen.end() == (
+        "[rank 0] name? hello you\n[rank 0] more? \n[rank 1] other\n[rank 0] yes\n"
+    )
+
+
+def test_input_can_be_answered(launches: Launches) -> None:
+    launches.write("if is_main(): print('hello', input('name? '))\n")
+    with subprocess.Popen(
+        command("-n", "2", str(launches.script)), env=launches.environ, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, bufsize=0,
+    ) as launcher:  # fmt: skip
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+        shown = b""
+        while b"name? " not in shown:
+            shown += launcher.stdout.read(100)
+        launcher.stdin.write(b"Ada\n")
+        shown += launcher.stdout.read()
+    assert shown == b"[rank 0] name? hello Ada\n"
+
+
+def test_one_progress_bar_is_redrawn_in_place_on_a_terminal(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, terminal=True)
+    bars = [screen.pipe(rank, errors=True) for rank in range(2)]
+    line = screen.pipe(1)
+    screen.start()
+    bars[0].write(b"\r 10%")
+    shown = screen.read(" 10%")
+    bars[1].write(b"\r 11%")  # another one would only flicker
+    bars[0].write(b"\r 20%")
+    shown += screen.read(" 20%")
+    line.write(b"a line\n")
+    shown += screen.read(" 20%")
+    bars[0].write(b"\r100%\n")
+    shown += screen.read("100%\r\n")
+    erase = "\r\x1b[K"
+    assert shown == (
+        f"{erase}[rank 0]  10%{erase}[rank 0]  20%"
+        f"{erase}[rank 1] a line\r\n[rank 0]  20%{erase}[rank 0] 100%\r\n"
+    )
+    screen.end()
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+def test_the_cause_comes_last_and_is_not_drowned(launches: Launches) -> None:
+    done = launches.run("init()\nif get_rank() == 5: raise ValueError('bad')\nbarrier()\n", n=8)
+    lines = done.err.splitlines()
+    assert len(lines) <= 40
+    assert lines[-1] == "  | ValueError: bad"
+    assert "ranks 0-4, 6, 7: PeerFailed because of rank 5" in lines
+    assert sum("Traceback" in line for line in lines) == 2  # of rank 5 itself, and in the report
+
+
+def test_no_rank_is_first_in_a_mismatch(launches: Launches) -> None:
+    done = launches.run("barrier('a' if is_main() else 'b')\n", n=3)
+    assert done.code == 1
+    assert "first" not in done.err
+    report = done.report
+    assert report[0].startswith(
+        "syncprims run: ranks 0-2 failed together (exit code 1): Collective"
+    )
+    assert [line for line in report if "| " in line][1:4] == report[2:5]
+    assert report[1].startswith("  |   rank 0: barrier 'a' (job.py:3)")
+
+
+def test_ranks_with_causes_of_their_own_share_a_line(launches: Launches) -> None:
+    done = launches.run("raise ValueError('all of us')\n", n=4)
+    report = done.report
+    assert len(done.err.splitlines()) <= 40
+    assert sum("failed, too" in line for line in report) == 1
+    assert report[-1] == "  | ValueError: all of us"
+
+
+def test_an_interrupt_shows_the_users_lines_only(launches: Launches) -> None:
+    source = "init()\nif is_main(): os.kill(os.getpid(), signal.SIGINT)\nbarrier('end')\n"
+    done = launches.run(source, n=2)
+    assert done.code == 130 or done.code == 1
+    text = "\n".join(line for line in done.err.splitlines() if line.startswith("[rank 0]"))
+    assert "KeyboardInterrupt" in text
+    assert f"{os.sep}syncprims{os.sep}_" not in text
