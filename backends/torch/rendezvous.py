@@ -233,7 +233,7 @@ class Rendezvous:
         return result
 
     def _find_missing(self, store: Any) -> list[int]:
-        self._complete = bool(read_key(store, f"{self._epoch}result"))
+        self._complete = read_key(store, f"{self._epoch}result") not in (b"", _VOID)
         if self._complete:
             came = {int(rank) for rank in read_key(store, f"{self._epoch}confirmed").split()}
         else:
