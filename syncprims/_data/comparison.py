@@ -195,8 +195,8 @@ class _Walk:
         """Return the digests or bytes that make up `value`; None for an object."""
         if is_list_or_tuple(value):
             return map(self.digest, value)
-        if isinstance(value, Mapping):
-            return self._parts_of_mapping(cast("Mapping[Any, Any]", value))
+        if issubclass(type(cast("object", value)), Mapping):
+            return self._parts_of_mapping(value)
         if type(value) in (set, frozenset):
             return self._digest_in_order(value)
         if is_tensor(value):
@@ -267,8 +267,8 @@ def _parts_of_tensor(value: Any) -> list[bytes | memoryview] | None:
     import torch
 
     lazy = torch.nn.parameter.is_lazy(value)  # it has no items yet
-    plain: Any = torch.Tensor
-    if lazy or type(value).__torch_dispatch__ is not plain.__torch_dispatch__:
+    dispatch, plain = (getattr(one, "__torch_dispatch__", None) for one in (value, torch.Tensor))
+    if lazy or dispatch is not plain:
         return None
     stored = on_host(value.detach())
     if stored.is_nested:
