@@ -328,19 +328,10 @@ def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
     """
     try:
         with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
-            return _can_lock(fd)
-    except FileNotFoundError:
+            # Shared, so that two ranks that check at the same moment do not see each other.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
         return False
-
-
-def _can_lock(fd: int) -> bool:
-    """Return whether no process holds the lock of this file; it is not kept."""
-    try:
-        # Shared, so that two ranks that check at the same moment do not see each other.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    fcntl.flock(fd, fcntl.LOCK_UN)
     return True
 
 
@@ -480,6 +471,17 @@ def _stat_fields(pid: int) -> list[str]:
     return text[text.rindex(")") + 2 :].split()  # the name before may hold anything
 
 
+def _is_hidden(pid: int) -> bool:
+    """Return whether this process may not inspect the process `pid`."""
+    try:
+        Path(f"/proc/{pid}/ns/pid").stat()
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 class ProcessWatch:
     """Watches another process; made while that lives.
 
@@ -533,7 +535,9 @@ class ProcessWatch:
         fields = _stat_fields(self._who.pid)
         if len(fields) < 50 or fields[0] != "Z" or int(fields[19]) != self._who.started:
             return None
-        return int(fields[49])
+        status = int(fields[49])
+        # The system shows 0 to those who may not know: this process has another user now.
+        return None if status == 0 and _is_hidden(self._who.pid) else status
 
     def close(self) -> None:
         """Stop watching."""
