@@ -18,7 +18,8 @@ help: ## list the targets
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) --editable .
+	@# The warning is about a folder syncprims/ elsewhere: it says nothing about this installation.
+	PYTHONWARNINGS="ignore:Editable installation" $(PIP) --editable .
 	@# An editable install is not compiled, and without a writable cache it never is.
 	$(BIN)/python -m compileall -q syncprims backends
 	@touch $@

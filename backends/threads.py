@@ -37,7 +37,7 @@ class RankScheduler(Protocol):
         """Run other ranks until ``ready()``, or until the time is `until`."""
 
 
-class Room:
+class SharedWorld:
     """What the ranks of one world share."""
 
     def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
@@ -85,14 +85,16 @@ class ThreadBackend(Backend):
     spans_hosts = True  # as far as a test pretends
     detects_death = True
 
-    def __init__(self, topology: Topology, settings: Settings, room: Room | None = None) -> None:
-        if room is None:
+    def __init__(
+        self, topology: Topology, settings: Settings, world: SharedWorld | None = None
+    ) -> None:
+        if world is None:
             self.check(topology, settings)
         super().__init__(topology, settings)
-        self._room = room
+        self._world = world
         self._closed: dict[tuple[int, ...], int] = {}  # boards of these members
         self.host = str(topology.node_rank)  # that a test pretends
-        room.states[topology.rank] = "alive", "", b""
+        world.states[topology.rank] = "alive", "", b""
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> NoReturn:
@@ -103,33 +105,33 @@ class ThreadBackend(Backend):
         )
 
     @classmethod
-    def room(cls, scheduler: RankScheduler, world_size: int) -> Room:
-        """Return the room of a new world."""
-        return Room(scheduler, world_size)
+    def shared_world(cls, scheduler: RankScheduler, world_size: int) -> SharedWorld:
+        """Return what the ranks of a new world share."""
+        return SharedWorld(scheduler, world_size)
 
     def board(self, members: Sequence[int]) -> ThreadBoard:
         """Return the board of `members`."""
         closed = self._closed.get(tuple(members), 0)
-        return ThreadBoard(members, self.topology.rank, self._room, closed)
+        return ThreadBoard(members, self.topology.rank, self._world, closed)
 
     def close_board(self, board: Board) -> bool:
         """Forget the board: its members meet at a new one."""
         closed = self._closed.get(board.members, 0)
-        self._room.boards.pop((board.members, closed), None)
+        self._world.boards.pop((board.members, closed), None)
         self._closed[board.members] = closed + 1
         return True
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish how this rank ends."""
-        self._room.leave(self.topology.rank, failure)
+        self._world.leave(self.topology.rank, failure)
 
     def publish(self, word: bytes) -> None:
         """Make `word` readable for others."""
-        self._room.words[self.topology.rank] = word
+        self._world.words[self.topology.rank] = word
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self._room.words[rank]
+        return self._world.words[rank]
 
 
 class ThreadBoard(Board):
@@ -137,13 +139,13 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(self, members: Sequence[int], rank: int, room: Room, closed: int) -> None:
+    def __init__(self, members: Sequence[int], rank: int, world: SharedWorld, closed: int) -> None:
         super().__init__(members)
         self.rank = rank  #: whose view of the board this is
-        self._room = room
-        self._scheduler = room.scheduler
+        self._world = world
+        self._scheduler = world.scheduler
         key = self.members, closed
-        self._shared = room.boards.setdefault(key, _SharedBoard(self.members))
+        self._shared = world.boards.setdefault(key, _SharedBoard(self.members))
 
     def post(self, note: Note) -> None:
         """Publish the note."""
@@ -167,11 +169,11 @@ class ThreadBoard(Board):
             elif not self._is_in_vain():
                 self.waiting_since = self._scheduler.now()
                 until = self.waiting_since + (math.inf if timeout is None else timeout)
-                self._room.waiting.add(self)
+                self._world.waiting.add(self)
                 try:
                     self._scheduler.wait(self.rank, self._settled, until)
                 finally:
-                    self._room.waiting.discard(self)
+                    self._world.waiting.discard(self)
             if not self._is_complete():
                 return None
             number = self.collected = self.collected + 1
@@ -192,10 +194,10 @@ class ThreadBoard(Board):
         """Return whether it never will be complete."""
         if self.verdict() is not None:
             return True
-        if not self._room.any_ended:
+        if not self._world.any_ended:
             return False
         missing = self.missing()
-        states = ((member, self._room.states[member][0]) for member in self.members)
+        states = ((member, self._world.states[member][0]) for member in self.members)
         return any(
             state in ("lost", "failed") or (state == "finished" and member in missing)
             for member, state in states
@@ -212,7 +214,7 @@ class ThreadBoard(Board):
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
         shared = self._shared
-        return Status(shared.posted[rank], shared.last.get(rank), *self._room.states[rank])
+        return Status(shared.posted[rank], shared.last.get(rank), *self._world.states[rank])
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""

@@ -37,7 +37,7 @@ from .torch.host_state import MAGIC as HOST_MAGIC
 from .torch.host_state import OF_HOST, read_report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from syncprims.interface import Settings, State
 
@@ -173,7 +173,7 @@ class FileWorldReader(WorldReader):
         if len(here) < len(members):
             number = max(wait.number for wait in waits.values()) if waits else front
             report = self._report(name.removesuffix("-here"), len(here), number)
-            come = {r for host in report.get("here", ()) for r in _ranks(world.hosts[host][1])}
+            come = {r for host in report.get("here", ()) for r in _ranks(world.hosts[int(host)][1])}
             for rank in members:
                 if rank not in statuses:
                     # This rank waits for the round: so all have come to the one before.
@@ -212,7 +212,7 @@ class FileWorldReader(WorldReader):
     # -- files ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
+    def _opened(self, name: str) -> Generator[int]:
         fd = os.open(name, _FILE, dir_fd=self._fd)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):

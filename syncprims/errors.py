@@ -199,7 +199,7 @@ class CheckpointError(SyncError, OSError):
 TORN = (CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed)
 
 
-#: No dumped error is longer, so that a backend can reserve room for one.
+#: No dumped error is longer, so that a backend can reserve space for one.
 LONGEST_DUMP = 12 * 1024
 
 
@@ -291,10 +291,14 @@ def describe_exit(status: int | None) -> str:
         return "its process is gone, how is not known"
     if status >= 0:
         return f"exit code {status}"
-    import signal
+    return f"killed by {signal_name(-status)}"
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGTERM``, or ``signal 35`` for one without a name."""
+    import signal  # slow to import
 
     try:
-        name = signal.Signals(-status).name
+        return signal.Signals(number).name
     except ValueError:
-        name = f"signal {-status}"
-    return f"killed by {name}"
+        return f"signal {number}"

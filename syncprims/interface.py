@@ -1,10 +1,12 @@
-"""The contract: what a backend is.
+"""The contract between the library and its backends.
 
-Two nouns. A :class:`Board` is where one group meets: each rank *posts* a note for its next round
-and *collects* the notes of all. A :class:`Backend` makes boards. Everything else - barriers,
-broadcasts, flags, failures, deadlines, diagnosis - is written once, above this page.
+A :class:`Board` is where one group meets: each rank *posts* a note for its next round and
+*collects* the notes of all. A :class:`Backend` makes boards. Everything else (barriers, broadcasts,
+flags, failures, deadlines, diagnosis) is written once, on top of these two. Backends move bytes.
+They never see an object, a user's function or an environment variable.
 
-Backends move bytes. They never see an object, a user's function or an environment variable.
+The module has four parts: the configuration that a backend is made from, the messages that ranks
+post, the contract itself, and the view from outside.
 """
 
 from __future__ import annotations
@@ -17,6 +19,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+
+__all__ = [  # noqa: RUF022 - in the order of this file
+    "UNKNOWN", "Topology", "Settings", "own_device_index",
+    "Label", "Note",
+    "State", "Status", "Window", "Engine", "DeviceEngine", "Board", "Backend",
+    "WaitView", "BoardView", "WorldView", "WorldReader",
+]  # fmt: skip
+
+
+# -- configuration: what a backend is made from ----------------------------------------------------
 
 #: In place of a number of ranks or nodes on hosts that the launcher does not say. All of them are
 #: known once the world has met.
@@ -39,16 +51,6 @@ class Topology(NamedTuple):
     run_id: str | None = None  #: no other run (or restart) has it, where known
 
 
-def own_device_index(current: int, count: int, local_rank: int) -> int:
-    """Return which of the `count` devices on a node is a rank's own; `current` is the current one.
-
-    It is the current device, if the program has chosen one. The first device is current by default
-    and does not count as chosen: then it is the device of the local rank, and ranks share the
-    devices in turn if there are fewer devices than ranks.
-    """
-    return current or local_rank % max(1, count)
-
-
 class Settings(NamedTuple):
     """What the user may set. Times are in seconds."""
 
@@ -67,6 +69,19 @@ class Settings(NamedTuple):
     trace: str | None = None  #: directory in which every round is recorded
     trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds are dropped
     mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
+
+
+def own_device_index(current: int, count: int, local_rank: int) -> int:
+    """Return which of the `count` devices on a node is a rank's own; `current` is the current one.
+
+    It is the current device, if the program has chosen one. The first device is current by default
+    and does not count as chosen: then it is the device of the local rank, and ranks share the
+    devices in turn if there are fewer devices than ranks.
+    """
+    return current or local_rank % max(1, count)
+
+
+# -- messages: what ranks post ---------------------------------------------------------------------
 
 
 _compared = attrgetter("kind", "name", "src", "op")
@@ -158,6 +173,9 @@ class Note(NamedTuple):
         return cls(Label.decode(label), flag == b"1", payload, failure)
 
 
+# -- the contract: what a backend offers -----------------------------------------------------------
+
+
 State = Literal["unknown", "alive", "finished", "failed", "lost"]
 
 
@@ -169,54 +187,6 @@ class Status(NamedTuple):
     state: State = "unknown"  #: unknown: it never joined, or the backend cannot know
     detail: str = ""  #: how it ended, where known: ``killed by SIGKILL``, ``exit code 3``
     failure: bytes = b""  #: what it raised, if it failed
-
-
-class WaitView(NamedTuple):
-    """A wait of one member of a board."""
-
-    number: int  #: of the round; 0 if it does not wait
-    since: float = 0.0  #: as :func:`time.monotonic`
-    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
-
-
-class BoardView(NamedTuple):
-    """What a process outside of the run reads of a board, while its members go on."""
-
-    members: tuple[int, ...]  #: world ranks, ascending
-    statuses: Mapping[int, Status]  #: of each member
-    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
-    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
-
-    def status(self, rank: int) -> Status:
-        """Return what is known of member `rank`."""
-        return self.statuses[rank]
-
-
-class WorldView(NamedTuple):
-    """What a process outside of the run reads of a world, or of its part on this host."""
-
-    run_id: str
-    backend: str
-    world_size: int
-    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
-    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
-    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
-    states: Mapping[int, Status]  #: of the ranks of this host
-    problem: str = ""  #: why the rest cannot be read, if it cannot
-
-
-class WorldReader(ABC):
-    """Reads one world from outside. It never writes, and takes no lock that a rank needs."""
-
-    path: str  #: of the directory in which the ranks meet
-
-    @abstractmethod
-    def read(self) -> WorldView | None:
-        """Return what can be read now; None once the world has ended and removed its files."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what is open."""
 
 
 class Window(NamedTuple):
@@ -356,7 +326,7 @@ class Board(ABC):
 
         Optional: without it and without an engine, arrays travel in notes.
 
-        :raises OSError: if there is no room for it.
+        :raises OSError: if there is no space for it.
         """
         return None
 
@@ -440,3 +410,54 @@ class Backend(ABC):
 
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""
+
+
+# -- the view from outside: optional, for programs that are no rank --------------------------------
+
+
+class WaitView(NamedTuple):
+    """A wait of one member of a board."""
+
+    number: int  #: of the round; 0 if it does not wait
+    since: float = 0.0  #: as :func:`time.monotonic`
+    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
+
+
+class BoardView(NamedTuple):
+    """What a process outside of the run reads of a board, while its members go on."""
+
+    members: tuple[int, ...]  #: world ranks, ascending
+    statuses: Mapping[int, Status]  #: of each member
+    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
+    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
+
+    def status(self, rank: int) -> Status:
+        """Return what is known of member `rank`."""
+        return self.statuses[rank]
+
+
+class WorldView(NamedTuple):
+    """What a process outside of the run reads of a world, or of its part on this host."""
+
+    run_id: str
+    backend: str
+    world_size: int
+    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
+    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
+    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
+    states: Mapping[int, Status]  #: of the ranks of this host
+    problem: str = ""  #: why the rest cannot be read, if it cannot
+
+
+class WorldReader(ABC):
+    """Reads one world from outside. It never writes, and takes no lock that a rank needs."""
+
+    path: str  #: of the directory in which the ranks meet
+
+    @abstractmethod
+    def read(self) -> WorldView | None:
+        """Return what can be read now; None once the world has ended and removed its files."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is open."""

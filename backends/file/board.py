@@ -178,7 +178,8 @@ class SharedMemoryBoard(Board):
         try:
             directory.write(name, content)
         except OSError as error:
-            directory.remove(name)
+            with contextlib.suppress(PermissionError):
+                directory.remove(name)
             action = f"writing {len(content)} bytes for the other ranks"
             raise directory.explained(error, action, name) from error
         self._spilled.append((number, name))

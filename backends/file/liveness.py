@@ -328,19 +328,10 @@ def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
     """
     try:
         with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
-            return _can_lock(fd)
-    except FileNotFoundError:
+            # Shared, so that two ranks that check at the same moment do not see each other.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
         return False
-
-
-def _can_lock(fd: int) -> bool:
-    """Return whether no process holds the lock of this file; it is not kept."""
-    try:
-        # Shared, so that two ranks that check at the same moment do not see each other.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    fcntl.flock(fd, fcntl.LOCK_UN)
     return True
 
 
@@ -447,6 +438,17 @@ class ProcessIdentity(NamedTuple):
             return None
         return cls(pid, int(fields[19]), namespace) if fields else None
 
+    def is_descendant_of(self, other: ProcessIdentity) -> bool:
+        """Return whether the process was started by `other`, or by one that it has started."""
+        pid, seen = self.pid, set[int]()
+        while pid > 1 and pid not in seen:
+            seen.add(pid)
+            fields = _stat_fields(pid)
+            pid = int(fields[1]) if fields else (os.getppid() if pid == os.getpid() else 0)
+            if pid == other.pid:
+                return other.namespace in (self.namespace, 0)
+        return False
+
     def is_gone(self, namespace: int) -> bool:
         """Return whether the process is known, in this namespace, to have ended, reaped or not."""
         if not self.started or self.namespace != namespace:
@@ -467,6 +469,17 @@ def _stat_fields(pid: int) -> list[str]:
     except OSError:
         return []
     return text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether this process may not inspect the process `pid`."""
+    try:
+        Path(f"/proc/{pid}/ns/pid").stat()
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class ProcessWatch:
@@ -522,7 +535,9 @@ class ProcessWatch:
         fields = _stat_fields(self._who.pid)
         if len(fields) < 50 or fields[0] != "Z" or int(fields[19]) != self._who.started:
             return None
-        return int(fields[49])
+        status = int(fields[49])
+        # The system shows 0 to those who may not know: this process has another user now.
+        return None if status == 0 and _is_hidden(self._who.pid) else status
 
     def close(self) -> None:
         """Stop watching."""

@@ -334,6 +334,6 @@ def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int
     try:
         _allocate(fd, least)
     except OSError as error:
-        action = f"making room for {least} bytes that arrays pass through"
+        action = f"reserving {least} bytes that arrays pass through"
         raise directory.explained(error, action, name) from error
     return least

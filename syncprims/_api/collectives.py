@@ -13,7 +13,7 @@ Every call that waits for other ranks raises `CollectiveMismatch` if they make a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from syncprims._data.partition import split as split_items
 from syncprims._world.group import innermost_group
@@ -23,6 +23,7 @@ from syncprims._world.world import get_node_group, make_group
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncprims._data.reduction import Op
     from syncprims._world.group import Group, Seconds
     from syncprims._world.sequential import InTurn, MainFirst
 
@@ -80,8 +81,8 @@ def is_local_main() -> bool:
 
 def is_last() -> bool:
     """Return whether this is the highest rank. Waits for no rank."""
-    place = get_topology()
-    return place.rank == place.world_size - 1
+    topology = get_topology()
+    return topology.rank == topology.world_size - 1
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -170,15 +171,45 @@ def all_gather(
     return (group or get_active_group(timeout)).all_gather(obj, name=name, timeout=timeout)
 
 
+@overload
+def all_reduce(
+    value: int,
+    op: Literal["mean"],
+    *,
+    name: str | None = None,
+    out: None = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> float: ...
+@overload
+def all_reduce(
+    value: bool,
+    op: Literal["sum", "prod"] = "sum",
+    *,
+    name: str | None = None,
+    out: None = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> int: ...
+@overload
 def all_reduce(
     value: T,
-    op: str = "sum",
+    op: Op = "sum",
     *,
     name: str | None = None,
     out: Any = None,
     timeout: Seconds = None,
     group: Group | None = None,
-) -> T:
+) -> T: ...
+def all_reduce(
+    value: Any,
+    op: Op = "sum",
+    *,
+    name: str | None = None,
+    out: Any = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> Any:
     """Return the sum, mean, min, max or prod over all members, the same bits on each.
 
     `value` is a number, a numpy array, a torch tensor, or a dict, list or tuple of them, and does
@@ -288,6 +319,14 @@ def in_turn(
     return (group or get_active_group(timeout)).in_turn(name=name, timeout=timeout)
 
 
+@overload
+def split(items: range, *, pad: Literal[False] = False) -> range: ...
+@overload
+def split(items: range, *, pad: bool) -> range | list[int]: ...
+@overload
+def split(items: tuple[T, ...], *, pad: bool = False) -> tuple[T, ...]: ...
+@overload
+def split(items: T, *, pad: bool = False) -> T: ...
 def split(items: Any, *, pad: bool = False) -> Any:
     """Return this rank's contiguous share of `items`; extra items go to the lowest ranks.
 
@@ -299,8 +338,8 @@ def split(items: Any, *, pad: bool = False) -> Any:
     :raises TypeError: for `str` and `bytes`, and for what has no length.
     :raises ValueError: if the dict's values differ in length.
     """
-    within = innermost_group()
+    within: Any = innermost_group()
     if within is not None:
         return within.split(items, pad=pad)
-    place = get_topology()
-    return split_items(items, place.rank, place.world_size, pad=pad)
+    topology = get_topology()
+    return split_items(items, topology.rank, topology.world_size, pad=pad)

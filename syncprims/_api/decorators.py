@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    overload,
+)
 
 from syncprims._protocol.validation import whole_number
 from syncprims._world.group import SharedResult, innermost_group
@@ -11,14 +20,29 @@ from syncprims._world.runtime import current, get_host_number, get_topology
 from syncprims._world.world import get_node_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
 P = ParamSpec("P")
 R = TypeVar("R")
+D = TypeVar("D")
+D_co = TypeVar("D_co", covariant=True)
 
 
-class _Decorator(Protocol):
+class _Shared(Protocol):
+    """The decorated function returns the result on every rank."""
+
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+class _OrDefault(Protocol[D_co]):
+    """The decorated function returns the default on the ranks on which it does not run."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R | D_co]]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | D_co]: ...
 
 
 class _Choice(NamedTuple):
@@ -34,8 +58,8 @@ class _Choice(NamedTuple):
 
         :raises ValueError: if there is no such rank.
         """
-        place = get_topology()
-        mine, count = place.rank, place.world_size
+        topology = get_topology()
+        mine, count = topology.rank, topology.world_size
         if self.local:
             mine, count = get_host_number("local_rank"), get_host_number("local_world_size")
         chosen = count - 1 if self.number is None else self.number
@@ -67,9 +91,17 @@ class _Choice(NamedTuple):
 
 
 @overload
-def on_main(fn: Callable[P, R], /) -> Callable[P, R]: ...
+def on_main(
+    fn: Callable[P, Coroutine[Any, Any, R]], /
+) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
 @overload
-def on_main(*, default: Any = None, share: bool = False, name: str | None = None) -> _Decorator: ...
+def on_main(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+@overload
+def on_main(*, default: Any = None, share: Literal[True], name: str | None = None) -> _Shared: ...
+@overload
+def on_main(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
+@overload
+def on_main(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
 def on_main(
     fn: Callable[..., Any] | None = None,
     /,
@@ -92,9 +124,17 @@ def on_main(
 
 
 @overload
-def on_last(fn: Callable[P, R], /) -> Callable[P, R]: ...
+def on_last(
+    fn: Callable[P, Coroutine[Any, Any, R]], /
+) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
 @overload
-def on_last(*, default: Any = None, share: bool = False, name: str | None = None) -> _Decorator: ...
+def on_last(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+@overload
+def on_last(*, default: Any = None, share: Literal[True], name: str | None = None) -> _Shared: ...
+@overload
+def on_last(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
+@overload
+def on_last(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
 def on_last(
     fn: Callable[..., Any] | None = None,
     /,
@@ -111,11 +151,19 @@ def on_last(
 
 
 @overload
-def on_local_main(fn: Callable[P, R], /) -> Callable[P, R]: ...
+def on_local_main(
+    fn: Callable[P, Coroutine[Any, Any, R]], /
+) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+@overload
+def on_local_main(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
 @overload
 def on_local_main(
-    *, default: Any = None, share: bool = False, name: str | None = None
-) -> _Decorator: ...
+    *, default: Any = None, share: Literal[True], name: str | None = None
+) -> _Shared: ...
+@overload
+def on_local_main(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
+@overload
+def on_local_main(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
 def on_local_main(
     fn: Callable[..., Any] | None = None,
     /,
@@ -132,9 +180,17 @@ def on_local_main(
     return _decorate(fn, _Choice("on_local_main", True, 0, name), default=default, share=share)
 
 
+@overload
 def on_rank(
-    n: int, *, default: Any = None, share: bool = False, name: str | None = None
-) -> _Decorator:
+    n: int, *, default: Any = None, share: Literal[True], name: str | None = None
+) -> _Shared: ...
+@overload
+def on_rank(
+    n: int, *, default: D, share: bool = False, name: str | None = None
+) -> _OrDefault[D]: ...
+@overload
+def on_rank(n: int, *, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+def on_rank(n: int, *, default: Any = None, share: bool = False, name: str | None = None) -> Any:
     """Make a function run on rank `n` only; the others return `default`.
 
     With ``share=True`` all ranks return its result. The decorated function raises ValueError on
@@ -148,9 +204,19 @@ def on_rank(
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
+@overload
+def on_local_rank(
+    n: int, *, default: Any = None, share: Literal[True], name: str | None = None
+) -> _Shared: ...
+@overload
+def on_local_rank(
+    n: int, *, default: D, share: bool = False, name: str | None = None
+) -> _OrDefault[D]: ...
+@overload
+def on_local_rank(n: int, *, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
 def on_local_rank(
     n: int, *, default: Any = None, share: bool = False, name: str | None = None
-) -> _Decorator:
+) -> Any:
     """Make a function run on local rank `n` of each node only; the others return `default`.
 
     With ``share=True`` the ranks of a node share its result; no node waits for another. The

@@ -9,9 +9,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
-from syncprims._protocol.validation import require
+from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import current, get_active_group
+from syncprims.errors import signal_name
 from syncprims.interface import Note
 
 if TYPE_CHECKING:
@@ -102,11 +103,20 @@ class Trigger:
         The launcher kills a process that does not end in time: torchrun 30 s after SIGTERM, SLURM
         after `KillWait` (30 s), Open MPI a second after it.
 
-        :raises ValueError: outside the main thread, as :func:`signal.signal`.
+        :raises TypeError: if `signum` is not a number, such as `signal.SIGUSR1`.
+        :raises ValueError: if there is no such signal or no program can catch it, and outside the
+            main thread, as :func:`signal.signal`.
         """
         import signal  # slow to import
 
-        signum = signal.SIGTERM if signum is None else signum
+        if signum is None:
+            signum = signal.SIGTERM
+        signum = whole_number(signum, "signum takes a signal, as signal.SIGUSR1")
+        if signum not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            raise ValueError(
+                f"signum={signum}: no program can catch such a signal; "
+                f"take another, as signal.SIGUSR1"
+            )
         previous: Any = signal.getsignal(signum)
         first: list[float] = []  # when the first one came
 
@@ -117,7 +127,7 @@ class Trigger:
                 signal.raise_signal(signum)
             elif not first:
                 first.append(now)
-                self.set(signal.Signals(received).name)
+                self.set(signal_name(received))
 
         def on_exit() -> None:
             # Python takes the handler away before it has ended, and a process that ends after the

@@ -42,15 +42,19 @@ def encode(
 
     With `out_of_band`, large arrays are appended to that list, and only their specs are encoded.
 
-    :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it.
+    :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it. The message
+        says which part of the object that is.
     """
     encoder = _Encoder(allow_pickle, out_of_band)
     try:
-        data = encoder.encode(obj)
-    except _NeedsPickle:
-        if out_of_band is not None:
-            out_of_band.clear()  # the pickle holds all
-        return _PICKLES + _pickled(obj, allow_pickle)
+        try:
+            data = encoder.encode(obj)
+        except _NeedsPickle:
+            if out_of_band is not None:
+                out_of_band.clear()  # the pickle holds all
+            return _PICKLES + _pickled(obj, allow_pickle)
+    except _Refused as refused:
+        raise _explain(obj, refused.__cause__) from refused.__cause__
     return _PICKLES + data if encoder.pickles else data
 
 
@@ -85,6 +89,10 @@ class LargeHeader(NamedTuple):
 
 class _NeedsPickle(Exception):
     """A container holds itself, or one seen before, or is nested too deeply."""
+
+
+class _Refused(Exception):
+    """A part needs pickle, and pickle is forbidden, or raised the error that is the cause."""
 
 
 def decode(
@@ -208,20 +216,43 @@ def _spec_of_scalar(obj: Any) -> Spec | None:
 
 
 def _pickled(obj: object, allow_pickle: bool) -> bytes:
-    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
     if not allow_pickle:
-        raise EncodingError(
-            f"a {kind} can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it "
-            f"as numbers, strings, lists, dicts, arrays or paths, or allow pickle"
-        )
+        raise _Refused
     from . import pickling  # slow to import, and rarely needed
 
     try:
         return _sized(b"P", pickling.dumps(obj))
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
-        raise EncodingError(
-            f"a {kind} cannot travel between ranks: pickle says {type(error).__name__}: {error}"
-        ) from error
+        raise _Refused from error
+
+
+def _needs_pickle(obj: object) -> bool:
+    try:
+        _Encoder(allow_pickle=False, out_of_band=[]).encode(obj)
+    except (EncodingError, _Refused, _NeedsPickle):
+        return True
+    return False
+
+
+def _explain(obj: object, said: BaseException | None) -> EncodingError:
+    """Return the error for an object that cannot travel: it names the part, and where that is.
+
+    `said` is what pickle raised; None if pickle is forbidden.
+    """
+    from . import pickling
+
+    if said is None:
+        where, part = pickling.find_part(obj, _needs_pickle, pickling.items)
+        text = (
+            "can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it as "
+            "numbers, strings, lists, dicts, arrays or paths, or allow pickle"
+        )
+    else:
+        where, part = pickling.find_part(obj, pickling.fails, pickling.parts)
+        said = pickling.error_of(part) or said
+        text = f"cannot travel between ranks: pickle says {type(said).__name__}: {said}"
+    kind = f"a {type(part).__module__}.{type(part).__qualname__}"
+    return EncodingError(f"{kind} {text}" if part is obj else f"{where}, {kind}, {text}")
 
 
 def _text(body: bytes) -> str:

@@ -82,7 +82,7 @@ def _decode(
 def _transport(rounds: Rounds) -> Transport | None:
     """Return what carries arrays between all members, if anything does.
 
-    :raises OSError: if there is no room for a window.
+    :raises OSError: if there is no space for a window.
     """
     board = rounds.board
     host: Transport | None = None

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
 
@@ -47,7 +47,8 @@ def number_arrays() -> Callable[[Spec], Placeholder]:
     return lambda spec: Placeholder(spec, next(numbers))
 
 
-OPS = ("sum", "mean", "min", "max", "prod")
+Op = Literal["sum", "mean", "min", "max", "prod"]
+OPS: tuple[Op, ...] = get_args(Op)
 #: What dates and durations can be reduced with.
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 #: What numpy and torch call the reductions of two arrays; the others add.

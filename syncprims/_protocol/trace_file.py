@@ -1,7 +1,7 @@
 """The file in which one rank records its rounds, as they happen: ``docs/trace.md`` has the format.
 
 Written through mapped memory: what a rank has recorded is there whatever ends it, without a system
-call, a thread or a moment to flush. Room is given by the file system before it is mapped, so that a
+call, a thread or a moment to flush. Disk space is reserved before it is mapped, so that a
 full disk is an error at that point, which stops the record and nothing else. The file is a ring of
 segments, each of which can be read without the others: so it never grows beyond its limit, names
 that are made from a counter take no memory for ever, and what is damaged costs one segment.
@@ -40,7 +40,7 @@ _MOST_TEXTS = 1 << 16
 
 
 class Full(Exception):
-    """The segment has no room for another entry."""
+    """The segment has no space for another entry."""
 
 
 class Segment:
@@ -144,7 +144,7 @@ class Recorder:
     def update(self, entry: tuple[Segment, int] | None, done: int) -> bool:
         """Change when an entry was done; return False where it can no longer be changed."""
         if entry is None or entry[0] is not self.segment:
-            return False  # its place in the file may hold another segment
+            return False  # that part of the file may hold another segment
         segment, at = entry
         struct.pack_into("<Q", segment.memory, at + 16, done)  # its third word
         return True
@@ -195,7 +195,7 @@ class Recorder:
         at = self._count % self._most * SEGMENT
         try:
             if self._count < self._most:
-                _give_room(self._fd, at)
+                _reserve(self._fd, at)
             mapped = memoryview(mmap.mmap(self._fd, SEGMENT, offset=at))
         except (OSError, ValueError) as error:
             self._stop(error)
@@ -235,8 +235,8 @@ class Recorder:
         self._close()
         logging.getLogger("syncprims").warning(
             f"the trace of rank {self.topology.rank} ends here, and the run goes on without: "
-            f"cannot write {self._path}: {error}. Make room there, or let SYNCPRIMS_TRACE name a "
-            f"directory that can be written"
+            f"cannot write {self._path}: {error}. Free some space there, or let SYNCPRIMS_TRACE "
+            f"name a directory that can be written"
         )
 
     def leave(self, error: BaseException | None, now: int) -> None:
@@ -272,7 +272,7 @@ def _in_memory() -> Segment:
     return Segment(memoryview(bytearray(SEGMENT)))
 
 
-def _give_room(fd: int, at: int) -> None:
+def _reserve(fd: int, at: int) -> None:
     """Reserve a segment's bytes on the disk at `at`.
 
     :raises OSError: if the disk is full.

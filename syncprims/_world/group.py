@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from syncprims._data import objects, reduction
 from syncprims._data.partition import split
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from syncprims._data.reduction import Op
     from syncprims._protocol.rounds import Rounds
     from syncprims.errors import SyncError
     from syncprims.interface import Note
@@ -132,21 +133,50 @@ class Group:
         """As :func:`syncprims.all_gather`, among the members."""
         return gather_as(self, "all_gather", obj, timeout, name=name)
 
+    @overload
+    def all_reduce(
+        self,
+        value: int,
+        op: Literal["mean"],
+        *,
+        name: str | None = None,
+        out: None = None,
+        timeout: Seconds = None,
+    ) -> float: ...
+    @overload
+    def all_reduce(
+        self,
+        value: bool,
+        op: Literal["sum", "prod"] = "sum",
+        *,
+        name: str | None = None,
+        out: None = None,
+        timeout: Seconds = None,
+    ) -> int: ...
+    @overload
     def all_reduce(
         self,
         value: T,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         name: str | None = None,
         out: Any = None,
         timeout: Seconds = None,
-    ) -> T:
+    ) -> T: ...
+    def all_reduce(
+        self,
+        value: Any,
+        op: Op = "sum",
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
+    ) -> Any:
         """As :func:`syncprims.all_reduce`, among the members."""
         reduction.check_op(op)
         note = self._rounds.note("all_reduce", name, op=op)
         limit = self._seconds(timeout)
-        result: T = objects.all_reduce(self._rounds, note, value, op, out, limit)
-        return result
+        return objects.all_reduce(self._rounds, note, value, op, out, limit)
 
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
@@ -176,6 +206,14 @@ class Group:
         """As :func:`syncprims.in_turn`, among the members."""
         return InTurn(self._rounds, name, self._seconds(timeout))
 
+    @overload
+    def split(self, items: range, *, pad: Literal[False] = False) -> range: ...
+    @overload
+    def split(self, items: range, *, pad: bool) -> range | list[int]: ...
+    @overload
+    def split(self, items: tuple[T, ...], *, pad: bool = False) -> tuple[T, ...]: ...
+    @overload
+    def split(self, items: T, *, pad: bool = False) -> T: ...
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
         return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)

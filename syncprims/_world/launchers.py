@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Launcher(NamedTuple):
-    """The variables in which one launcher gives a process its place; several are alternatives."""
+    """The variables in which one launcher describes a process; several are alternatives."""
 
     name: str
     rank: str
@@ -140,19 +140,19 @@ LAUNCHERS = (
 class Detection(NamedTuple):
     """Which launcher counts, and what the variables of each one are to it."""
 
-    place: Topology
+    topology: Topology
     roles: dict[str, str]  #: by name, of the launchers that are present
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
-    """Return this process's place, as the launcher that counts gives it.
+    """Return this process's topology, as the launcher that counts gives it.
 
     Without a launcher it is a world of one.
 
     :raises ConfigurationError: if a launcher's set is incomplete or not made of numbers, or if two
         launchers contradict each other.
     """
-    return explain(environ).place
+    return explain(environ).topology
 
 
 def explain(environ: Mapping[str, str]) -> Detection:
@@ -217,7 +217,7 @@ def _key(name: str) -> str:
 
 
 def list_rank_variables() -> set[str]:
-    """Return every variable in which any launcher gives a process its place.
+    """Return every variable in which any launcher describes a process.
 
     What only describes the job is not among them: users' scripts read it.
     """
@@ -249,16 +249,16 @@ def find_world_sizes(environ: Mapping[str, str]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > 1}
 
 
-def find_spread(environ: Mapping[str, str], place: Topology) -> str:
+def find_spread(environ: Mapping[str, str], topology: Topology) -> str:
     """Return what says that the ranks are on several hosts; empty if nothing does."""
-    if place.num_nodes > 1:
-        return f"{place.launcher} started {place.num_nodes} nodes"
-    if 0 < place.local_world_size < place.world_size:
+    if topology.num_nodes > 1:
+        return f"{topology.launcher} started {topology.num_nodes} nodes"
+    if 0 < topology.local_world_size < topology.world_size:
         return (
-            f"{place.launcher} started {place.local_world_size} of {place.world_size} ranks on "
-            f"this one, so there are at least 2 nodes"
+            f"{topology.launcher} started {topology.local_world_size} of {topology.world_size} "
+            f"ranks on this one, so there are at least 2 nodes"
         )
-    if place.num_nodes == UNKNOWN and place.launcher == _TORCHRUN.name:
+    if topology.num_nodes == UNKNOWN and topology.launcher == _TORCHRUN.name:
         # Kubernetes starts one rank in each pod.
         pods, address = environ.get("PET_NNODES", ""), environ.get("MASTER_ADDR", "localhost")
         if pods.isdecimal() and int(pods) > 1:
@@ -279,11 +279,11 @@ _JOBS = (
 )
 
 
-def find_half_world(environ: Mapping[str, str], place: Topology) -> str:
+def find_half_world(environ: Mapping[str, str], topology: Topology) -> str:
     """Return which variables speak of more ranks than a world of one has, and what is missing."""
-    if environ.get("SYNCPRIMS_LAUNCHER") or place.launcher in (_OURS.name, "torch.distributed"):
+    if environ.get("SYNCPRIMS_LAUNCHER") or topology.launcher in (_OURS.name, "torch.distributed"):
         return ""
-    if place.launcher == "none":
+    if topology.launcher == "none":
         for name, starter in _JOBS:
             value = environ.get(name, "1")
             if value not in ("1", "0", "1:1", "cpu", "auto"):
@@ -303,7 +303,7 @@ def find_half_world(environ: Mapping[str, str], place: Topology) -> str:
     sizes = find_world_sizes(environ)
     if sizes:
         shown = " and ".join(f"{name}={size}" for name, size in sizes.items())
-        return f"{place.launcher} says so, and {shown}; SYNCPRIMS_LAUNCHER says which counts"
+        return f"{topology.launcher} says so, and {shown}; SYNCPRIMS_LAUNCHER says which counts"
     return ""
 
 
@@ -367,7 +367,7 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
         node_rank = 0 if node_rank is None else node_rank
         num_nodes = 1 if num_nodes is None else num_nodes
     said = rank, world_size, local_rank, local_world_size, node_rank, num_nodes
-    _check_numbers(launcher.name, *said)
+    _check_numbers(launcher, environ, *said)
     local = (_or_unknown(local_rank), _or_unknown(local_world_size))
     nodes = (_or_unknown(node_rank), _or_unknown(num_nodes))
     run_id = _read_run_id(launcher, environ)
@@ -379,7 +379,8 @@ def _or_unknown(number: int | None) -> int:
 
 
 def _check_numbers(
-    launcher: str,
+    launcher: Launcher,
+    environ: Mapping[str, str],
     rank: int,
     world_size: int,
     local_rank: int | None,
@@ -387,6 +388,16 @@ def _check_numbers(
     node_rank: int | None,
     num_nodes: int | None,
 ) -> None:
+    """Accept numbers of which each is possible, and which fit together."""
+
+    def says(field: str, number: int | None) -> str:
+        """Return ``RANK=3``; a number that no variable gives has its name in `Topology`."""
+        names: str | tuple[str, ...] = getattr(launcher, field)
+        found = [
+            name for name in ((names,) if isinstance(names, str) else names) if name in environ
+        ]
+        return f"{found[0]}={environ[found[0]]}" if found else f"{field}={number}"
+
     for index, i, size, n in (
         ("rank", rank, "world_size", world_size),
         ("local_rank", local_rank, "local_world_size", local_world_size),
@@ -394,17 +405,19 @@ def _check_numbers(
     ):
         size, n = ("world_size", world_size) if n is None else (size, n)
         if i is not None and not 0 <= i < n:
+            a, b = says(index, i), says(size, n)
             raise ConfigurationError(
-                f"{launcher} says {index}={i} and {size}={n}: {index} must be from 0 to "
-                f"{size} - 1; correct its variables"
+                f"{launcher.name} says {a} and {b}: {a.partition('=')[0]} must be at least 0 and "
+                f"less than {b.partition('=')[0]}; correct them"
             )
     on_one_host = local_world_size == world_size
     if max(local_world_size or 1, num_nodes or 1) > world_size or (
         num_nodes is not None and (num_nodes == 1) != on_one_host
     ):
         raise ConfigurationError(
-            f"{launcher} says local_world_size={local_world_size} and num_nodes={num_nodes}, which "
-            f"do not fit into world_size={world_size}; correct its variables"
+            f"{launcher.name} says {says('local_world_size', local_world_size)} and "
+            f"{says('num_nodes', num_nodes)}, which do not fit into "
+            f"{says('world_size', world_size)}; correct them"
         )
 
 

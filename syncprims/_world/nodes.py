@@ -46,8 +46,8 @@ def number_nodes(said: Sequence[SaidPlace]) -> list[tuple[int, int]]:
     lowest rank, and ranks on a node in ascending order.
     """
     members: dict[str, list[int]] = {}
-    for rank, place in enumerate(said):
-        members.setdefault(place.host, []).append(rank)
+    for rank, topology in enumerate(said):
+        members.setdefault(topology.host, []).append(rank)
     numbers = {host: {said[rank].node_rank for rank in ranks} for host, ranks in members.items()}
     keep = sorted(n for of_host in numbers.values() for n in of_host) == [*range(len(members))]
     result = [(0, 0)] * len(said)
@@ -61,10 +61,10 @@ def number_nodes(said: Sequence[SaidPlace]) -> list[tuple[int, int]]:
     return result
 
 
-def place_on_nodes(place: Topology, nodes: Sequence[tuple[int, int]]) -> Topology:
-    """Return `place` with its numbers from those of all ranks."""
-    node, local = nodes[place.rank]
-    return place._replace(
+def place_on_nodes(topology: Topology, nodes: Sequence[tuple[int, int]]) -> Topology:
+    """Return `topology` with its numbers from those of all ranks."""
+    node, local = nodes[topology.rank]
+    return topology._replace(
         local_rank=local,
         local_world_size=sum(other == node for other, _ in nodes),
         node_rank=node,

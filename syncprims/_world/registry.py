@@ -35,7 +35,7 @@ _BUILT_IN = {
 
 
 class Choice(NamedTuple):
-    """A backend, what decided it, and this process's place."""
+    """A backend, what decided it, and this process's topology."""
 
     backend: str
     chosen_by: str

@@ -26,7 +26,7 @@ from .group import entered
 from .launchers import detect, find_half_world, list_rank_variables
 from .nodes import place_on_nodes
 from .registry import choose_backend
-from .settings import derive_store, read_settings
+from .settings import derive_store, find_misspelt, read_settings
 from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class _State:
         self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
         self.warned = False  # that this world may be smaller than meant
+        self.checked_names = False  # of variables
         self.process_group: Any = None  # torch's, that was last compared with the world
 
     @property
@@ -75,7 +76,7 @@ class _State:
         return world
 
 
-_state = _State(os.environ, lambda cls, place, settings: cls(place, settings))  # of this process
+_state = _State(os.environ, lambda cls, top, settings: cls(top, settings))  # of this process
 _thread_state: ContextVar[_State | None] = ContextVar("syncprims_thread_state", default=None)
 
 
@@ -168,7 +169,7 @@ def get_settings() -> Settings:
 
 
 def get_topology() -> Topology:
-    """Return this process's place, from the world if there is or was one, else the environment.
+    """Return this process's topology, from the world if there is or was one, else the environment.
 
     What a launcher does not say about hosts is unknown until the world has met.
 
@@ -187,22 +188,22 @@ def get_topology() -> Topology:
 
 def get_host_number(name: str) -> int:
     """Return a number of :func:`get_topology` about hosts; where it is unknown, start the world."""
-    place = get_topology()
-    if getattr(place, name) == UNKNOWN:
-        place = _find_one_host(place) or current().topology
-    number: int = getattr(place, name)
+    topology = get_topology()
+    if getattr(topology, name) == UNKNOWN:
+        topology = _find_one_host(topology) or current().topology
+    number: int = getattr(topology, name)
     return number
 
 
-def _find_one_host(place: Topology) -> Topology | None:
-    """Return `place` on the one host that the named backend joins; None if it spans hosts."""
+def _find_one_host(topology: Topology) -> Topology | None:
+    """Return `topology` on the one host that the named backend joins; None if it spans hosts."""
     state = _get_state()
     if state.running is not None or not state.environ.get("SYNCPRIMS_BACKEND"):
         return None
-    choice = choose_backend(state.environ, None, grouped=False, find_topology=lambda: place)
+    choice = choose_backend(state.environ, None, grouped=False, find_topology=lambda: topology)
     if choice.load().spans_hosts:
         return None
-    return place_on_nodes(place, [(0, rank) for rank in range(place.world_size)])
+    return place_on_nodes(topology, [(0, rank) for rank in range(topology.world_size)])
 
 
 def _check_is_rank(state: _State) -> None:
@@ -214,7 +215,7 @@ def _check_is_rank(state: _State) -> None:
 
 
 def _find_topology(environ: Mapping[str, str]) -> Topology:
-    """Return this process's place by its launcher, or by the group it has initialized itself.
+    """Return this process's topology by its launcher, or by the group it has initialized itself.
 
     Which of them says so depends on their sizes alone, which are the same on all ranks. If the
     group is smaller, the backend refuses it: each of the launcher's ranks may have one of its own.
@@ -223,13 +224,13 @@ def _find_topology(environ: Mapping[str, str]) -> Topology:
     if group is None:
         return detect(environ)
     try:
-        place = detect(environ)
-        if place.world_size > group.size():
-            return place
-        if place.world_size == group.size() and place.launcher != "none":
-            if place.rank == group.rank():
-                return place
-            return place._replace(rank=group.rank(), local_rank=UNKNOWN, node_rank=UNKNOWN)
+        topology = detect(environ)
+        if topology.world_size > group.size():
+            return topology
+        if topology.world_size == group.size() and topology.launcher != "none":
+            if topology.rank == group.rank():
+                return topology
+            return topology._replace(rank=group.rank(), local_rank=UNKNOWN, node_rank=UNKNOWN)
     except ConfigurationError:
         if environ.get("SYNCPRIMS_LAUNCHER"):
             raise
@@ -261,15 +262,15 @@ def _check_process_group(state: _State) -> None:
     if state is not _state or world is None:
         return
     state.process_group = group
-    place = world.topology
-    if group is None or (group.rank(), group.size()) == (place.rank, place.world_size):
+    topology = world.topology
+    if group is None or (group.rank(), group.size()) == (topology.rank, topology.world_size):
         return
     error = ConfigurationError(
         f"torch.distributed says rank={group.rank()} and world_size={group.size()}, and the world "
-        f"of this process, which was started before, says rank={place.rank} and "
-        f"world_size={place.world_size}: make the first call of syncprims after "
+        f"of this process, which was started before, says rank={topology.rank} and "
+        f"world_size={topology.world_size}: make the first call of syncprims after "
         f"init_process_group(), or call init() after it",
-        rank=place.rank,
+        rank=topology.rank,
     )
     _fail(state, error)
     raise error
@@ -368,16 +369,17 @@ def _start(
     choice = choose_backend(
         environ, backend, grouped=grouped, find_topology=lambda: _find_topology(environ)
     )
-    place = choice.topology
+    topology = choice.topology
     if settings.store is None:
-        settings = settings._replace(store=derive_store(environ, place))
-    made = state.make(choice.load(), place, settings)
+        settings = settings._replace(store=derive_store(environ, topology))
+    _warn_of_misspelt(state, topology)
+    made = state.make(choice.load(), topology, settings)
     try:
-        world = World(made, choice.backend, settings, place, end=_end_block)
+        world = World(made, choice.backend, settings, topology, end=_end_block)
         if state is _state:
             _exit_hooks.install()
-            _warn_of_half_a_world(state, place)
-        state.world, state.ended, state.topology = world, None, place
+            _warn_of_half_a_world(state, topology)
+        state.world, state.ended, state.topology = world, None, topology
         join_world(world)
         state.topology = world.topology
         _check_process_group(state)
@@ -393,11 +395,26 @@ def _start(
     return world
 
 
-def _warn_of_half_a_world(state: _State, place: Topology) -> None:
-    """Log once if variables say that there should be more ranks than this one."""
-    if place.world_size > 1 or state.warned:
+def _warn_of_misspelt(state: _State, topology: Topology) -> None:
+    """Log once, on one rank of each node, which variables with our prefix are never read."""
+    if state is not _state or state.checked_names or topology.local_rank:
         return
-    missing = find_half_world(state.environ, place)
+    state.checked_names = True
+    for name, nearest in find_misspelt(state.environ).items():
+        import logging  # slow to import
+
+        hint = f": did you mean {nearest}?" if nearest else "."
+        logging.getLogger("syncprims").warning(
+            f"{name} is set, and nothing reads it{hint} `syncprims env` lists the variables that "
+            f"are read"
+        )
+
+
+def _warn_of_half_a_world(state: _State, topology: Topology) -> None:
+    """Log once if variables say that there should be more ranks than this one."""
+    if topology.world_size > 1 or state.warned:
+        return
+    missing = find_half_world(state.environ, topology)
     if missing:
         import logging  # slow to import
 

@@ -7,11 +7,30 @@ from typing import TYPE_CHECKING
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Settings, Topology
 
-from .launchers import read_number
+from .launchers import LAUNCHERS, read_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_PREFIX = "SYNCPRIMS_"
+#: Every variable with our prefix that is read, without the prefix.
+_OURS = {
+    "BACKEND",
+    "DIR",
+    "ERROR_FILE",
+    "HEARTBEAT",
+    "JOIN_TIMEOUT",
+    "LAUNCHER",
+    "MIXED_PRECISION",
+    "PICKLE",
+    "RUN_ID",
+    "STRICT",
+    "TIMEOUT",
+    "TRACE",
+    "TRACE_LIMIT",
+    "WARN_AFTER",
+    *(name.removeprefix(_PREFIX) for name in LAUNCHERS[0].variables),
+}
 _FIRST_PORT, _PORTS = 15000, 17000  # that are derived; systems assign those from 32768 up
 
 
@@ -38,6 +57,18 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         trace_limit=_read_mebibytes(environ, "SYNCPRIMS_TRACE_LIMIT") or default.trace_limit,
         mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
     )
+
+
+def find_misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables with our prefix that are never read, and the nearest that is."""
+    names = [name.removeprefix(_PREFIX) for name in environ if name.startswith(_PREFIX)]
+    unknown = sorted(name for name in names if name not in _OURS)
+    if not unknown:
+        return {}
+    import difflib  # slow to import
+
+    nearest = {name: difflib.get_close_matches(name, _OURS, 1, 0.7) for name in unknown}
+    return {_PREFIX + name: _PREFIX + best[0] if best else None for name, best in nearest.items()}
 
 
 def _read_switch(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -77,7 +108,7 @@ def _read_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
     return (address, port) if address and port is not None else None
 
 
-def derive_store(environ: Mapping[str, str], place: Topology) -> tuple[str, int] | None:
+def derive_store(environ: Mapping[str, str], topology: Topology) -> tuple[str, int] | None:
     """Return where ranks of several hosts meet in a job of SLURM that says nothing else.
 
     That is on the first node, where rank 0 is, on a port that follows from the run id. None without
@@ -85,15 +116,19 @@ def derive_store(environ: Mapping[str, str], place: Topology) -> tuple[str, int]
 
     :raises ConfigurationError: on rank 0, if it is on another node.
     """
-    own_step = place.launcher == "SLURM"
+    own_step = topology.launcher == "SLURM"
     names = ("SLURM_STEP_NODELIST",) if own_step else ()  # of others: what started their daemons
     names = (*names, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in names if environ.get(name)), None)
-    if place.num_nodes == 1 or nodes is None or place.launcher in ("none", "torch.distributed"):
+    if (
+        topology.num_nodes == 1
+        or nodes is None
+        or topology.launcher in ("none", "torch.distributed")
+    ):
         return None
     first, here = _find_first_node(nodes), environ.get("SLURMD_NODENAME")
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if place.rank == 0 and not address and here not in (None, first):
+    if topology.rank == 0 and not address and here not in (None, first):
         raise ConfigurationError(
             f"rank 0 is on node {here}, and the ranks of this run would meet on node {first}, the "
             f"first of {nodes}: set MASTER_ADDR={here} on all ranks, or start rank 0 on {first}"
@@ -102,7 +137,7 @@ def derive_store(environ: Mapping[str, str], place: Topology) -> tuple[str, int]
         return address or first, read_number(environ, "MASTER_PORT")
     import zlib  # slow to import, and only SLURM needs it
 
-    run = f"{place.run_id} {environ.get('SLURM_JOB_ID')}"
+    run = f"{topology.run_id} {environ.get('SLURM_JOB_ID')}"
     return address or first, _FIRST_PORT + zlib.crc32(run.encode()) % _PORTS
 
 

@@ -44,7 +44,7 @@ BLIND_TIMEOUT = 1800.0
 
 
 class World:
-    """All ranks of one run, and this process's place among them. Made by :func:`init`."""
+    """All ranks of one run, and this process's numbers among them. Made by :func:`init`."""
 
     def __init__(
         self,
@@ -239,6 +239,8 @@ def join_world(world: World) -> None:
 
 def make_group(world: World, ranks: Sequence[int]) -> Group:
     """Return the group of `ranks`, having met all ranks of the world: the same for the same."""
+    if not hasattr(ranks, "__iter__"):
+        raise TypeError(f"group({ranks!r}): a group takes a list of ranks, as group([0, 1])")
     members = sorted(whole_number(r, "a group is made of ranks, whole numbers") for r in ranks)
     size = world.world_size
     if not members or len(set(members).intersection(range(size))) != len(members):

@@ -7,7 +7,12 @@ system about their processes, and `verdict` says who waits for whom.
 
 from __future__ import annotations
 
-from .observation import RankReport as RankReport
-from .observation import WorldReport as WorldReport
-from .observation import who as who
-from .verdict import Verdict as Verdict
+from .observation import RankReport, WorldReport, who
+from .verdict import Verdict
+
+__all__ = [
+    "RankReport",
+    "Verdict",
+    "WorldReport",
+    "who",
+]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ def python_lines(pids: Iterable[int]) -> dict[int, str]:
     if program is None or not some:
         return {}
     with concurrent.futures.ThreadPoolExecutor(len(some)) as pool:
-        lines = pool.map(lambda pid: _python_line(program, pid), some)
+        lines = pool.map(partial(_python_line, program), some)
         return {pid: line for pid, line in zip(some, lines, strict=True) if line}
 
 

@@ -60,6 +60,12 @@ class RankOutcome:
         """The last call it came to."""
         return self.calls[-1] if self.calls else None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it was in a call to the end; not if it has raised another error after it."""
+        raised = self.end == "raised" and not isinstance(self.error, SyncError)
+        return self.end != "returned" and self.waits is not None and not raised
+
     def run_program(
         self,
         fn: Callable[[], Any],

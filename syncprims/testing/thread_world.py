@@ -42,8 +42,8 @@ class _ThreadTarget(FaultTarget):
         self._outcome = outcome
 
     def kill(self) -> None:
-        for room in self._world.rooms:
-            room.lose(self._outcome.rank, "killed by SIGKILL")
+        for world in self._world.shared_worlds:
+            world.lose(self._outcome.rank, "killed by SIGKILL")
         self._outcome.end = "killed"
         raise Killed
 
@@ -68,7 +68,9 @@ class ThreadWorld(Observer):
         self.scheduler = Scheduler(
             spec.ranks, spec.seed.schedule(spec.ranks), self._break_standstill
         )
-        self.rooms: list[Any] = []  # one, unless the program ends its world and starts another
+        self.shared_worlds: list[
+            Any
+        ] = []  # one, unless the program ends its world and starts another
         self._worlds_begun = [0] * spec.ranks
         self._outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
         self._run = WorldRun(self._outcomes, spec.faults, spec.seed)
@@ -133,9 +135,9 @@ class ThreadWorld(Observer):
     def _make_backend(self, cls: type[Backend], place: Topology, settings: Settings) -> Backend:
         number = self._worlds_begun[place.rank]
         self._worlds_begun[place.rank] += 1
-        if number == len(self.rooms):
-            self.rooms.append(self._backend.room(self.scheduler, self._spec.ranks))
-        backend = self.rooms[number].backend(place, settings)
+        if number == len(self.shared_worlds):
+            self.shared_worlds.append(self._backend.shared_world(self.scheduler, self._spec.ranks))
+        backend = self.shared_worlds[number].backend(place, settings)
         probe = Probe(self._outcomes[place.rank], self._spec.faults, self)
         return ProbedBackend(backend, probe)
 
@@ -145,7 +147,7 @@ class ThreadWorld(Observer):
         If there are none, the others wait for a rank that a fault has stopped. A rank that waits
         for one that has ended does not come here: its board says so, and the call raises.
         """
-        waiting = [board for room in self.rooms for board in room.waiting]
+        waiting = [board for world in self.shared_worlds for board in world.waiting]
         waits: dict[int, list[Wait]] = {}
         for board in waiting:
             call = str(board.status(board.rank).label)

@@ -144,6 +144,12 @@ class PortableFunction:
                 f"{fn!r} cannot be sent to a process that starts a new Python: {error}. Define it "
                 f"at the top level of a file, or say start='fork'"
             ) from error
+        if self._module == "__main__" and self._file is None:
+            raise TypeError(
+                f"{fn!r} cannot be sent to a process that starts a new Python: it is defined in a "
+                f"notebook or an interactive session, and not in a file that the process could "
+                f"read. Move it to a file, or say start='fork'"
+            )
 
     def load(self) -> Callable[[], Any]:
         """Return the function, in the other Python."""

@@ -203,7 +203,7 @@ def _pixels(shown: Timeline) -> Any:
 
 
 def _add_labels(axes: Any, shown: Timeline, row_height: float) -> None:
-    """Name the calls with the longest waits above the rows, where there is room."""
+    """Name the calls with the longest waits above the rows, where there is space."""
     per_character = shown.length * 0.0078
     taken: list[list[tuple[float, float]]] = [[] for _ in range(_LANES)]
     for when, _, call in shown.marks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,6 +10,8 @@ import syncprims
 
 from .gradient_sync import check_alike, describe
 from .pytree import has_only_tensors, map_tensors, named_leaves
+
+Reduction = Literal["sum", "mean", "min", "max", "prod", "none"]
 
 
 def gather(tensor: Any, *, name: str | None = None) -> Any:
@@ -30,7 +32,7 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
         raise syncprims.RankMismatch(
-            f"gather() of tensors that differ in place, dtype, or beyond the first dimension:\n"
+            f"gather() of tensors that differ in structure, dtype, or beyond the first dimension:\n"
             f"{lines}\n"
             f"Pad them with pad_across_processes(), or gather objects."
         )
@@ -59,7 +61,7 @@ def gather_for_metrics(
 
 
 def reduce(
-    tensor: Any, reduction: str = "sum", scale: float = 1.0, *, name: str | None = None
+    tensor: Any, reduction: Reduction = "sum", scale: float = 1.0, *, name: str | None = None
 ) -> Any:
     """Return the tensors' ``sum``, ``mean``, ``min``, ``max`` or ``prod`` over all ranks, scaled.
 

@@ -39,14 +39,14 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return lists of parameters of one dtype and device, in the same order on all ranks."""
     buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    free: dict[tuple[torch.dtype, torch.device], int] = {}
     for p in parameters:
         kind = p.dtype, p.device
-        if p.nbytes > room.get(kind, 0):
+        if p.nbytes > free.get(kind, 0):
             buckets.setdefault(kind, []).append([])
-            room[kind] = BUCKET_BYTES
+            free[kind] = BUCKET_BYTES
         buckets[kind][-1].append(p)
-        room[kind] -= p.nbytes
+        free[kind] -= p.nbytes
     return [bucket for same_kind in buckets.values() for bucket in same_kind]
 
 

@@ -145,7 +145,7 @@ def test_all_gather_lists_by_rank_at_every_size(world: Ranks) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
-def test_all_reduce_of_numbers_is_exact(world: Ranks, op: str) -> None:
+def test_all_reduce_of_numbers_is_exact(world: Ranks, op: Any) -> None:
     big = 2**53
 
     def program() -> Any:
@@ -242,7 +242,7 @@ def test_mismatched_values_are_the_same_error_everywhere(world: Ranks) -> None:
 def test_reduce_refuses_what_it_cannot(world: Ranks) -> None:
     def program() -> None:
         with pytest.raises(ValueError, match="sum, mean, min, max, prod"):
-            sp.all_reduce(1, "minimum")
+            sp.all_reduce(1, "minimum")  # type: ignore[call-overload]
         with pytest.raises(TypeError, match=r"value\['a'\]\[0\] is a str"):
             sp.all_reduce({"a": ["text"]})
 
@@ -614,13 +614,15 @@ def test_arguments_of_other_types(world: Ranks) -> None:
             sp.barrier(timeout="30")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="whole number"):
             sp.group(["a"])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"group\(0\): a group takes a list of ranks"):
+            sp.group(0)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="whole number"):
-            sp.on_rank("a")  # type: ignore[arg-type]
+            sp.on_rank("a")  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="a reason is a str"):
             sp.Trigger().set(3)  # type: ignore[arg-type]
         assert sp.on_rank(n=0, default=1)(lambda: 1)() == 1
-        assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
-        assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
+        assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[call-overload]
+        assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[call-overload]
         assert sp.group(np.arange(1)) is sp.group([0])  # type: ignore[arg-type]
 
     world.run(program)

@@ -163,6 +163,35 @@ def test_a_later_signal_ends_a_process_that_had_no_handler() -> None:
     assert done.returncode == -signal.SIGTERM
 
 
+@pytest.mark.parametrize(
+    ("signum", "kind", "text"),
+    [
+        ("TERM", TypeError, "signum takes a signal, as signal.SIGUSR1, and 'TERM' is a str"),
+        (0, ValueError, "signum=0: no program can catch such a signal"),
+        (999, ValueError, "signum=999: no program can catch such a signal"),
+        (signal.SIGKILL, ValueError, "signum=9: no program can catch such a signal"),
+    ],
+)
+def test_what_is_no_signal_is_refused(signum: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        sp.Trigger().set_on_signal(signum)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no real-time signals")
+def test_a_signal_without_a_name_works_too() -> None:
+    number = signal.SIGRTMIN + 1
+    before = signal.getsignal(number)
+    trigger = sp.Trigger()
+    trigger.set_on_signal(number)
+    os.kill(os.getpid(), number)
+    try:
+        assert run_world(lambda: (trigger.check(), trigger.reason), ranks=1) == [
+            (True, f"signal {number}")
+        ]
+    finally:
+        signal.signal(number, before)
+
+
 def test_none_is_lost_whenever_in_a_check_it_is_set() -> None:
     """A tracer stands in for the signal's handler: it can come before any operation."""
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from support import ROOT
 from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
 
 from syncprims._world.launchers import list_rank_variables, make_rank_variables
+from syncprims._world.settings import find_misspelt
 from syncprims.cli import env
 from syncprims.cli.console import Style
 
@@ -64,8 +67,8 @@ def test_the_world_and_the_variables_that_decide(
 ) -> None:
     world = env.preview(environ)
     assert world.error is None
-    assert world.place is not None
-    assert (world.backend, world.place.rank, world.place.world_size) == expected
+    assert world.topology is not None
+    assert (world.backend, world.topology.rank, world.topology.world_size) == expected
     text = shown(environ)
     for word in words:
         assert word in text
@@ -150,4 +153,11 @@ def test_what_the_library_and_its_launcher_read_is_known() -> None:
     rank = make_rank_variables(0, 2)
     read = {name for name in list_rank_variables() if name.startswith("SYNCPRIMS_")}
     environ = dict.fromkeys({*rank, *read, "SYNCPRIMS_ERROR_FILE", "SYNCPRIMS_TRACE_LIMIT"}, "1")
-    assert env.misspelt(environ) == {}
+    assert find_misspelt(environ) == {}
+
+
+def test_every_variable_that_the_code_names_is_known() -> None:
+    files = [*(ROOT / "syncprims").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
+    found = {name for file in files for name in re.findall(r"SYNCPRIMS_[A-Z_]+", file.read_text())}
+    assert "SYNCPRIMS_TIMEOUT" in found
+    assert find_misspelt(dict.fromkeys(found, "1")) == {}

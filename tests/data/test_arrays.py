@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 #: Items of 8 bytes: around what a note holds, and around pieces of the shared memory.
 SIZES = [0, 1, 191, 192, 193, 1000, 4095, 65_536, 262_143, 262_144, 262_145, 1_100_000]
-OPS = ("sum", "mean", "min", "max", "prod")
+OPS: tuple[Any, ...] = ("sum", "mean", "min", "max", "prod")
 
 
 class Pair(NamedTuple):

@@ -24,7 +24,7 @@ pairs = several(2)
 HERE = r"tests/protocol/test_shared_failures\.py"
 
 
-NO_RESULT: list[tuple[Any, str, type[Exception]]] = [
+NO_RESULT: list[tuple[Any, Any, type[Exception]]] = [
     (1j, "max", TypeError),
     (10**400, "mean", OverflowError),
     (np.array([1, None], object), "sum", TypeError),

@@ -231,7 +231,8 @@ class _Rank:
         if step.kind == "all_gather":
             return sp.all_gather(sent)
         if step.kind == "all_reduce":
-            return sp.all_reduce(sent, step.op or "sum")
+            op: Any = step.op or "sum"
+            return sp.all_reduce(sent, op)
         if step.kind == "any_rank":
             return sp.any_rank(sent)
         if step.kind == "all_ranks":

@@ -768,6 +768,23 @@ def test_thousands_of_worlds_leave_nothing(kind: Kinds, count: int) -> None:
     assert len(os.listdir("/dev/fd")) == fds  # noqa: PTH208
 
 
+def test_what_is_defined_in_no_file_cannot_be_spawned() -> None:
+    code = """
+from syncprims.testing import run_world
+
+def program():
+    pass
+
+run_world(program, 2, kind="processes", start="spawn")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "TypeError: <function program at " in done.stderr
+    assert "it is defined in a notebook or an interactive session" in done.stderr
+    assert done.returncode == 1
+
+
 # -- ranks with several threads --------------------------------------------------------------------
 
 

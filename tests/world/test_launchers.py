@@ -225,10 +225,24 @@ WRONG: list[tuple[str, dict[str, str], list[str]]] = [
         ["PET_NPROC_PER_NODE=4", "WORLD_SIZE=8", "torchrun"],
     ),
     ("no number", {"RANK": "one", "WORLD_SIZE": "2"}, ["RANK='one'", "whole number"]),
-    ("no such rank", {"RANK": "2", "WORLD_SIZE": "2"}, ["rank=2", "world_size=2"]),
-    ("negative", {"RANK": "-1", "WORLD_SIZE": "2"}, ["rank=-1"]),
-    ("local rank", {**TORCHRUN, "LOCAL_RANK": "4"}, ["local_rank=4", "local_world_size=4"]),
-    ("local size", {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, ["local_world_size=16", "world_size=8"]),
+    (
+        "no such rank",
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        ["says RANK=2 and WORLD_SIZE=2: RANK must"],
+    ),
+    ("negative", {"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1", "WORLD_SIZE=2"]),
+    ("local rank", {**TORCHRUN, "LOCAL_RANK": "4"}, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
+    ("local size", {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, ["LOCAL_WORLD_SIZE=16", "WORLD_SIZE=8"]),
+    (
+        "a number that no variable gives",
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "5"},
+        ["LOCAL_RANK=5 and WORLD_SIZE=2"],
+    ),
+    (
+        "no such rank of SLURM",
+        {**SLURM, "SLURM_PROCID": "9"},
+        ["SLURM_PROCID=9", "SLURM_STEP_NUM_TASKS=6"],
+    ),
     ("SLURM's list", {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, ["'4x2'", "2(x3),1"]),
     (
         "torchrun against SLURM",

@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, TypeVarTuple, overload
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import nn
@@ -18,13 +18,15 @@ from syncprims._world.sequential import MainFirst
 from syncprims.training import gathering
 from syncprims.training.accumulation import Accumulator, join_uneven_inputs
 from syncprims.training.data import skip_first_batches
+from syncprims.training.gathering import Reduction
 from syncprims.training.precision import Precision
 from syncprims.training.preparation import Preparation, rank_device, unwrap_model
 
 from .config import AcceleratorSettings, check_fixed, check_unsupported, read_configuration
 from .saving import Checkpointing
 
-F = TypeVar("F", bound="Callable[..., Any]")
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 M = TypeVar("M", bound="nn.Module")
@@ -173,17 +175,17 @@ class Accelerator(Checkpointing):
         """Return a context whose body the first rank of each node runs before the others."""
         return syncprims.main_first(local=True)
 
-    def on_main_process(self, function: F) -> F:
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Make a function run on rank 0 only."""
-        return syncprims.on_main(function)  # type: ignore[return-value]
+        return syncprims.on_main(function)
 
-    def on_local_main_process(self, function: F) -> F:
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Make a function run on the first rank of each node only."""
-        return syncprims.on_local_main(function)  # type: ignore[return-value]
+        return syncprims.on_local_main(function)
 
-    def on_last_process(self, function: F) -> F:
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Make a function run on the highest rank only."""
-        return syncprims.on_last(function)  # type: ignore[return-value]
+        return syncprims.on_last(function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """Make a function run on one rank only. With or without the function."""
@@ -225,7 +227,7 @@ class Accelerator(Checkpointing):
     def reduce(
         self,
         tensor: Any,
-        reduction: str = "sum",
+        reduction: Reduction = "sum",
         scale: float = 1.0,
         *,
         name: str | None = None,

@@ -285,7 +285,7 @@ def prepare_data_loader(
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         raise ValueError(
             f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
-            f"in which no rank could resume its place or know the padding; leave in_order out"
+            f"in which no rank could resume its position or know the padding; leave in_order out"
         )
     ranks = get_world_size()
     plan = ShardPlan(

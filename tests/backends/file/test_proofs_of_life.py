@@ -93,16 +93,17 @@ def test_privileges_may_be_dropped_after_the_start(pair: Ranks) -> None:
         assert sp.all_reduce(1) == 2
         time.sleep(0.1 * (1 - rank))
         assert sp.all_gather("x" * 100) == ["x" * 100] * 2
-        with pytest.raises((PermissionError, sp.PeerFailed), match="as user 0"):
+        with pytest.raises((PermissionError, sp.PeerFailed), match="drop privileges before"):
             sp.broadcast(b"x" * 100_000)  # needs a new file
-        with pytest.raises((sp.BackendUnavailable, sp.PeerFailed), match="as user 0"):
+        with pytest.raises((sp.BackendUnavailable, sp.PeerFailed), match="drop privileges before"):
             sp.group([0])
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return lost("in vain")
 
     said, dead = pair.outcomes(program)
-    assert "rank 1 was lost: killed by SIGKILL" in said
+    assert "rank 1 was lost" in said
+    assert "exit code 0" not in said  # this user may not know how it ended
     assert isinstance(dead, Died)
 
 

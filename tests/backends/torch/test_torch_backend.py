@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.rank_environment import clean_environment
-from support.rank_worlds import Kind, Ranks, Signs, free_port
+from support.rank_worlds import Kind, Ranks, Signs, fork, free_port, served_store
 
 import syncprims as sp
 
@@ -291,6 +293,52 @@ def test_who_sits_down_and_then_cannot_go_on_leaves_nothing(
     world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
     assert world.run_alone(program) == [[0, 1]] * 2
     world.check_nothing_left()
+
+
+def test_a_rank_that_is_killed_while_it_joins_makes_room_for_its_next_process(
+    meeting_place: Path, signs: Signs
+) -> None:
+    """As after a restart over several agents, which have one run id: its entry is at the store."""
+
+    def join() -> Any:
+        with sp.init():
+            return sp.all_gather(sp.get_rank())
+
+    def killed_while_joining() -> None:
+        from importlib import import_module
+
+        rendezvous: Any = import_module("syncprims.backends.torch.rendezvous")
+
+        def die(*_: Any) -> None:
+            signs.give("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        rendezvous.Rendezvous._await_result = die
+        sp.init()
+
+    def program() -> Any:
+        if sp.get_rank() == 1:
+            pid = fork(killed_while_joining, os.environ.copy())
+            os.waitpid(pid, 0)
+            signs.wait("complete")  # the other rank has completed the epoch with the dead entry
+            return join()
+        signs.wait("killed")
+        from importlib import import_module
+
+        rendezvous: Any = import_module("syncprims.backends.torch.rendezvous").Rendezvous
+        enter = rendezvous._enter
+
+        def enter_and_say(self: Any, store: Any) -> Any:
+            epoch = enter(self, store)
+            signs.give("complete")
+            return epoch
+
+        rendezvous._enter = enter_and_say
+        return join()
+
+    with served_store() as store:
+        world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
+        assert world.run_alone(program, **store.variables) == [[0, 1]] * 2
 
 
 def test_worlds_one_after_another(meeting_place: Path) -> None:
