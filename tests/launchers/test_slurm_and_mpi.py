@@ -136,10 +136,10 @@ barrier("end")
 """
 
 
-@pytest.mark.parametrize("line", ["srun -N2 -n4", "mpirun -n 4"])
+@pytest.mark.parametrize("line", ["srun -N2 --ntasks-per-node=2", "mpirun -n 4"])
 def test_a_killed_rank_is_named_and_fails_the_job(line: str, nodes: Cluster) -> None:
     (nodes.folder / "killed.py").write_text(_KILLED)
-    job = nodes.submit(f"{line} {sys.executable} killed.py", "-N2", "-n4")
+    job = nodes.submit(f"{line} {sys.executable} killed.py", "-N2", "--ntasks-per-node=2")
     text = nodes.await_state(job, "COMPLETED", "FAILED")
     assert nodes.state_of(job) == "FAILED"
     # Open MPI kills the others at once, perhaps before they have said it.
