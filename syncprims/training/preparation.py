@@ -108,6 +108,7 @@ class Preparation:
                 options.setdefault("device_ids", [self.device.index])
             model = DistributedDataParallel(model, **options)
         self.accumulator.models.append(model)
+        self.accumulator.windows.add_model(model)
         return model
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:

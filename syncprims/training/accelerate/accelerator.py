@@ -62,6 +62,7 @@ class Accelerator(Checkpointing):
         ddp: dict[str, Any] | None = None,
         scaler: dict[str, Any] | None = None,
         dispatch_batches: bool | None = None,
+        divide_by_steps: bool = False,
         log_with: Any = None,
         dataloader_config: Any = None,
         gradient_accumulation_plugin: Any = None,
@@ -91,6 +92,7 @@ class Accelerator(Checkpointing):
             settings.gradient_accumulation_steps,
             precision=Precision(mixed_precision, device, scaler=settings.scaler),
             sync_with_dataloader=settings.sync_with_dataloader,
+            divide_by_steps=divide_by_steps,
         )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.preparation = Preparation(self.accumulator, device, settings)
