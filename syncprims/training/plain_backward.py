@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined] # pyright: ignore
+_engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 class BackwardWatch:
@@ -40,7 +40,7 @@ class BackwardWatch:
             if p.is_floating_point() or p.is_complex():
                 needed = p.requires_grad
                 p.requires_grad_(True)  # torch takes hooks for such parameters only
-                self._handles.append(p.register_post_accumulate_grad_hook(note))
+                self._handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
                 p.requires_grad_(needed)
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class BackwardWatch:
 
     def _note(self, place: int) -> None:
         # A pass that failed has never ended, so its number decides, and not an empty set.
-        number = torch._C._current_graph_task_id()  # pyright: ignore
+        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         if number != self._pass:
             self._pass, self._reached = number, set()
             _engine.queue_callback(self._end)
