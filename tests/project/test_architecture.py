@@ -182,7 +182,8 @@ def test_the_environment_is_read_in_one_place() -> None:
     readers = {
         module
         for module in SOURCES
-        if part(module) not in ("testing", "training", "accelerate") and "os.environ" in code(module)
+        if part(module) not in ("testing", "training", "accelerate")
+        and "os.environ" in code(module)
     }
     # The command line passes its own environment on to the ranks that it starts.
     assert readers == {"syncprims._world.runtime", "syncprims.cli"}

@@ -90,11 +90,11 @@ def test_copies_of_a_prepared_model_are_plain_models(world: Ranks) -> None:
 def test_a_pass_that_fails_leaves_no_trace(world: Ranks) -> None:
     class Broken(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, *_: torch.Tensor) -> Any:  # noqa: ARG004
+        def backward(ctx: Any, *_: torch.Tensor) -> Any:
             raise OSError("broken")
 
     def program() -> float:

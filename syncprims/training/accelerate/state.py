@@ -234,7 +234,7 @@ class GradientState:
 
     def __init__(self, plugin: Any = None, *, accelerator: Any = None) -> None:
         del plugin
-        self._job = accelerator or syncprims.current().extras.get(_ACCELERATOR)
+        self._job: Any = accelerator or syncprims.current().extras.get(_ACCELERATOR)
         if self._job is None:
             raise RuntimeError("make an Accelerator before a GradientState")
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import syncprims
+from syncprims.training.checkpoints.filesystem import LOG
 
 
 class Tracker:
@@ -229,6 +230,7 @@ class Tracking:
         given: Any = log_with if isinstance(log_with, list | tuple) else [log_with]
         self.trackers: list[Any] = []  #: that are made, those by name after :meth:`init_trackers`
         self.log_with: list[Any] = []  #: the names of trackers that are not made yet
+        self._missing: list[str] = []  # names whose libraries are not installed
         for one in given:
             name = getattr(one, "value", one)  # of an enumeration
             if name is None:
@@ -253,10 +255,12 @@ class Tracking:
             )
         kind, needs = _KNOWN[name]
         if needs and not any(map(find_spec, needs)):
-            raise ValueError(
-                f"log_with={name!r}: its library is not installed; pip install {needs[0]}, or use "
-                f"'jsonl', which needs none"
-            )
+            self._missing.append(name)
+            LOG.warning(
+                "log_with=%r: its library is not installed, so nothing is logged there; pip "
+                "install %s, or use 'jsonl', which needs none", name, needs[0],
+            )  # fmt: skip
+            return []
         if kind.requires_logging_directory and self.logging_dir is None:
             raise ValueError(
                 f"log_with={name!r} writes files; give the Accelerator a project_dir, or a "
@@ -300,13 +304,16 @@ class Tracking:
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker with this `name`; with `unwrap`, the object of its own library.
 
-        On other ranks than 0 the tracker is one that does nothing, whatever is called.
+        On other ranks than 0, and without its library, it is one that does nothing, whatever is
+        called.
 
         :raises ValueError: if there is none.
         """
         for tracker in self.trackers:
             if _name_of(tracker) == name:
                 return getattr(tracker, "tracker", tracker) if unwrap else tracker
+        if name in self._missing:
+            return _Silent(name)
         raise ValueError(f"no tracker is named {name!r}; log_with= takes them")
 
     def log(

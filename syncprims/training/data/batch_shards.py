@@ -56,7 +56,7 @@ class BatchShard:
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.skip = self.seed = self.epoch = 0
         self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
-        #: items that are not padding, by the number of this rank's batch, for padded rounds only
+        #: items that are not padding, by the number of this rank's batch, of rounds that are not full
         self.real: dict[int, int] = {}
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             raise ValueError(
@@ -138,10 +138,11 @@ class BatchShard:
                 rounds += 1
         if self.drop_last and len(current) < ranks:
             return
-        if current and even and ranks > 1:
+        if current:
             count = sum(map(_count, current))
-            current = self._pad(current, first, size)
-            if count < sum(map(_count, current)):
+            if even and ranks > 1:
+                current = self._pad(current, first, size)
+            if count < max(sum(map(_count, current)), (size or 0) * ranks):
                 real[rounds] = count
         if rank < len(current):
             yield current[rank]
@@ -173,8 +174,9 @@ class BatchShard:
                 size = None
             part = max(-(-len(items) // ranks), (size or 0) // ranks)
             missing = part * ranks - len(items)
-            if even and ranks > 1 and missing:
+            if missing or len(items) < (size or 0):
                 real[parts] = len(items)
+            if even and ranks > 1 and missing:
                 items += islice(cycle([*(first if size else items)]), missing)
             if mine := items[rank * part : (rank + 1) * part]:
                 yield mine
@@ -258,8 +260,8 @@ class StreamShard(IterableDataset[Any]):
             if len(round_) < size * ranks:
                 if self.plan.drop_last:
                     return
+                real = len(round_)
                 if self.plan.even and ranks > 1:
-                    real = len(round_)
                     round_ += islice(cycle(list(first)), size * ranks - len(round_))
             for item in round_[mine]:
                 yield Counted(item, real)
