@@ -61,6 +61,7 @@ class DropInAccelerator(job.Accelerator):
             resume_loaders=data.use_stateful_dataloader,
             skip_finished=True,
             save_together=False,
+            unwrap_for_hooks=True,
             log_with=log_with,
             dataloader_config=data,
             gradient_accumulation_plugin=gradient_accumulation_plugin,

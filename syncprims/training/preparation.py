@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple, overload
 
@@ -72,6 +75,20 @@ class JobOptions:
     ddp: dict[str, Any] | None = None  #: options for DDP
 
 
+class _NoSync:
+    """The method ``no_sync()`` of a prepared model, as DDP has it. In a copy it does nothing."""
+
+    def __init__(self, accumulator: Accumulator, model: nn.Module) -> None:
+        self._accumulator = accumulator
+        self._model = model
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self._accumulator.no_sync(self._model)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (contextlib.nullcontext,)
+
+
 class Preparation:
     """Prepares the objects of one job: for one device, one accumulator, with the same options."""
 
@@ -111,6 +128,8 @@ class Preparation:
             if self.device.type == "cuda":
                 options.setdefault("device_ids", [self.device.index])
             model = DistributedDataParallel(model, **options)
+        if get_world_size() > 1 and not hasattr(model, "no_sync"):
+            object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)
         self.accumulator.windows.add_model(model)
         return model

@@ -427,10 +427,17 @@ def test_a_tracker_of_a_library_gets_its_calls(world: Ranks, tmp_path: Path) -> 
         wandb: Any = types.ModuleType("wandb")
 
         class Run:
-            log = staticmethod(lambda values, step=None, **more: seen.append((values, step, more)))
-            finish = staticmethod(lambda: seen.append("finish"))
+            def log(self, values: Any, step: Any = None, **more: Any) -> None:
+                seen.append((values, step, more))
 
-        wandb.init = lambda **options: (seen.append(options), Run())[1]
+            def finish(self) -> None:
+                seen.append("finish")
+
+        def init(**options: Any) -> Run:
+            seen.append(options)
+            return Run()
+
+        wandb.init = init
         wandb.config = types.SimpleNamespace(update=lambda values, **_: seen.append(values))
         wandb.Image = lambda image: f"image {image}"
         wandb.__spec__ = types.SimpleNamespace(name="wandb")

@@ -66,11 +66,12 @@ def is_torchdata_stateful_dataloader_available() -> bool:
 def question(name: str) -> Any:
     """Return the function of this name, ``is_..._available``; None if there is no such question."""
     topic = name.removeprefix("is_").removesuffix("_available")
-    if topic in _NEVER:
-        return lambda *_, **__: False
-    if topic in _PACKAGES and name == f"is_{topic}_available":
-        return lambda *_, **__: find_spec(_PACKAGES[topic]) is not None
-    return None
+
+    def answer(*_: Any, **__: Any) -> bool:
+        return topic not in _NEVER and find_spec(_PACKAGES[topic]) is not None
+
+    known = topic in _NEVER or (topic in _PACKAGES and name == f"is_{topic}_available")
+    return answer if known else None
 
 
 def __getattr__(name: str) -> Any:

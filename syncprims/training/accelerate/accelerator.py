@@ -45,7 +45,8 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     once; `order` ``"torch"`` or ``"seedable"`` shuffles as torch does; `dispatch_streams` lets rank
     0 read streams; `resume_loaders` False leaves a loader's place to the script when a state is
     loaded; `skip_finished` continues a state from an epoch's last batch with the next epoch;
-    `save_together` False lets each rank save its part of a state without the others.
+    `save_together` False lets each rank save its part of a state without the others;
+    `unwrap_for_hooks` gives the models inside of DDP to hooks.
 
     :raises ConfigurationError: if the device cannot compute in this precision.
     :raises TypeError: for what has no equivalent, saying what to do instead.
@@ -74,6 +75,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         resume_loaders: bool = True,
         skip_finished: bool = False,
         save_together: bool = True,
+        unwrap_for_hooks: bool = False,
         log_with: Any = None,
         dataloader_config: Any = None,
         gradient_accumulation_plugin: Any = None,
@@ -115,7 +117,12 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.preparation = Preparation(self.accumulator, device, settings)
         self._trigger = syncprims.Trigger("accelerator")
-        self._start_saving(settings, resume_loaders=resume_loaders, together=save_together)
+        self._start_saving(
+            settings,
+            resume_loaders=resume_loaders,
+            together=save_together,
+            unwrap_for_hooks=unwrap_for_hooks,
+        )
         self._autocast_options = settings.autocast
         self._profile_options = settings.profile
         self._start_tracking(log_with)

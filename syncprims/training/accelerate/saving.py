@@ -87,8 +87,14 @@ class Checkpointing:
     logging_dir: Path | None
 
     def _start_saving(
-        self, settings: AcceleratorSettings, *, resume_loaders: bool, together: bool
+        self,
+        settings: AcceleratorSettings,
+        *,
+        resume_loaders: bool,
+        together: bool,
+        unwrap_for_hooks: bool,
     ) -> None:
+        self._unwrap_for_hooks = unwrap_for_hooks
         self._resume_loaders = resume_loaders
         self._together = together
         project, logging = settings.project_dir, settings.logging_dir
@@ -172,6 +178,11 @@ class Checkpointing:
         """Return the models inside of the prepared ones, by the names for saving them."""
         return {f"model_{i}": unwrap_model(m) for i, m in enumerate(self.accumulator.models)}
 
+    def _models_for_hooks(self) -> dict[str, nn.Module]:
+        if self._unwrap_for_hooks:
+            return self._named_models()
+        return {f"model_{i}": model for i, model in enumerate(self.accumulator.models)}
+
     def register_save_state_pre_hook(self, hook: SaveHook) -> Registered:
         """Call ``hook(models, weights, directory)`` on every rank before each :meth:`save_state`.
 
@@ -209,7 +220,7 @@ class Checkpointing:
         return is_local_main()
 
     @property
-    def project_configuration(self) -> Project:
+    def project_configuration(self) -> _OwnProject:
         """The project's directories, the number of kept checkpoints, and the next one's number."""
         named = self.project_dir is not None
         made = _OwnProject(
@@ -245,7 +256,7 @@ class Checkpointing:
             instead = "leave it out: a state is tensors and JSON, and never pickle"
             check_fixed(True, safe_serialization, "save_state(safe_serialization=False)", instead)
         common, own = self.stateful(), self.rank_stateful()
-        models, hooks = self._named_models(), self._before_saving
+        models, hooks = self._models_for_hooks(), self._before_saving
         if output_dir is not None:
             path = os.fspath(output_dir)
 
@@ -259,7 +270,7 @@ class Checkpointing:
                 path, offered, own, mark=self._mark(), block=block
             )
             if not safe_serialization and is_main():
-                for i, model in enumerate(models.values()):
+                for i, model in enumerate(self._named_models().values()):
                     name = f"pytorch_model_{i}.bin" if i else "pytorch_model.bin"
                     checkpoints.save_object(model.state_dict(), f"{path}/{name}", safe=False)
             return saving
@@ -301,7 +312,7 @@ class Checkpointing:
                 f"load_state(map_location={map_location!r}): it takes None, 'cpu' or 'on_device'"
             )
         common, own = self.stateful(), self.rank_stateful()
-        models, hooks = self._named_models(), self._before_loading
+        models, hooks = self._models_for_hooks(), self._before_loading
         if input_dir is not None:
             path = os.fspath(input_dir)
             if checkpoints.is_by_accelerate(path):
@@ -327,7 +338,7 @@ class Checkpointing:
     def _load_from_accelerate(self, path: str) -> None:
         accumulator, common = self.accumulator, self.stateful()
         models = self._named_models()
-        checkpoints.offer_models(path, self._before_loading, models, common)
+        checkpoints.offer_models(path, self._before_loading, self._models_for_hooks(), common)
         checkpoints.load_accelerate_state(
             path,
             [model for name, model in models.items() if name in common],

@@ -55,8 +55,9 @@ class BatchShard:
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.skip = self.seed = self.epoch = 0
+        self.checked = False  #: the first batches are compared on all ranks
         self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
-        #: items that are not padding, by the number of this rank's batch, of rounds that are not full
+        #: items that are not padding, by the number of this rank's batch, of a round not full
         self.real: dict[int, int] = {}
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             raise ValueError(
@@ -113,7 +114,7 @@ class BatchShard:
         :raises RankMismatch: on all ranks, if they are not. Collective.
         """
         batches = iter(self.batches)
-        if self.plan.ranks > 1 and not has_type(self.batch_sampler, SEEDED):
+        if self.checked and self.plan.ranks > 1 and not has_type(self.batch_sampler, SEEDED):
             first = list(islice(batches, self.plan.ranks))
             order = [list(one) if isinstance(one, list | tuple) else one for one in first]
             assert_same(order, f"the order of {type(self.batch_sampler).__name__}")

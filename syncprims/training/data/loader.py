@@ -121,7 +121,7 @@ class PreparedLoader(DataLoader[T]):
         given = given if self._shard is None else self._shard.batch_sampler
         self._epochs = EpochSetter(given)
         if self._shard is not None:
-            self._shard.seeded = seed is not None
+            self._shard.seeded, self._shard.checked = seed is not None, True
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: the object is being copied
