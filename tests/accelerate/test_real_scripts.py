@@ -28,9 +28,15 @@ pytestmark = [
 ]
 SCRIPTS = Path(__file__).parent / "scripts"
 kinds = pytest.mark.parametrize(
-    "kind", [k for k in TRAINED if str(k) in ("single-1", "file-2", "torch-2")], ids=str,
+    "kind",
+    [
+        pytest.param(k, marks=[pytest.mark.soak] if k.ranks == 1 else [])
+        for k in TRAINED
+        if str(k) in ("single-1", "file-2", "torch-2")
+    ],
+    ids=str,
     indirect=True,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
