@@ -9,7 +9,7 @@ WORKERS ?= 4
 PYTHONS ?= $(PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format soak bench docs dist release-check clean
+.PHONY: help demo test lint format soak launchers bench docs dist release-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,7 +18,8 @@ help: ## list the targets
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) --editable .
+	@# The warning is about a folder syncprims/ elsewhere: it says nothing about this installation.
+	PYTHONWARNINGS="ignore:Editable installation" $(PIP) --editable .
 	@# An editable install is not compiled, and without a writable cache it never is.
 	$(BIN)/python -m compileall -q syncprims backends
 	@touch $@
@@ -51,7 +52,7 @@ demo: $(VENV)/demo ## train on real data: four ranks, file backend, no GPU, no t
 	$(BIN)/syncprims run -n 4 examples/digits.py
 
 test: $(VENV)/test ## run all tests except the long loops, in parallel and in random order
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not launchers"
 
 lint: $(VENV)/lint ## check style and types
 	$(BIN)/ruff check .
@@ -65,6 +66,13 @@ format: $(VENV)/lint ## fix style automatically
 
 soak: $(VENV)/test ## run the long loops of the tests
 	$(BIN)/python -m pytest -m soak
+
+launchers: $(VENV)/test ## run real jobs under SLURM and Open MPI on pretended nodes (root on Debian or Ubuntu)
+	@if [ "$$(id -u)" = 0 ] && ! command -v slurmctld mpirun munged >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	        slurm-wlm munge openmpi-bin iproute2 hostname; fi
+	$(BIN)/python -m pytest -m launchers --record tests/launchers
+	cd tests && ../$(BIN)/python -m support.recording --page
 
 bench: $(VENV)/bench ## measure against peers: bench/RESULTS.md and pictures; continues after an interruption
 	$(BIN)/python -m compileall -q syncprims backends

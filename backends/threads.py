@@ -14,6 +14,7 @@ from syncprims.interface import Backend, Board, Label, Note, Settings, Status, T
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from syncprims.interface import State
 
@@ -28,17 +29,22 @@ class RankScheduler(Protocol):
     def step(self, rank: int) -> None:
         """Run another rank first, or not."""
 
+    def inside(self, rank: int) -> AbstractContextManager[object]:
+        """Let no other thread into a board during the block, except where this one waits."""
+        ...
+
     def wait(self, rank: int, ready: Callable[[], bool], until: float) -> None:
         """Run other ranks until ``ready()``, or until the time is `until`."""
 
 
-class Room:
+class SharedWorld:
     """What the ranks of one world share."""
 
     def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
         self.scheduler = scheduler
-        self.boards: dict[tuple[int, ...], _SharedBoard] = {}
-        self.waiting: dict[int, ThreadBoard] = {}  #: ranks that wait, and where
+        #: by members, and how many boards of theirs were closed before
+        self.boards: dict[tuple[tuple[int, ...], int], _SharedBoard] = {}
+        self.waiting: set[ThreadBoard] = set()  #: where a thread waits
         #: of each rank: the state, how it ended, and the failure it left
         self.states: list[tuple[State, str, bytes]] = [("unknown", "", b"")] * world_size
         self.any_ended = False
@@ -79,12 +85,16 @@ class ThreadBackend(Backend):
     spans_hosts = True  # as far as a test pretends
     detects_death = True
 
-    def __init__(self, topology: Topology, settings: Settings, room: Room | None = None) -> None:
-        if room is None:
+    def __init__(
+        self, topology: Topology, settings: Settings, world: SharedWorld | None = None
+    ) -> None:
+        if world is None:
             self.check(topology, settings)
         super().__init__(topology, settings)
-        self._room = room
-        room.states[topology.rank] = "alive", "", b""
+        self._world = world
+        self._closed: dict[tuple[int, ...], int] = {}  # boards of these members
+        self.host = str(topology.node_rank)  # that a test pretends
+        world.states[topology.rank] = "alive", "", b""
 
     @classmethod
     def check(cls, topology: Topology, settings: Settings) -> NoReturn:
@@ -95,25 +105,33 @@ class ThreadBackend(Backend):
         )
 
     @classmethod
-    def room(cls, scheduler: RankScheduler, world_size: int) -> Room:
-        """Return the room of a new world."""
-        return Room(scheduler, world_size)
+    def shared_world(cls, scheduler: RankScheduler, world_size: int) -> SharedWorld:
+        """Return what the ranks of a new world share."""
+        return SharedWorld(scheduler, world_size)
 
     def board(self, members: Sequence[int]) -> ThreadBoard:
         """Return the board of `members`."""
-        return ThreadBoard(members, self.topology.rank, self._room)
+        closed = self._closed.get(tuple(members), 0)
+        return ThreadBoard(members, self.topology.rank, self._world, closed)
+
+    def close_board(self, board: Board) -> bool:
+        """Forget the board: its members meet at a new one."""
+        closed = self._closed.get(board.members, 0)
+        self._world.boards.pop((board.members, closed), None)
+        self._closed[board.members] = closed + 1
+        return True
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish how this rank ends."""
-        self._room.leave(self.topology.rank, failure)
+        self._world.leave(self.topology.rank, failure)
 
     def publish(self, word: bytes) -> None:
         """Make `word` readable for others."""
-        self._room.words[self.topology.rank] = word
+        self._world.words[self.topology.rank] = word
 
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
-        return self._room.words[rank]
+        return self._world.words[rank]
 
 
 class ThreadBoard(Board):
@@ -121,45 +139,50 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(self, members: Sequence[int], rank: int, room: Room) -> None:
+    def __init__(self, members: Sequence[int], rank: int, world: SharedWorld, closed: int) -> None:
         super().__init__(members)
-        self._rank = rank
-        self._room = room
-        self._scheduler = room.scheduler
-        self._shared = room.boards.setdefault(self.members, _SharedBoard(self.members))
+        self.rank = rank  #: whose view of the board this is
+        self._world = world
+        self._scheduler = world.scheduler
+        key = self.members, closed
+        self._shared = world.boards.setdefault(key, _SharedBoard(self.members))
 
     def post(self, note: Note) -> None:
         """Publish the note."""
-        if self.posted > self.collected:
-            self._scheduler.step(self._rank)  # it continues without waiting: others may be faster
-        shared = self._shared
-        self.posted += 1
-        notes = shared.rounds.setdefault(self.posted, {})
-        notes[self._rank] = note
-        shared.posted[self._rank] = self.posted
-        shared.last[self._rank] = note.label
+        with self._scheduler.inside(self.rank):
+            if self.posted > self.collected:
+                # It continues without waiting: others may be faster.
+                self._scheduler.step(self.rank)
+            shared = self._shared
+            self.posted += 1
+            notes = shared.rounds.setdefault(self.posted, {})
+            notes[self.rank] = note
+            shared.posted[self.rank] = self.posted
+            shared.last[self.rank] = note.label
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Return the notes of the oldest uncollected round; other ranks run meanwhile."""
-        if self._is_complete():
-            self._scheduler.step(self._rank)  # the last to come need not be the first to continue
-        elif not self._is_in_vain():
-            self.waiting_since = self._scheduler.now()
-            until = self.waiting_since + (math.inf if timeout is None else timeout)
-            self._room.waiting[self._rank] = self
-            try:
-                self._scheduler.wait(self._rank, self._settled, until)
-            finally:
-                self._room.waiting.pop(self._rank, None)
-        if not self._is_complete():
-            return None
-        number = self.collected = self.collected + 1
-        shared = self._shared
-        notes = shared.rounds[number]
-        readers = shared.readers[number] = shared.readers.get(number, 0) + 1
-        if readers == len(self.members):
-            del shared.rounds[number], shared.readers[number]
-        return tuple(notes[member] for member in self.members)
+        with self._scheduler.inside(self.rank):
+            if self._is_complete():
+                # The last to come need not be the first to continue.
+                self._scheduler.step(self.rank)
+            elif not self._is_in_vain():
+                self.waiting_since = self._scheduler.now()
+                until = self.waiting_since + (math.inf if timeout is None else timeout)
+                self._world.waiting.add(self)
+                try:
+                    self._scheduler.wait(self.rank, self._settled, until)
+                finally:
+                    self._world.waiting.discard(self)
+            if not self._is_complete():
+                return None
+            number = self.collected = self.collected + 1
+            shared = self._shared
+            notes = shared.rounds[number]
+            readers = shared.readers[number] = shared.readers.get(number, 0) + 1
+            if readers == len(self.members):
+                del shared.rounds[number], shared.readers[number]
+            return tuple(notes[member] for member in self.members)
 
     def _is_complete(self) -> bool:
         """Return whether the oldest uncollected round may be collected."""
@@ -171,10 +194,10 @@ class ThreadBoard(Board):
         """Return whether it never will be complete."""
         if self.verdict() is not None:
             return True
-        if not self._room.any_ended:
+        if not self._world.any_ended:
             return False
         missing = self.missing()
-        states = ((member, self._room.states[member][0]) for member in self.members)
+        states = ((member, self._world.states[member][0]) for member in self.members)
         return any(
             state in ("lost", "failed") or (state == "finished" and member in missing)
             for member, state in states
@@ -191,7 +214,7 @@ class ThreadBoard(Board):
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
         shared = self._shared
-        return Status(shared.posted[rank], shared.last.get(rank), *self._room.states[rank])
+        return Status(shared.posted[rank], shared.last.get(rank), *self._world.states[rank])
 
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""

@@ -9,11 +9,12 @@ step and leave. When the script is started again, it continues exactly from ther
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from syncprims import Trigger, all_reduce, get_rank, print_main
+from syncprims import Trigger, all_reduce, get_rank, is_main, print_main
 from syncprims.training import Checkpoints
 
 
@@ -63,6 +64,8 @@ def train(directory: str, steps: int, save_every: int) -> float:
         if progress.done % save_every == 0:
             checkpoints.save(progress.done, everything, block=False)  # in the background
     checkpoints.save(progress.done, everything)
+    if is_main():
+        Path(directory, "finished").touch()  # a job that is started again has nothing left to do
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 
 

@@ -51,6 +51,7 @@ from syncprims.errors import (
     RankMismatch,
     SyncError,
     SyncTimeout,
+    SyncWarning,
     WorldClosed,
 )
 from syncprims.interface import Topology
@@ -65,7 +66,7 @@ __all__ = [  # noqa: RUF022 - in the order of the reference
     "Trigger", "set_trigger", "check_trigger", "print_main", "progress", "get_logger",
     "SyncError", "Failure", "ConfigurationError", "BackendUnavailable", "CollectiveMismatch",
     "RankMismatch", "SyncTimeout", "PeerLost", "PeerFailed", "EncodingError", "WorldClosed",
-    "ForkedProcess", "ConcurrentCall", "CheckpointError",
+    "ForkedProcess", "ConcurrentCall", "CheckpointError", "SyncWarning",
 ]  # fmt: skip
 
 __version__: str  #: the installed release

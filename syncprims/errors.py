@@ -35,11 +35,14 @@ class Failure(NamedTuple):
             name = f"{kind.__module__}.{name}"
         try:
             message = str(error)
-        except Exception as broken:  # a user's __str__ must not hide the failure
+        except BaseException as broken:  # a user's __str__ must not hide the failure
             message = f"<no text: its __str__ raised {type(broken).__name__}>"
         import traceback  # slow to import, and only a failure needs it
 
-        text = "".join(traceback.format_exception(error))
+        try:
+            text = "".join(traceback.format_exception(error))
+        except Exception as broken:  # there may be no memory or no stack left
+            text = f"<no traceback: to format it raised {type(broken).__name__}>"
         return cls(rank, name, _cut(message, 1500), _cut(text, 6000), isinstance(error, TORN))
 
     @property
@@ -165,6 +168,10 @@ class PeerFailed(SyncError, RuntimeError):
         )
 
 
+class SyncWarning(UserWarning):
+    """Ranks of a test have probably met in different calls, without a difference that counts."""
+
+
 class CheckpointError(SyncError, OSError):
     """A checkpoint could not be written completely, or is not what was written.
 
@@ -192,7 +199,7 @@ class CheckpointError(SyncError, OSError):
 TORN = (CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed)
 
 
-#: No dumped error is longer, so that a backend can reserve room for one.
+#: No dumped error is longer, so that a backend can reserve space for one.
 LONGEST_DUMP = 12 * 1024
 
 
@@ -272,6 +279,7 @@ _CLASSES: list[type[SyncError]] = [SyncError, *SyncError.__subclasses__()]
 _KINDS = {kind.__name__: kind for kind in _CLASSES}
 for _kind in _KINDS.values():
     _kind.__module__ = "syncprims"  # tracebacks show the name that users import
+SyncWarning.__module__ = "syncprims"
 
 
 def describe_exit(status: int | None) -> str:
@@ -283,10 +291,14 @@ def describe_exit(status: int | None) -> str:
         return "its process is gone, how is not known"
     if status >= 0:
         return f"exit code {status}"
-    import signal
+    return f"killed by {signal_name(-status)}"
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGTERM``, or ``signal 35`` for one without a name."""
+    import signal  # slow to import
 
     try:
-        name = signal.Signals(-status).name
+        return signal.Signals(number).name
     except ValueError:
-        name = f"signal {-status}"
-    return f"killed by {name}"
+        return f"signal {number}"

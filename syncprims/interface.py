@@ -1,10 +1,12 @@
-"""The contract: what a backend is.
+"""The contract between the library and its backends.
 
-Two nouns. A :class:`Board` is where one group meets: each rank *posts* a note for its next round
-and *collects* the notes of all. A :class:`Backend` makes boards. Everything else - barriers,
-broadcasts, flags, failures, deadlines, diagnosis - is written once, above this page.
+A :class:`Board` is where one group meets: each rank *posts* a note for its next round and
+*collects* the notes of all. A :class:`Backend` makes boards. Everything else (barriers, broadcasts,
+flags, failures, deadlines, diagnosis) is written once, on top of these two. Backends move bytes.
+They never see an object, a user's function or an environment variable.
 
-Backends move bytes. They never see an object, a user's function or an environment variable.
+The module has four parts: the configuration that a backend is made from, the messages that ranks
+post, the contract itself, and the view from outside.
 """
 
 from __future__ import annotations
@@ -15,11 +17,29 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+
+__all__ = [  # noqa: RUF022 - in the order of this file
+    "UNKNOWN", "Topology", "Settings", "own_device_index",
+    "Label", "Note",
+    "State", "Status", "Window", "Engine", "DeviceEngine", "Board", "Backend",
+    "WaitView", "BoardView", "WorldView", "WorldReader",
+]  # fmt: skip
+
+
+# -- configuration: what a backend is made from ----------------------------------------------------
+
+#: In place of a number of ranks or nodes on hosts that the launcher does not say. All of them are
+#: known once the world has met.
+UNKNOWN = -1
 
 
 class Topology(NamedTuple):
-    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms."""
+    """The numbers of ranks and nodes in a run, and this process's own, in torchrun's terms.
+
+    Those about hosts, `local_rank` to `num_nodes`, may be :data:`UNKNOWN` before the world has met.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -29,6 +49,26 @@ class Topology(NamedTuple):
     num_nodes: int = 1
     launcher: str = "none"  #: who started the ranks
     run_id: str | None = None  #: no other run (or restart) has it, where known
+
+
+class Settings(NamedTuple):
+    """What the user may set. Times are in seconds."""
+
+    timeout: float | None = None  #: of a call that has none; None leaves it to the backend
+    join_timeout: float = 300.0  #: for all ranks to come when the world starts
+    warn_after: float = 30.0  #: a longer wait logs which ranks it waits for
+    directory: str | None = None  #: where the ranks of one host meet, if the user says so
+    runtime_directory: str | None = None  #: the system's directory for runtime files, if any
+    pickle: bool = True  #: may objects without a safe encoding travel as pickles
+    strict: bool = False  #: all ranks must make a call that has no name from the same line
+    store: tuple[str, int] | None = None  #: host and port of the rendezvous store
+    agent_store: bool = False  #: torchrun's agent serves it, so that no rank has to
+    heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
+    gloo_interfaces: str | None = None  #: network interfaces for bulk data, separated by commas
+    error_file: str | None = None  #: where the launcher looks for why this rank failed
+    trace: str | None = None  #: directory in which every round is recorded
+    trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds are dropped
+    mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
 
 
 def own_device_index(current: int, count: int, local_rank: int) -> int:
@@ -41,23 +81,7 @@ def own_device_index(current: int, count: int, local_rank: int) -> int:
     return current or local_rank % max(1, count)
 
 
-class Settings(NamedTuple):
-    """What the user may set. Times are in seconds."""
-
-    timeout: float | None = None  #: of a call that has none; None leaves it to the backend
-    join_timeout: float = 300.0  #: for all ranks to come when the world starts
-    warn_after: float = 30.0  #: a longer wait logs which ranks it waits for
-    directory: str | None = None  #: where the ranks of one host meet, if the user says so
-    runtime_directory: str | None = None  #: the system's directory for runtime files, if any
-    pickle: bool = True  #: may objects without a safe encoding travel as pickles
-    store: tuple[str, int] | None = None  #: host and port of the rendezvous store
-    agent_store: bool = False  #: torchrun's agent serves it, so that no rank has to
-    heartbeat: float = 10.0  #: a host without a sign of life for so long counts as lost
-    gloo_interfaces: str | None = None  #: network interfaces for bulk data, separated by commas
-    error_file: str | None = None  #: where the launcher looks for why this rank failed
-    trace: str | None = None  #: directory in which every round is recorded
-    trace_limit: int = 256 << 20  #: bytes of it for each rank; the oldest rounds are dropped
-    mixed_precision: str | None = None  #: what `training` computes in, unless a script sets it
+# -- messages: what ranks post ---------------------------------------------------------------------
 
 
 _compared = attrgetter("kind", "name", "src", "op")
@@ -67,7 +91,8 @@ class Label:
     """The call that a rank makes in a round.
 
     `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
-    the call, is shown but never compared: `barrier()` in two branches of an `if` is one barrier.
+    the call, is shown and no part of equality: `barrier()` in two branches of an `if` is one
+    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that have no name.
     """
 
     __slots__ = ("_encoded", "kind", "name", "op", "site", "src")
@@ -148,6 +173,9 @@ class Note(NamedTuple):
         return cls(Label.decode(label), flag == b"1", payload, failure)
 
 
+# -- the contract: what a backend offers -----------------------------------------------------------
+
+
 State = Literal["unknown", "alive", "finished", "failed", "lost"]
 
 
@@ -223,7 +251,7 @@ class Board(ABC):
     #: Carries bytes between all members, if there is no window. All members have one, or none.
     engine: Engine | None = None
     #: Carries tensors between all members' devices; without it they pass through hosts' memory.
-    devices: DeviceEngine | None = None
+    device_engine: DeviceEngine | None = None
     #: Payloads of more bytes travel through the engine and not in a note. None on a board with a
     #: window, where two transfers of one call would use the same places.
     note_limit: int | None = None
@@ -235,6 +263,8 @@ class Board(ABC):
     waiting_since: float = 0.0
     #: Whether a barrier of one member is a round, too, as where a test observes every round.
     posts_alone: bool = False
+    #: Whether `syncprims who` can read it from outside: the warning of a long wait says so.
+    seen_outside: bool = False
     #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
     #: has none. None while it does not wait.
     waits_until: float | None = None
@@ -285,12 +315,18 @@ class Board(ABC):
         Optional: for boards whose :meth:`status` may lag behind.
         """
 
+    def publish_wait(self, wait: WaitView) -> None:  # noqa: B027 - optional
+        """Publish to other processes what this rank waits for; called if that takes a moment.
+
+        Optional: `syncprims who` shows it.
+        """
+
     def window(self) -> Window | None:
         """Return memory that all members share, the same amount on each; None if there is none.
 
         Optional: without it and without an engine, arrays travel in notes.
 
-        :raises OSError: if there is no room for it.
+        :raises OSError: if there is no space for it.
         """
         return None
 
@@ -312,6 +348,9 @@ class Backend(ABC):
     detects_death: ClassVar[bool] = False
     #: can the ranks have a default group of ``torch.distributed``?
     has_process_group: ClassVar[bool] = False
+    #: Of a backend that spans hosts and knows who shares one: the same for all ranks of this host,
+    #: and for no other rank. Without it the library asks the operating system.
+    host: str | None = None
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.topology = topology
@@ -324,9 +363,24 @@ class Backend(ABC):
         Optional: `syncprims env` calls it, and `syncprims run` before it starts any rank.
         """
 
+    def set_topology(self, topology: Topology) -> None:
+        """Keep `topology`: the ranks have met, so its numbers about hosts are known now."""
+        self.topology = topology
+
     @abstractmethod
     def board(self, members: Sequence[int]) -> Board:
-        """Return the board of the group of `members`; called once per group on each of them."""
+        """Return the board of the group of `members`; called once per group on each of them.
+
+        After :meth:`close_board` it may be called again.
+        """
+
+    def close_board(self, board: Board) -> bool:
+        """Release what `board` holds, and return True; no member makes another call at it.
+
+        Called on every member after a last round. :meth:`board` then returns a new one for the same
+        members. Optional: by default nothing happens, and the same board is used again.
+        """
+        return False
 
     @abstractmethod
     def close(self, failure: bytes | None = None) -> None:
@@ -356,3 +410,54 @@ class Backend(ABC):
 
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""
+
+
+# -- the view from outside: optional, for programs that are no rank --------------------------------
+
+
+class WaitView(NamedTuple):
+    """A wait of one member of a board."""
+
+    number: int  #: of the round; 0 if it does not wait
+    since: float = 0.0  #: as :func:`time.monotonic`
+    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
+
+
+class BoardView(NamedTuple):
+    """What a process outside of the run reads of a board, while its members go on."""
+
+    members: tuple[int, ...]  #: world ranks, ascending
+    statuses: Mapping[int, Status]  #: of each member
+    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
+    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
+
+    def status(self, rank: int) -> Status:
+        """Return what is known of member `rank`."""
+        return self.statuses[rank]
+
+
+class WorldView(NamedTuple):
+    """What a process outside of the run reads of a world, or of its part on this host."""
+
+    run_id: str
+    backend: str
+    world_size: int
+    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
+    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
+    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
+    states: Mapping[int, Status]  #: of the ranks of this host
+    problem: str = ""  #: why the rest cannot be read, if it cannot
+
+
+class WorldReader(ABC):
+    """Reads one world from outside. It never writes, and takes no lock that a rank needs."""
+
+    path: str  #: of the directory in which the ranks meet
+
+    @abstractmethod
+    def read(self) -> WorldView | None:
+        """Return what can be read now; None once the world has ended and removed its files."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is open."""

@@ -11,11 +11,13 @@ a killed world left behind is removed by the next one: the locks of its slots ar
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import hashlib
 import os
 import re
+import resource
 import sys
 import time
 from pathlib import Path
@@ -24,12 +26,20 @@ from typing import TYPE_CHECKING
 import filelock
 
 from syncprims import errors
-from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, SyncError
-from syncprims.interface import Backend, Settings, Topology
+from syncprims.errors import (
+    BackendUnavailable,
+    ConfigurationError,
+    PeerLost,
+    SyncError,
+    format_ranks,
+)
+from syncprims.interface import Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
+from .description import BoardDescription, WorldDescription, describe_board, describe_world
 from .filesystems import refuse_remote, refuse_useless_locks
-from .liveness import Liveness, joined, world_size_of
+from .liveness import FILE as LIVENESS
+from .liveness import Liveness, ProcessIdentity, examine_from_outside, joined, world_size_of
 from .private_dir import PrivateDirectory, default_base
 
 if TYPE_CHECKING:
@@ -38,6 +48,7 @@ if TYPE_CHECKING:
 _PREFIX, _LOCK = "syncprims-", ".lock"  # of our files in a directory that may hold others
 _LOCK_TIMEOUT = 30.0  # seconds; the lock is held for milliseconds
 _LOCK_PAUSE = 0.002  # seconds between two attempts
+_DESCRIPTORS = 20  # that a rank needs, beside one for each other rank
 _SLOT_TIMEOUT = 5.0  # seconds for the last process of this rank to end
 
 
@@ -48,11 +59,23 @@ class FileBackend(Backend):
     spans_hosts = False
     detects_death = True
 
-    def __init__(self, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        settings: Settings,
+        description: WorldDescription | None = None,
+    ) -> None:
+        """Join the world; `description` says what this is a part of, if it is one."""
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
+        self._user = os.geteuid()
+        size = topology.world_size
+        self._description = description or WorldDescription(
+            topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
+        )
         self._boards: list[SharedMemoryBoard] = []
+        self._closed = collections.Counter[tuple[int, ...]]()  # boards of these members
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
@@ -80,22 +103,54 @@ class FileBackend(Backend):
 
     def board(self, members: Sequence[int]) -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
-        return self.open_board(members, board_name(members), members)
+        return self.open_board(members, self.name_of(members), members, members)
+
+    def close_board(self, board: Board) -> bool:
+        """Unmap the board and remove its files."""
+        self.release(board.members, board)
+        return True
+
+    def name_of(self, members: Sequence[int]) -> str:
+        """Return the name of the board of `members`: a new one after each that was closed."""
+        return board_name(members, self._closed[tuple(members)])
+
+    def release(self, members: Sequence[int], board: Board) -> None:
+        """Close `board`, this host's part of that of `members`, and remove the files of both.
+
+        A member that is still in the last round keeps what it has mapped.
+        """
+        assert isinstance(board, SharedMemoryBoard)
+        self._boards.remove(board)
+        board.close()
+        name, directory = self.name_of(members), self.liveness.directory
+        self._closed[tuple(members)] += 1
+        with contextlib.suppress(OSError):  # then they are removed with the world
+            for found in directory.names():
+                if found == name or found.startswith(f"{name}-"):
+                    directory.remove(found)
 
     def open_board(
-        self, members: Sequence[int], name: str, slots: Sequence[int]
+        self, members: Sequence[int], name: str, slots: Sequence[int], everywhere: Sequence[int]
     ) -> SharedMemoryBoard:
-        """Return the board `name` of members whose liveness slots are `slots`."""
-        with self.locked_directory():
+        """Return the board `name` of members whose liveness slots are `slots`.
+
+        They are this host's part of those that are members `everywhere`.
+        """
+        description = BoardDescription(format_ranks(everywhere), format_ranks(members))
+        with self.locked_directory() as directory:
             board = SharedMemoryBoard(name, members, self.liveness, slots)
+            describe_board(directory, name, description)
         self._boards.append(board)
         return board
 
     @contextlib.contextmanager
     def locked_directory(self) -> Generator[PrivateDirectory]:
         """Hold the run's lock: meanwhile no other rank creates a file in this world's directory."""
+        directory = self.liveness.directory
+        if directory.is_removed:
+            raise BackendUnavailable(str(directory.removed("opening a group").strerror))
         with self._explained_os_errors(), _locked(self._base, self._run_path.name):
-            yield self.liveness.directory
+            yield directory
 
     def is_broken(self) -> bool:
         """Return whether a group of this rank is broken."""
@@ -148,12 +203,30 @@ class FileBackend(Backend):
         except OSError as error:
             if isinstance(error, SyncError):
                 raise
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            cure = "free some space" if full else "make it readable and writable for its owner"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                count = self.topology.world_size
+                raise BackendUnavailable(
+                    f"rank {self.topology.rank} has too few descriptors to meet the others: "
+                    f"{error}. This process may have "
+                    f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open. A world of {count} "
+                    f"ranks needs about {_DESCRIPTORS + count} beside the program's own: raise the "
+                    f"limit (ulimit -n)"
+                ) from error
             raise BackendUnavailable(
-                f"{self._run_path} cannot hold what the ranks need to meet: {error}; {cure}, or "
-                f"set SYNCPRIMS_DIR to another place"
+                f"{self._run_path} cannot hold what the ranks need to meet: {error}; "
+                f"{self._cure_for(error)}"
             ) from error
+
+    def _cure_for(self, error: OSError) -> str:
+        """Return what the user can do where this directory refuses something."""
+        if error.errno == errno.EACCES and os.geteuid() != self._user:
+            return (
+                f"this rank joined as user {self._user}, and now runs as user {os.geteuid()}: drop "
+                f"privileges before the first call"
+            )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        cure = "free some space" if full else "make it readable and writable for its owner"
+        return f"{cure}, or set SYNCPRIMS_DIR to another place"
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -192,6 +265,7 @@ class FileBackend(Backend):
                 # Those that have joined this world raise it as well.
                 abort_from_outside(directory, board_name(range(found)), found, errors.dump(error))
                 raise error
+            describe_world(directory, self._description)
             self.liveness = Liveness(directory, top.rank, top.world_size)
         except BaseException:
             directory.close()
@@ -202,10 +276,21 @@ class FileBackend(Backend):
     def _cannot_join(self) -> SyncError:
         rank = self.topology.rank
         with _locked(self._base, self._run_path.name) as run:
-            _, alive = _newest_world(run)
+            number, alive = _newest_world(run)
+            holder = _process_of(run, number, rank) if alive.get(rank) else None
         if alive.get(rank):
+            own, who = ProcessIdentity.own(), "another living process"
+            if holder is not None and own.is_descendant_of(holder):
+                return ConfigurationError(
+                    f"process {own.pid} is a child of rank {rank} (process {holder.pid}) and not a "
+                    f"rank, but has its variables: it cannot synchronize. Call primitives in the "
+                    f"parent, or, to make the child a rank of another world, start it with its own "
+                    f"SYNCPRIMS_RANK, SYNCPRIMS_WORLD_SIZE and SYNCPRIMS_RUN_ID"
+                )
+            if holder is not None and holder.is_descendant_of(own):
+                who = f"process {holder.pid}, which is a child of this process {own.pid}"
             return ConfigurationError(
-                f"rank {rank} of this run is taken by another living process, in "
+                f"rank {rank} of this run is taken by {who}, in "
                 f"{self._run_path}: give every process its own rank, and every run its own "
                 f"SYNCPRIMS_RUN_ID"
             )
@@ -296,9 +381,10 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
     return base_path(settings) / f"{_PREFIX}{safe}"
 
 
-def board_name(members: Sequence[int]) -> str:
-    """Return the name of the board of `members`."""
-    digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=8)
+def board_name(members: Sequence[int], closed: int = 0) -> str:
+    """Return the name of the board of `members`, after so many of theirs were closed."""
+    which = (tuple(members), closed) if closed else tuple(members)
+    digest = hashlib.blake2b(repr(which).encode(), digest_size=8)
     return f"board-{digest.hexdigest()}"
 
 
@@ -333,6 +419,17 @@ def _world_to_join(run: PrivateDirectory, rank: int) -> str | None:
         # in both cases the living are about to leave.
         return None
     return _world_name(number if lives and rank not in alive else number + 1)
+
+
+def _process_of(run: PrivateDirectory, number: int, rank: int) -> ProcessIdentity | None:
+    """Return which process has taken `rank` in a world; None if that cannot be read."""
+    with (
+        contextlib.suppress(OSError, SyncError),
+        contextlib.closing(run.sub(_world_name(number))) as world,
+        world.opened(LIVENESS, os.O_RDONLY) as fd,
+    ):
+        return examine_from_outside(world.fd, fd, rank, ProcessIdentity.own().namespace)[0]
+    return None
 
 
 def _remove_ended(base: PrivateDirectory, run: PrivateDirectory, keep: str | None = None) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from syncprims.interface import Board, Label, Note, Status
 
 from .abort import Aborts
+from .claims import Claims
 from .memory import (
     BODY_SIZE,
     CELLS,
@@ -31,12 +32,11 @@ from .memory import (
     open_window,
     word_of,
 )
-from .private_dir import no_room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncprims.interface import Window
+    from syncprims.interface import WaitView, Window
 
     from .liveness import Liveness
     from .private_dir import PrivateDirectory
@@ -54,6 +54,8 @@ _WIDTH = WORD.size
 
 class SharedMemoryBoard(Board):
     """The board of `members` in the file `name`, seen from the one whose slot `liveness` holds."""
+
+    seen_outside = True
 
     def __init__(
         self, name: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int]
@@ -81,7 +83,9 @@ class SharedMemoryBoard(Board):
         self._spilled: list[tuple[int, str]] = []
         self._cells = Cells(liveness.directory, name, len(self.members))
         self._memory = self._cells.memory
-        self._aborts = Aborts(self._cells, liveness.directory, name, self._index)
+        self._aborts = Aborts(
+            self._cells.aborts, liveness.claims, name, self._index, self._cells.all_posted
+        )
         self._rows = self._cells.rows
         self._own = [self._cells.word_at(cell, self._index) for cell in range(CELLS)]
         self._asleep = self._cells.asleep
@@ -174,16 +178,22 @@ class SharedMemoryBoard(Board):
         try:
             directory.write(name, content)
         except OSError as error:
-            directory.remove(name)
+            with contextlib.suppress(PermissionError):
+                directory.remove(name)
             action = f"writing {len(content)} bytes for the other ranks"
-            raise no_room(error, action, directory.path / name) from error
+            raise directory.explained(error, action, name) from error
         self._spilled.append((number, name))
 
     def _read_spilled(self, rank: int, number: int) -> bytes:
-        """Return the content of the file that `rank` wrote for `number`; empty if there is none."""
-        with contextlib.suppress(FileNotFoundError):
-            return self._liveness.directory.read(self._spill_name(rank, number))
-        return b""
+        """Return the content of the file that `rank` wrote for `number`.
+
+        :raises FileNotFoundError: if something has removed it.
+        """
+        directory, name = self._liveness.directory, self._spill_name(rank, number)
+        try:
+            return directory.read(name)
+        except FileNotFoundError as error:
+            raise directory.explained(error, f"reading what rank {rank} sends", name) from error
 
     def _spill_name(self, rank: int, number: int) -> str:
         return f"{self._name}-{rank}-{number}"
@@ -379,11 +389,16 @@ class SharedMemoryBoard(Board):
         """Return the verdict that covers the oldest uncollected round, if there is one."""
         return self._aborts.verdict(self.collected + 1)
 
+    def publish_wait(self, wait: WaitView) -> None:
+        """Record in this board's memory what this rank waits for."""
+        with contextlib.suppress(ValueError):  # closed meanwhile: a signal handler forked
+            self._cells.write_wait(self._index, wait)
+
     def window(self) -> Window:
         """Return the memory that arrays pass through; the first call creates it."""
         if self._window is None:
             name, count = f"{self._name}-window", len(self.members)
-            self._window = open_window(self._liveness.directory, name, count)
+            self._window = open_window(self._liveness.directory, self._liveness.claims, name, count)
         return self._window
 
     def close(self) -> None:
@@ -429,6 +444,8 @@ class _SpinPolicy:
 
 def abort_from_outside(directory: PrivateDirectory, name: str, count: int, verdict: bytes) -> None:
     """Abort a board whose members still wait for others to join; for a rank that cannot join."""
-    cells = Cells(directory, name, count)
-    Aborts(cells, directory, name, index=count).abort(1, verdict)
-    cells.close()
+    with (
+        contextlib.closing(Cells(directory, name, count)) as cells,
+        contextlib.closing(Claims(directory)) as claims,
+    ):
+        Aborts(cells.aborts, claims, name, count, cells.all_posted).abort(1, verdict)

@@ -3,12 +3,13 @@
 A rank that has waited for a while sleeps until another rank wakes it or a process ends. Its
 doorbell is a named pipe. Correctness does not depend on it: a sleeping rank checks now and then.
 
-Each rank holds a lock file for as long as it lives. The kernel frees the lock when the process
-ends, however it ends. So nothing has to be touched while all is well, and no rank is ever declared
-dead by a clock: a stopped or swapping rank still holds its lock.
+Each rank holds a lock for as long as it lives. The kernel frees the lock when the process ends,
+however it ends. So nothing has to be touched while all is well, and no rank is ever declared dead
+by a clock: a stopped or swapping rank still holds its lock.
 
-A forked child would inherit the lock and outlive its rank with it. So the core closes the slot in
-forked children, and, for forks that Python does not see, the process itself is watched too.
+It is in fact two locks. The members of a world ask for the record lock (`record_locks.py`), which
+no child inherits. The lock of a file of its own shows to processes that join or clean up which
+ranks are in the world. A forked child inherits that one, so the core closes it in the child.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncprims import errors
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
-from .memory import RECORD_HEAD, await_record, map_file, read_header, write_record
+from .claims import Claims
+from .memory import (
+    RECORD_HEAD,
+    await_record,
+    map_file,
+    read_header,
+    read_record,
+    write_record,
+)
+from .record_locks import RecordLocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,8 +46,8 @@ if TYPE_CHECKING:
 
     from .private_dir import PrivateDirectory
 
-_FILE = "liveness"
-_MAGIC = b"syncprims liveness 2"
+FILE = "liveness"
+MAGIC = b"syncprims liveness 2"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
 _PUBLISHED_AT, _PUBLISHED_SIZE = 64, 4096 - 64
@@ -45,8 +55,8 @@ _FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
 _SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
 _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a normal end
-#: Seconds for a process that has lost its lock to be gone: all it has left to do is to end. (One
-#: that closed the lock and lives on, by running another program, is lost all the same.)
+#: Seconds for a process that has lost its lock to be gone: all it has left to do is to end, unless
+#: it runs another program.
 _DYING = 0.2
 
 
@@ -70,11 +80,15 @@ class Liveness:
         with contextlib.ExitStack() as undo:
             self.doorbell = Doorbell(directory, rank)
             undo.callback(self.doorbell.close)
-            self._memory = map_file(directory, _FILE, _MAGIC, world_size, _slot(world_size))
+            self._memory = map_file(directory, FILE, MAGIC, world_size, _slot(world_size))
             undo.callback(self._memory.close)
+            self.claims = Claims(directory)  #: of the world
+            undo.callback(self.claims.close)
             self._lock_fd = directory.open_file(_lock_name(rank), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, self._lock_fd)
             _lock(self._lock_fd)
+            self._records = RecordLocks(directory, rank)
+            undo.callback(self._records.close)
             self._write_state(_ALIVE)
             undo.pop_all()
 
@@ -99,6 +113,8 @@ class Liveness:
         self._rank_of_fd.clear()
         self.doorbell.close()
         os.close(self._lock_fd)
+        self._records.close()
+        self.claims.close()
         self._memory.close()
 
     # -- the others' slots ----------------------------------------------------------------------
@@ -112,7 +128,6 @@ class Liveness:
         for rank in range(self._world_size):
             if rank != self.rank:
                 self._watch(rank)
-                self.doorbell.connect(rank)
 
     def _watch(self, rank: int) -> ProcessWatch | None:
         """Return the watch on `rank`; None while it has not joined, or cannot be watched."""
@@ -133,7 +148,9 @@ class Liveness:
 
     def ended(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they ended."""
-        events = self._poll.poll(0) if self._rank_of_fd else []
+        events: list[tuple[int, int]] = []
+        with contextlib.suppress(RuntimeError):  # another thread is looking; the next look will do
+            events = self._poll.poll(0) if self._rank_of_fd else []
         closed = {self._rank_of_fd[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
         for rank in ranks:
@@ -161,7 +178,7 @@ class Liveness:
         # Not only once all have joined: a rank that dies while others still join is named as well.
         watch = self._watch(rank) if rank != self.rank else None
         ended = watch is not None and watch.has_ended()
-        gone = ended or (rank != self.rank and is_unlocked(self.directory, rank))
+        gone = ended or (rank != self.rank and self._records.is_free(rank))
         after = self._read_state(rank)
         if after == _EMPTY:
             return "unknown", "", b""
@@ -171,7 +188,10 @@ class Liveness:
             return self._examine_finished(rank, watch, ended)
         if gone and before == _ALIVE:
             # The lock is freed a moment before the process is gone and its exit code is known.
-            return "lost", describe_exit(_await_exit_status(watch)), b""
+            status = _await_exit_status(watch)
+            if watch is not None and not watch.has_ended():
+                return "lost", "its process runs another program now", b""
+            return "lost", describe_exit(status), b""
         return "alive", "", b""
 
     def _examine_finished(
@@ -181,19 +201,13 @@ class Liveness:
         since = self._finished_at.setdefault(rank, time.monotonic())
         if watch is not None and not ended and time.monotonic() - since < _EXIT_GRACE:
             return "alive", "", b""  # after that, it called shutdown() and does something else
-        status = _await_exit_status(watch) if ended else None
-        if not status:
-            return "finished", "", b""
-        if status < 0:
-            return "lost", describe_exit(status), b""
-        failure = Failure(rank, "SystemExit", str(status), "")
-        return "failed", "", errors.dump(PeerFailed.from_failure(failure))
+        return _end_of(rank, _await_exit_status(watch) if ended else None)
 
     # -- for another thread ---------------------------------------------------------------------
 
     def is_alive(self, rank: int) -> bool:
         """Return whether `rank` has joined and lives."""
-        return self._read_state(rank) == _ALIVE and not is_unlocked(self.directory, rank)
+        return self._read_state(rank) == _ALIVE and not self._records.is_free(rank)
 
     def has_finished(self, rank: int) -> bool:
         """Return whether `rank` has published a normal end."""
@@ -201,7 +215,7 @@ class Liveness:
 
     def is_lost(self, rank: int) -> bool:
         """Return whether `rank` is gone and has published no end."""
-        if self._read_state(rank) != _ALIVE or not is_unlocked(self.directory, rank):
+        if self._read_state(rank) != _ALIVE or not self._records.is_free(rank):
             return False
         return self._read_state(rank) == _ALIVE  # it may have published its end meanwhile
 
@@ -223,6 +237,16 @@ class Liveness:
         return await_record(self._memory, _slot(rank) + at, size)
 
 
+def _end_of(rank: int, status: int | None) -> tuple[State, str, bytes]:
+    """Return the state of a rank that published a normal end, by the exit status of its process."""
+    if not status:
+        return "finished", "", b""
+    if status < 0:
+        return "lost", describe_exit(status), b""
+    failure = Failure(rank, "SystemExit", str(status), "")
+    return "failed", "", errors.dump(PeerFailed.from_failure(failure))
+
+
 def _await_exit_status(watch: ProcessWatch | None) -> int | None:
     if watch is None:
         return None
@@ -235,12 +259,59 @@ def _await_exit_status(watch: ProcessWatch | None) -> int | None:
 
 def world_size_of(directory: PrivateDirectory) -> int | None:
     """Return the number of ranks the world in `directory` has; None if unknown or damaged."""
-    with contextlib.suppress(FileNotFoundError), directory.opened(_FILE, os.O_RDONLY) as fd:
+    with contextlib.suppress(FileNotFoundError), directory.opened(FILE, os.O_RDONLY) as fd:
         magic, world_size = read_header(fd)
         # A number that does not fit the size of the file is damaged, and might be absurd.
-        if magic == _MAGIC and os.fstat(fd).st_size == _slot(world_size):
+        if magic == MAGIC and os.fstat(fd).st_size == _slot(world_size):
             return world_size
     return None
+
+
+def examine_from_outside(
+    directory_fd: int, fd: int, slot: int, namespace: int
+) -> tuple[ProcessIdentity | None, State, str, bytes]:
+    """Return who took a slot of the liveness file `fd`, and its state; None if nobody has.
+
+    For processes that are no rank, in this namespace of pids. Nothing is locked that a rank needs:
+    the lock of a rank that has published that it lives is held by that rank, or needed by none.
+    """
+    at = _slot(slot)
+    entry = os.pread(fd, _ENTRY.size, at)
+    before, *who = _ENTRY.unpack(entry.ljust(_ENTRY.size, b"\0"))
+    if before not in (_ALIVE, _FINISHED, _FAILED):
+        return None, "unknown", "", b""
+    identity = ProcessIdentity(*who)
+    gone = before == _ALIVE and (identity.is_gone(namespace) or _is_free(directory_fd, slot))
+    after = os.pread(fd, 1, at)[0]  # it may have published its end before it was gone
+    if after == _FAILED:
+        failure = read_record(os.pread(fd, _FAILURE_SIZE, at + _FAILURE_AT), 0, _FAILURE_SIZE)
+        return identity, "failed", "", failure or b""
+    if after == _ALIVE and not gone:
+        return identity, "alive", "", b""
+    watch = ProcessWatch(identity)
+    try:
+        status = watch.exit_status()
+    finally:
+        watch.close()
+    if after == _FINISHED:
+        return identity, *_end_of(slot, status)
+    return identity, "lost", describe_exit(status), b""
+
+
+def _is_free(directory_fd: int, slot: int) -> bool:
+    """Return whether the lock of a slot is free; not if it cannot be seen."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(_lock_name(slot), flags, dir_fd=directory_fd)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def joined(directory: PrivateDirectory) -> dict[int, bool]:
@@ -251,15 +322,15 @@ def joined(directory: PrivateDirectory) -> dict[int, bool]:
 
 
 def is_unlocked(directory: PrivateDirectory, rank: int) -> bool:
-    """Return whether no process holds the lock of `rank`: its process is gone."""
+    """Return whether no process holds the lock of `rank`: its process is gone.
+
+    Without the file this is not known, and False: something has removed it.
+    """
     try:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            directory.opened(_lock_name(rank), os.O_RDWR) as fd,
-        ):
+        with directory.opened(_lock_name(rank), os.O_RDWR) as fd:
             # Shared, so that two ranks that check at the same moment do not see each other.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
         return False
     return True
 
@@ -294,7 +365,7 @@ def _lock(fd: int) -> None:
 
 
 class Doorbell:
-    """The doorbell of `rank` in this directory, and the connections to those of other ranks."""
+    """The doorbell of `rank` in this directory, and those of other ranks that it has rung."""
 
     def __init__(self, directory: PrivateDirectory, rank: int) -> None:
         """Create the pipe of this rank.
@@ -307,11 +378,12 @@ class Doorbell:
         self._poll = select.poll()
         self._poll.register(self._own, select.POLLIN)
 
-    def connect(self, rank: int) -> None:
-        """Open the doorbell of `rank`; if that fails, this rank never wakes it."""
+    def _connect(self, rank: int) -> int | None:
+        """Return the doorbell of `rank`, opened when it is first rung; None if that fails."""
         if rank not in self._fds:
             with contextlib.suppress(OSError, ConfigurationError):
                 self._fds[rank] = self._directory.open_pipe(_pipe_name(rank))
+        return self._fds.get(rank)
 
     def also_wake_for(self, fd: int) -> None:
         """End a sleep also when `fd` becomes readable; once."""
@@ -319,7 +391,13 @@ class Doorbell:
 
     def sleep(self, seconds: float) -> None:
         """Return when another rank wakes this one, a watched process ends, or the time is up."""
-        for fd, _ in self._poll.poll(seconds * 1000):
+        try:
+            events = self._poll.poll(seconds * 1000)
+        except RuntimeError:  # another thread of this rank sleeps: one poll serves one thread
+            poll = select.poll()
+            poll.register(self._own, select.POLLIN)
+            events = poll.poll(seconds * 1000)
+        for fd, _ in events:
             if fd == self._own:
                 with contextlib.suppress(BlockingIOError):
                     os.read(fd, 4096)
@@ -328,7 +406,7 @@ class Doorbell:
 
     def wake(self, rank: int) -> None:
         """Wake `rank` if it sleeps. A thread may wake its own rank."""
-        fd = self._fds.get(rank)
+        fd = self._connect(rank)
         if fd is not None:
             with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway
                 os.write(fd, b"!")
@@ -360,6 +438,24 @@ class ProcessIdentity(NamedTuple):
             return None
         return cls(pid, int(fields[19]), namespace) if fields else None
 
+    def is_descendant_of(self, other: ProcessIdentity) -> bool:
+        """Return whether the process was started by `other`, or by one that it has started."""
+        pid, seen = self.pid, set[int]()
+        while pid > 1 and pid not in seen:
+            seen.add(pid)
+            fields = _stat_fields(pid)
+            pid = int(fields[1]) if fields else (os.getppid() if pid == os.getpid() else 0)
+            if pid == other.pid:
+                return other.namespace in (self.namespace, 0)
+        return False
+
+    def is_gone(self, namespace: int) -> bool:
+        """Return whether the process is known, in this namespace, to have ended, reaped or not."""
+        if not self.started or self.namespace != namespace:
+            return False
+        fields = _stat_fields(self.pid)
+        return not fields or fields[0] in "ZX" or int(fields[19]) != self.started
+
     @classmethod
     def own(cls) -> ProcessIdentity:
         """Return that of this process; where the system has none, one that fits no process."""
@@ -373,6 +469,17 @@ def _stat_fields(pid: int) -> list[str]:
     except OSError:
         return []
     return text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether this process may not inspect the process `pid`."""
+    try:
+        Path(f"/proc/{pid}/ns/pid").stat()
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class ProcessWatch:
@@ -428,7 +535,9 @@ class ProcessWatch:
         fields = _stat_fields(self._who.pid)
         if len(fields) < 50 or fields[0] != "Z" or int(fields[19]) != self._who.started:
             return None
-        return int(fields[49])
+        status = int(fields[49])
+        # The system shows 0 to those who may not know: this process has another user now.
+        return None if status == 0 and _is_hidden(self._who.pid) else status
 
     def close(self) -> None:
         """Stop watching."""

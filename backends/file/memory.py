@@ -22,13 +22,12 @@ import zlib
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
-from syncprims.interface import Board, Window
-
-from .private_dir import no_room
+from syncprims.interface import Board, WaitView, Window
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from .claims import Claims
     from .private_dir import PrivateDirectory
 
 #: A member posts at most `depth` notes ahead of what it has collected. So a rank that has collected
@@ -36,13 +35,14 @@ if TYPE_CHECKING:
 CELLS = 2 * Board.depth
 BODY_SIZE = 2048
 _SHORT_BODY = 256  # bytes; most bodies fit
-_TEXT_SIZE = 16 * 1024  # of a verdict
+TEXT_SIZE = 16 * 1024  #: bytes of a verdict
 
 WORD = struct.Struct("<QII")  #: round, flags, check
+_WAIT = struct.Struct("<Qd?7x")  # the fields of a WaitView
 HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
 FLAG, CONTENT, SPILLED = 1, 2, 4  #: and from bit 8 on, how many rounds the writer was ahead
 
-_MAGIC = b"syncprims board 3"
+BOARD_MAGIC = b"syncprims board 4"
 _HEADER = struct.Struct("<32sI")  # magic, number of ranks
 HEADER_SIZE = 64
 _RECORD = struct.Struct("<II")  # length, checksum
@@ -61,21 +61,18 @@ def word_of(number: int, flags: int, body_check: int) -> bytes:
     return WORD.pack(number, flags, check & MASK)
 
 
-class Cells:
-    """The cells of a board with `count` members, in the file `name` of `directory`."""
+class CellReader:
+    """The cells of a board with `count` members: mapped by one of them, or copied from outside."""
 
-    def __init__(self, directory: PrivateDirectory, name: str, count: int) -> None:
-        """Map the file, creating it if it is not there; under the run's lock.
-
-        :raises ConfigurationError: if the file is something else.
-        :raises OSError: if there is no space for it.
-        """
+    def __init__(self, memory: mmap.mmap | bytes, count: int) -> None:
+        self._memory = memory
         self.count = count
         # One more than members: an outsider may abort a board that can never be complete.
         self.intents = slice(HEADER_SIZE, HEADER_SIZE + 8 * (count + 1))
         asleep_at = _round_up(self.intents.stop, _CACHE_LINE)
         self.asleep = slice(asleep_at, asleep_at + count)  #: one byte per member: it sleeps
-        words_at = _round_up(self.asleep.stop, _CACHE_LINE)
+        self.waits_at = _round_up(self.asleep.stop, _CACHE_LINE)
+        words_at = _round_up(self.waits_at + count * _WAIT.size, _CACHE_LINE)
         row = _round_up(count * WORD.size, _CACHE_LINE)
         #: where the words of each round are, of all members
         self.rows = [
@@ -83,22 +80,18 @@ class Cells:
             for cell in range(CELLS)
         ]
         self.split = struct.Struct(f"{WORD.size}s" * count).unpack  #: a row into its words
-        self._texts_at = _round_up(words_at + CELLS * row, mmap.PAGESIZE)
-        self._bodies_at = self._texts_at + (count + 1) * _TEXT_SIZE
-        size = self._bodies_at + CELLS * count * BODY_SIZE
-        self.memory = map_file(directory, name, _MAGIC, count, size)
-
-    # -- notes --------------------------------------------------------------------------------
+        self.texts_at = _round_up(words_at + CELLS * row, mmap.PAGESIZE)  #: of verdicts
+        self._bodies_at = self.texts_at + (count + 1) * TEXT_SIZE
+        self.size = self._bodies_at + CELLS * count * BODY_SIZE  #: bytes
 
     def word_at(self, cell: int, index: int) -> slice:
         """Return where the word of member number `index` is."""
         at = self.rows[cell].start + index * WORD.size
         return slice(at, at + WORD.size)
 
-    def write_body(self, cell: int, index: int, body: bytes) -> None:
-        """Write the body of this member's own cell."""
-        at = self._body_at(cell, index)
-        self.memory[at : at + len(body)] = body
+    def body_at(self, cell: int, index: int) -> int:
+        """Return where the body of member number `index` begins."""
+        return self._bodies_at + (cell * self.count + index) * BODY_SIZE
 
     def read_body(
         self, cell: int, index: int, word: bytes
@@ -109,20 +102,24 @@ class Cells:
         checksum of these two, and the bytes that begin with them. Those are not yet proved.
         """
         number, flags, _ = WORD.unpack(word)
-        at = self._body_at(cell, index)
-        body = self.memory[at : at + _SHORT_BODY]  # another processor's cache holds each line
+        at = self.body_at(cell, index)
+        body = self._memory[at : at + _SHORT_BODY]  # another processor's cache holds each line
         text, payload, failure, check = HEAD.unpack_from(body)
         end = HEAD.size + text
         if end + payload + failure > _SHORT_BODY:
-            body = self.memory[at : at + BODY_SIZE]
+            body = self._memory[at : at + BODY_SIZE]
         if word_of(number, flags, zlib.crc32(body[:end])) != word:
             return None
         return body[HEAD.size : end], payload, failure, check, body[end:]
 
     def last_word(self, index: int) -> bytes:
         """Return the latest word of a member; one of round 0 if it has posted nothing."""
-        words = [self.memory[self.word_at(cell, index)] for cell in range(CELLS)]
+        words = [self._memory[self.word_at(cell, index)] for cell in range(CELLS)]
         return max(words, key=WORD.unpack)
+
+    def word_of(self, number: int, index: int) -> bytes:
+        """Return the word of a member in the cell for round `number`, which may be of another."""
+        return bytes(self._memory[self.word_at(number % CELLS, index)])
 
     def posted(self, index: int) -> int:
         """Return how many rounds a member has posted."""
@@ -132,32 +129,66 @@ class Cells:
         """Return whether every member has posted round `number`."""
         return all(self.posted(index) >= number for index in range(self.count))
 
-    def _body_at(self, cell: int, index: int) -> int:
-        return self._bodies_at + (cell * self.count + index) * BODY_SIZE
+    def read_wait(self, index: int) -> WaitView:
+        """Return what a member waits for."""
+        return WaitView(*_WAIT.unpack_from(self._memory, self.waits_at + index * _WAIT.size))
 
-    # -- aborts -------------------------------------------------------------------------------
 
-    def write_intent(self, index: int, number: int) -> None:
-        """Record that `index` wants to abort round `number`; 0 withdraws it."""
-        at = self.intents.start + 8 * index
-        self.memory[at : at + 8] = number.to_bytes(8, "little")
+class Cells(CellReader):
+    """The cells of a board with `count` members, in the file `name` of `directory`."""
 
-    def read_intents(self) -> tuple[int, ...]:
-        """Return the round that each member, and last an outsider, wants to abort, or 0."""
-        return struct.unpack(f"<{self.count + 1}Q", self.memory[self.intents])
+    def __init__(self, directory: PrivateDirectory, name: str, count: int) -> None:
+        """Map the file, creating it if it is not there; under the run's lock.
 
-    def write_text(self, index: int, text: bytes) -> None:
-        """Write the verdict of `index`, cut to the space there is."""
-        at = self._texts_at + index * _TEXT_SIZE
-        write_record(self.memory, at, text[: _TEXT_SIZE - RECORD_HEAD])
+        :raises ConfigurationError: if the file is something else.
+        :raises OSError: if there is no space for it.
+        """
+        size = CellReader(b"", count).size
+        self.memory = map_file(directory, name, BOARD_MAGIC, count, size)
+        super().__init__(self.memory, count)
+        self.aborts = AbortRecords(self.memory, self.intents.start, self.texts_at, count + 1)
 
-    def read_text(self, index: int) -> bytes:
-        """Return the verdict of `index`, as :func:`await_record`."""
-        return await_record(self.memory, self._texts_at + index * _TEXT_SIZE, _TEXT_SIZE)
+    def write_body(self, cell: int, index: int, body: bytes) -> None:
+        """Write the body of this member's own cell."""
+        at = self.body_at(cell, index)
+        self.memory[at : at + len(body)] = body
+
+    def write_wait(self, index: int, wait: WaitView) -> None:
+        """Record what `index` waits for."""
+        at = self.waits_at + index * _WAIT.size
+        self.memory[at : at + _WAIT.size] = _WAIT.pack(*wait)
 
     def close(self) -> None:
         """Unmap the file."""
         self.memory.close()
+
+
+class AbortRecords:
+    """Where each of `count` processes writes which round it wants to abort, and why."""
+
+    def __init__(self, memory: mmap.mmap, intents_at: int, texts_at: int, count: int) -> None:
+        self._memory = memory
+        self._intents_at = intents_at
+        self._texts_at = texts_at
+        self._intents = struct.Struct(f"<{count}Q")
+
+    def write_intent(self, index: int, number: int) -> None:
+        """Record that `index` wants to abort round `number`; 0 withdraws it."""
+        at = self._intents_at + 8 * index
+        self._memory[at : at + 8] = number.to_bytes(8, "little")
+
+    def read_intents(self) -> tuple[int, ...]:
+        """Return the round that each process wants to abort, or 0."""
+        return self._intents.unpack_from(self._memory, self._intents_at)
+
+    def write_text(self, index: int, text: bytes) -> None:
+        """Write the verdict of `index`, cut to the space there is."""
+        at = self._texts_at + index * TEXT_SIZE
+        write_record(self._memory, at, text[: TEXT_SIZE - RECORD_HEAD])
+
+    def read_text(self, index: int) -> bytes:
+        """Return the verdict of `index`, as :func:`await_record`."""
+        return await_record(self._memory, self._texts_at + index * TEXT_SIZE, TEXT_SIZE)
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -227,7 +258,7 @@ def write_record(memory: mmap.mmap, at: int, data: bytes) -> None:
     memory[at:begin] = _RECORD.pack(len(data), zlib.crc32(data))
 
 
-def read_record(memory: mmap.mmap, at: int, size: int) -> bytes | None:
+def read_record(memory: mmap.mmap | bytes, at: int, size: int) -> bytes | None:
     """Return the record at `at`, of at most `size` bytes; None while it is not whole."""
     length, check = _RECORD.unpack_from(memory, at)
     if length > size - _RECORD.size:
@@ -264,7 +295,7 @@ class Fence:
         self._lock.acquire()
 
 
-def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
+def open_window(directory: PrivateDirectory, claims: Claims, name: str, count: int) -> Window:
     """Map the window of a board with `count` members, the file `name` of `directory`.
 
     Arrays pass through it in pieces. So it stays in the processors' caches, and its size does not
@@ -274,20 +305,23 @@ def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
     :raises ConfigurationError: if the file is something else.
     :raises OSError: if there is no space for the smallest window.
     """
-    with directory.opened(name, os.O_RDWR | os.O_CREAT) as fd:
+    try:
+        fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
+    except FileNotFoundError as error:
+        raise directory.explained(error, "opening the memory for arrays", name) from error
+    try:
         # All members use one size: the one that the first of them has allocated.
-        claim = f"{name}-size"
-        agreed = directory.claimed(claim)
+        agreed = claims.claimed(f"{name}-size")
         if agreed is None:
-            agreed = directory.claim(claim, str(_allocate_window(fd, directory, name, count)))
-        if not agreed.isdecimal():
-            raise ConfigurationError(f"{directory.path / claim} is no size; remove it")
-        size = int(agreed)
-        if os.fstat(fd).st_size < size:  # to touch what is missing would kill the process
+            size = str(_allocate_window(fd, directory, name, count))
+            agreed = claims.claim(f"{name}-size", size)
+        if os.fstat(fd).st_size < int(agreed):  # to touch what is missing would kill the process
             raise ConfigurationError(
                 f"{directory.path / name} has been cut off; end what is left of the run"
             )
-        return Window(memoryview(mmap.mmap(fd, size)), Fence())
+        return Window(memoryview(mmap.mmap(fd, int(agreed))), Fence())
+    finally:
+        os.close(fd)
 
 
 def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:
@@ -300,6 +334,6 @@ def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int
     try:
         _allocate(fd, least)
     except OSError as error:
-        action = f"making room for {least} bytes that arrays pass through"
-        raise no_room(error, action, directory.path / name) from error
+        action = f"reserving {least} bytes that arrays pass through"
+        raise directory.explained(error, action, name) from error
     return least

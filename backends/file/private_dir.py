@@ -28,6 +28,7 @@ _PASS_DIR = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
 _MOST_LINKS = 40  # on the way, as in the kernel
 _CURE = "set SYNCPRIMS_DIR to a directory of your own (it is created if need be)"
 _NOT_PLAIN = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP}
+_TEMPORARY = ("/tmp", "/var/tmp", "/usr/tmp")  # where Python looks
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -38,8 +39,27 @@ def default_base(runtime_directory: str | None) -> Path:
     # In a container it may be open to all without the sticky bit; then a disk is used.
     parent = Path("/dev/shm")
     if not _may_host(parent, _trusted()):
-        parent = Path(tempfile.gettempdir())
+        parent = _temporary()
     return parent / f"syncprims-{os.geteuid()}"
+
+
+def _temporary() -> Path:
+    """Return the system's directory of temporary files.
+
+    :raises ConfigurationError: if there is none. Python would take the working directory then,
+        where no user expects such files, and which ranks may not share.
+    """
+    try:
+        found = Path(tempfile.gettempdir())
+        if found != Path.cwd() or any(os.access(usual, os.W_OK) for usual in _TEMPORARY):
+            return found
+    except OSError:  # not even the working directory can be written to
+        pass
+    raise ConfigurationError(
+        f"the ranks of this host have no place to meet: neither /dev/shm nor "
+        f"{', '.join(_TEMPORARY)} can be written to, or others may change what is there; {_CURE}, "
+        f"or set TMPDIR to one"
+    )
 
 
 def _may_host(path: Path, owners: set[int]) -> bool:
@@ -182,24 +202,6 @@ class PrivateDirectory:
         os.close(fd)
         raise ConfigurationError(f"{self.path / name} is no pipe of this user's own; remove it")
 
-    def claim(self, name: str, word: str) -> str:
-        """Make the name `name` stand for `word` unless it is taken; return what it stands for.
-
-        It is a symbolic link, which is created with its content in one step.
-
-        :raises OSError: if the directory has no space for another name.
-        """
-        with contextlib.suppress(FileExistsError):
-            os.symlink(word, name, dir_fd=self.fd)
-        return os.readlink(name, dir_fd=self.fd)
-
-    def claimed(self, name: str) -> str | None:
-        """Return what `name` stands for, or None if it is not claimed."""
-        try:
-            return os.readlink(name, dir_fd=self.fd)
-        except FileNotFoundError:
-            return None
-
     def names(self) -> list[str]:
         """Return the names inside."""
         return os.listdir(self.fd)  # noqa: PTH208 - pathlib knows no descriptors
@@ -227,6 +229,34 @@ class PrivateDirectory:
                 with contextlib.suppress(OSError):
                     inner.remove(inside)
         self.remove_directory(name)  # fails if something else is in there
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the directory has no name any more: nothing can be created in it."""
+        return os.fstat(self.fd).st_nlink == 0
+
+    def explained(self, error: OSError, action: str, name: str) -> OSError:
+        """Return `error`, which came while `action` was done at `name`, with what to do."""
+        if isinstance(error, FileNotFoundError):
+            return self.removed(action, name)
+        cure = "free some space, or set SYNCPRIMS_DIR to a place with more"
+        if error.errno == errno.EACCES:
+            cure = f"user {os.geteuid()} may not do this: drop privileges before the first call"
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            cure = "raise the limit (ulimit -n), or close what is not needed"
+        text = f"{error.strerror}, {action}; {cure}"
+        return OSError(error.errno, text, str(self.path / name))
+
+    def removed(self, action: str, name: str = "") -> FileNotFoundError:
+        """Return the error that `action` failed because something has removed this directory."""
+        return FileNotFoundError(
+            errno.ENOENT,
+            f"something has removed {self.path / name} during the run, so {action} failed. "
+            f"Programs that do this: systemd-logind at the end of the user's last session "
+            f"(RemoveIPC=yes), cleaners of temporary files (systemd-tmpfiles, tmpreaper), and "
+            f"epilogues of jobs. Set SYNCPRIMS_DIR to a directory that nothing removes, and "
+            f"restart the run",
+        )
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -325,12 +355,6 @@ def _check_passage(path: Path, at: Path, found: os.stat_result, trusted: set[int
 
 
 # -- what is wrong --------------------------------------------------------------------------------
-
-
-def no_room(error: OSError, action: str, path: Path) -> OSError:
-    """Return `error`, which came while `action` was done at `path`, with what the user can do."""
-    text = f"{error.strerror}, {action}; free some space, or set SYNCPRIMS_DIR to a place with more"
-    return OSError(error.errno, text, str(path))
 
 
 def _not_ours(path: Path) -> ConfigurationError:

@@ -15,20 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
+from syncprims import errors
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Backend, Board, Settings, Topology, own_device_index
 
-from ..file.backend import FileBackend, board_name
+from ..file.backend import FileBackend
+from ..file.description import WorldDescription
 from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import HostGroup, Placement, Rendezvous, unreachable
+from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, identify_place, unreachable
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
     StoreGone,
     StoreLink,
+    StoreProbe,
+    agree_on_run_id,
     check_findable,
     find_store,
     read_key,
@@ -68,10 +72,15 @@ class TorchBackend(Backend):
         self._endpoint = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
         if self._endpoint is None:
+            run_id = topology.run_id
+            if topology.world_size > 1:
+                run_id = agree_on_run_id(topology, settings, identify_place(settings))
             ranks = list(range(topology.world_size))
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
-            self._placement = Placement(topology.run_id or "", [host])
-            self._local = FileBackend(topology, settings)
+            self._placement = Placement(run_id or "", [host])
+            self.host = host.name
+            place = topology._replace(run_id=run_id)
+            self._local = FileBackend(place, settings, self._description(ranks))
             return
         try:
             self._join(self._endpoint)
@@ -117,6 +126,7 @@ class TorchBackend(Backend):
         """Learn which ranks share this host, and join them."""
         top, settings = self.topology, self.settings
         deadline = time.monotonic() + settings.join_timeout
+        warning = JoinWarning(settings.warn_after)
         while True:
             requests = StoreLink(  # which is asked first, so that only one of the two has to wait
                 "requests",
@@ -127,7 +137,7 @@ class TorchBackend(Backend):
             )
             links = self._links = requests, StoreLink("waits", endpoint.connect)
             try:
-                placement = Rendezvous(links, endpoint, top, settings, deadline).run()
+                placement = Rendezvous(links, endpoint, top, settings, deadline, warning).run()
                 break
             except StoreGone:
                 # An earlier world may have served it, and it ended with that.
@@ -136,23 +146,27 @@ class TorchBackend(Backend):
         self._placement = placement
         host = placement.host_of[top.rank]
         ranks = placement.hosts[host].ranks
-        slot, count, nodes = ranks.index(top.rank), len(ranks), len(placement.hosts)
-        if top.launcher == "torch.distributed":  # which knows no hosts
-            self.topology = top = top._replace(
-                local_rank=slot, local_world_size=count, node_rank=host, num_nodes=nodes
-            )
-        if nodes == 1:
-            self._local = FileBackend(top._replace(run_id=placement.token), settings)
+        slot, count = ranks.index(top.rank), len(ranks)
+        self.host = str(host)
+        if len(placement.hosts) == 1:
+            place = top._replace(run_id=placement.token)
+            self._local = FileBackend(place, settings, self._description(ranks))
             self._close_links()
             return
         run_id = f"{placement.token}-{host}"
         here = Topology(slot, count, slot, count, 0, 1, top.launcher, run_id)
-        self._local = FileBackend(here, settings)
+        self._local = FileBackend(here, settings, self._description(ranks))
         try:
             with self._local.locked_directory() as directory:
                 heartbeat = Heartbeat(directory, placement.token, host, settings.heartbeat)
             self._connection = HostConnection(
-                self._local.liveness, placement, host, endpoint, *links, heartbeat
+                self._local.liveness,
+                placement,
+                host,
+                endpoint,
+                *links,
+                heartbeat,
+                StoreProbe(endpoint, settings.heartbeat),
             )
             try:
                 links[0].ask(heartbeat.beat, settings.join_timeout)
@@ -162,6 +176,14 @@ class TorchBackend(Backend):
             self._local.close()
             raise
 
+    def _description(self, ranks: Sequence[int]) -> WorldDescription:
+        """Return what this host's part of the world, with these ranks, belongs to."""
+        top = self.topology
+        hosts = [[host.name, errors.format_ranks(host.ranks)] for host in self._placement.hosts]
+        return WorldDescription(
+            top.run_id or "", self.name, top.world_size, errors.format_ranks(ranks), hosts
+        )
+
     # -- boards ---------------------------------------------------------------------------------
 
     def board(self, members: Sequence[int]) -> Board:
@@ -169,7 +191,8 @@ class TorchBackend(Backend):
         board = self._board(members)
         if self._may_use_nccl({self._placement.host_of[rank] for rank in members}):
             # Its first group takes all ranks of the world.
-            board.devices = NcclEngine(members, self.topology.world_size, self.open_process_group)
+            size = self.topology.world_size
+            board.device_engine = NcclEngine(members, size, self.open_process_group)
         return board
 
     def _board(self, members: Sequence[int]) -> Board:
@@ -178,10 +201,10 @@ class TorchBackend(Backend):
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
         slots = [here.index(rank) for rank in local]
-        name = board_name(members)
+        name = self._local.name_of(members)
         if len(local) == len(members):
-            return self._local.open_board(local, name, slots)
-        own = self._local.open_board(local, f"{name}-here", slots)
+            return self._local.open_board(local, name, slots, members)
+        own = self._local.open_board(local, f"{name}-here", slots, members)
         with self._local.locked_directory():
             board = TwoLevelBoard(members, name, own, self._connection)
         prefix = f"{self._placement.token}/{name}/gloo"
@@ -190,6 +213,15 @@ class TorchBackend(Backend):
         board.engine = GlooEngine(self._connection.endpoint, prefix, index, count, interfaces)
         self._boards.append(board)
         return board
+
+    def close_board(self, board: Board) -> bool:
+        """Release this host's part of the board; its keys at the store remain."""
+        if not isinstance(board, TwoLevelBoard):
+            return self._local.close_board(board)
+        self._boards.remove(board)
+        board.close()
+        self._local.release(board.members, board.local)
+        return True
 
     def _may_use_nccl(self, hosts: Iterable[int]) -> bool:
         """Return whether NCCL serves the ranks of these hosts: it wants a device for each rank.
@@ -214,7 +246,8 @@ class TorchBackend(Backend):
             prefix = f"{self._placement.token}/default"
             store = dist.PrefixStore(prefix, connection.endpoint.connect())
         else:
-            path = self._local.liveness.directory.path / "default-group"
+            with self._local.locked_directory() as directory:
+                path = directory.path / "default-group"
             store = dist.FileStore(str(path), top.world_size)
         device: int | None = None
         if self._may_use_nccl(range(len(self._placement.hosts))):
@@ -337,14 +370,10 @@ class TorchBackend(Backend):
         def look(store: Any) -> list[int]:
             still = [rank for rank in left if not store.check([self._key("left", rank)])]
             heartbeat.look(store, {host_of[rank] for rank in still} - {here})
-            return still
+            return [r for r in still if heartbeat.silence(host_of[r]) < heartbeat.limit]
 
         while True:
-            left = [
-                rank
-                for rank in connection.requests.ask(look, heartbeat.limit)
-                if host_of[rank] == here or heartbeat.silence(host_of[rank]) < heartbeat.limit
-            ]
+            left = connection.requests.ask(look, heartbeat.limit)
             now = time.monotonic()
             if not left or (failed and now - begin > _FAILED_LEAVING):
                 return
@@ -359,6 +388,8 @@ class TorchBackend(Backend):
         """Release everything in a forked child: the threads are not there."""
         for board in self._boards:
             board.close()
+        if self._connection is not None:
+            self._connection.probe.close()
         self._default.abandon()
         self._local.abandon()
         self._boards.clear()
@@ -372,6 +403,7 @@ class TorchBackend(Backend):
         self._boards.clear()
         if self._connection is not None:
             self._connection.heartbeat.close()
+            self._connection.probe.close()
         if self._endpoint is not None:
             self._endpoint.kept = None
 

@@ -14,6 +14,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncprims import errors
+from syncprims.errors import Failure, PeerFailed
 from syncprims.interface import Board, Label, Note, Status
 
 from ..file.board import FIRST_NAP, LONGEST_NAP
@@ -25,11 +27,13 @@ from .store import StoreGone, first_line, read_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncprims.interface import WaitView
+
     from ..file.board import SharedMemoryBoard
     from ..file.liveness import Liveness
     from .host_state import Heartbeat
     from .rendezvous import Placement
-    from .store import StoreEndpoint, StoreLink
+    from .store import StoreEndpoint, StoreLink, StoreProbe
 
 _CONTRIBUTE_ANYWAY = 0.02  # seconds until a waiting rank does what the last to post should have
 _CONTRIBUTE_AGAIN = 1.0  # and until a contribution may have been lost
@@ -51,6 +55,7 @@ class HostConnection(NamedTuple):
     requests: StoreLink  #: for what the store answers at once
     waits: StoreLink  #: for waiting
     heartbeat: Heartbeat
+    probe: StoreProbe
 
     @property
     def ranks(self) -> list[int]:
@@ -67,6 +72,7 @@ class TwoLevelBoard(Board):
     """The board of `members` on several hosts, seen from one of them."""
 
     note_limit = _NOTE_LIMIT
+    seen_outside = True
 
     def __init__(
         self,
@@ -79,7 +85,7 @@ class TwoLevelBoard(Board):
         super().__init__(members)
         self.local = local  #: of the members on this host
         count, index = len(local.members), local.members.index(local.rank)
-        self._state = HostState(connection.liveness.directory, name, count, index)
+        self._state = HostState(connection.liveness, name, count, index)
         self._connection = connection
         self._prefix = f"{connection.placement.token}/{name}"
         hosts: dict[int, list[int]] = {}  # host -> its members, by their index
@@ -116,6 +122,8 @@ class TwoLevelBoard(Board):
 
     def _contribute(self, number: int) -> None:
         notes = self.local.notes(number)
+        if self._state.cut.verdict(number) is not None:
+            return  # this host will never pass the round, and the others need not either
         if notes is None or self.now() < self._contributed.get(number, 0.0) + _CONTRIBUTE_AGAIN:
             return
         self._contributed[number] = self.now()
@@ -140,9 +148,12 @@ class TwoLevelBoard(Board):
         try:
             while True:
                 decision = self._decision(number)
+                # The decision first: a rank that cuts its host off looks for it once more.
+                if self._state.cut.verdict(number) is not None:
+                    return None
                 if decision is not None:
                     return self._take(number, decision)
-                if self._state.local_verdict() is not None or now >= until:
+                if now >= until:
                     return None
                 if slept and self.local.is_in_vain(number):
                     return None
@@ -289,7 +300,11 @@ class TwoLevelBoard(Board):
         connection = self._connection
         name, limit = connection.placement.hosts[host].name, connection.heartbeat.limit
         if silence >= limit:
-            return f"host {name} has given no sign of life for {silence:.0f} s"
+            return (
+                f"host {name} has given no sign of life for {silence:.0f} s: it is gone or cut "
+                f"off, or all its ranks are stopped, or in C code that holds Python's lock "
+                f"(SYNCPRIMS_HEARTBEAT allows more)"
+            )
         store_host = connection.placement.host_of[0]
         if store_host not in (host, connection.host) and store_host in self._hosts:
             return ""  # nothing is known of it: the store is on another host that is unreachable
@@ -298,26 +313,52 @@ class TwoLevelBoard(Board):
             if link.broken is not None:
                 return f"{store} is gone: {first_line(link.broken)}"
         silence = connection.requests.silent_for
-        return f"{store} has not answered for {silence:.0f} s" if silence >= limit else ""
+        if not connection.probe.is_cut_off(silence):
+            return ""
+        return f"{store} has not answered for {silence:.0f} s, nor has its host"
+
+    def publish_wait(self, wait: WaitView) -> None:
+        """Record on this host what this rank waits for."""
+        self.local.publish_wait(wait)
 
     # -- abort ----------------------------------------------------------------------------------
 
     def abort(self, verdict: bytes) -> None:
-        """Break the board at the oldest uncollected round, unless that has completed."""
-        number, limit = self.collected + 1, self._connection.heartbeat.limit
-        requests, waits = self._connection.requests, self._connection.waits
+        """Break the board at the oldest uncollected round, unless that has completed.
+
+        The store decides. If it does not answer, this host breaks the board for itself alone.
+        """
+        number, connection = self.collected + 1, self._connection
+        requests, heartbeat = connection.requests, connection.heartbeat
         try:
-            if requests.silent_for >= limit or waits.broken is not None:
+            if connection.waits.broken is not None:
                 raise StoreGone
-            decision = requests.ask(lambda s: self.decisions.abort(s, number, verdict), limit)
+            patience = max(heartbeat.every, heartbeat.limit - requests.silent_for)
+            decision = requests.ask(lambda s: self.decisions.abort(s, number, verdict), patience)
         except StoreGone:
-            self._verdict = self._state.break_locally(verdict)
+            self._cut_off(number, verdict)
         else:
-            if decision[:1] == VERDICT:
-                self._verdict = decision[1:]
-            if self._state.decision(number) is None:
-                self._share(number, decision)
-        self._connection.wake_host()
+            self._share(number, decision)
+        connection.wake_host()
+
+    def _cut_off(self, number: int, verdict: bytes) -> None:
+        """Break the board for this host, unless it knows how the round ended.
+
+        The others may pass that round. They learn of this as soon as the store answers: it is the
+        decision about the first round that is not complete then.
+        """
+        self._state.cut.abort(number, verdict)
+        if self._state.cut.verdict(number) is None:
+            if self._decision(number) is not None:
+                return
+            # Other ranks here know that it is complete, and its notes are where no rank can read
+            # them now. So this rank raises, and the host passes no later round.
+            self._state.cut.abort(number + 1, verdict)
+            self._verdict = verdict
+        failure = PeerFailed.from_failure(Failure.of(self.local.rank, errors.load(verdict)))
+        text = errors.dump(failure).decode()
+        end = MemberEnd(self.local.rank, self.posted, "failed", failure=text)
+        self._connection.requests.submit(lambda store: self.publish_end(store, end))
 
     def verdict(self) -> bytes | None:
         """Return the verdict that covers the oldest uncollected round, if there is one."""
@@ -326,13 +367,12 @@ class TwoLevelBoard(Board):
             decision = self._decision(number) or b""
             if not decision:  # this rank may be waiting for something else than the notes
                 self._help(number, self.now())
-            if decision[:1] == VERDICT:
+            self._verdict = self._state.cut.verdict(number)
+            if self._verdict is None and decision[:1] == VERDICT:
                 self._verdict = decision[1:]
             elif decision[:1] == END:
                 end = MemberEnd(*json.loads(decision[1:]))
                 self._ended[end.rank] = end
-            if decision[:1] != COMPLETE and self._verdict is None:
-                self._verdict = self._state.local_verdict()
         return self._verdict
 
     @property

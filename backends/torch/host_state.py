@@ -13,14 +13,27 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..file.memory import CELLS, HEADER_SIZE, RECORD_HEAD, map_file, read_record, write_record
+from ..file.abort import Aborts
+from ..file.memory import (
+    CELLS,
+    HEADER_SIZE,
+    RECORD_HEAD,
+    TEXT_SIZE,
+    AbortRecords,
+    map_file,
+    read_record,
+    write_record,
+)
+from .decisions import END
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ..file.liveness import Liveness
     from ..file.private_dir import PrivateDirectory
 
-_MAGIC = b"syncprims host state 2"
+MAGIC = b"syncprims host state 3"
+OF_HOST = "-host"  #: what the name of this file adds to that of the board
 _ROUND = struct.Struct("<Q")
 ENTRY_SIZE = 8 * 1024
 #: Bytes of a decision that fits.
@@ -37,20 +50,28 @@ BEATS = 5  #: within the time after which silence is taken for death
 class HostState:
     """The shared memory of one board's `count` members on this host, one of which is `index`."""
 
-    def __init__(self, directory: PrivateDirectory, name: str, count: int, index: int) -> None:
+    def __init__(self, liveness: Liveness, name: str, count: int, index: int) -> None:
         """Map it, creating it if it is not there; under the run's lock.
 
         :raises OSError: if there is no space for it.
         """
-        self._directory = directory
-        self._name = name
         self._index = index
         self._contributed_at = HEADER_SIZE + _ROUND.size * count
         self._report_at = self._contributed_at + _ROUND.size
         self._entries_at = self._report_at + _REPORT_SIZE
-        size = self._entries_at + CELLS * ENTRY_SIZE
-        self._memory = map_file(directory, f"{name}-host", _MAGIC, count, size)
-        self._local_verdict: bytes | None = None
+        intents_at = self._entries_at + CELLS * ENTRY_SIZE
+        texts_at = intents_at + _ROUND.size * count
+        size = texts_at + TEXT_SIZE * count
+        self._memory = map_file(liveness.directory, f"{name}{OF_HOST}", MAGIC, count, size)
+        #: Breaks the board for this host, which is cut off from the store, unless it already knows
+        #: the decision about the round: so either all its ranks raise, or none does.
+        self.cut = Aborts(
+            AbortRecords(self._memory, intents_at, texts_at, count),
+            liveness.claims,
+            f"{name}-cut",
+            index,
+            self._is_decided,
+        )
 
     # -- decisions ------------------------------------------------------------------------------
 
@@ -61,6 +82,10 @@ class HostState:
     def decision(self, number: int) -> bytes | None:
         """Return the decision about a round, None if it is not known here."""
         return self._read(self._entry(number), ENTRY_SIZE, number)
+
+    def _is_decided(self, number: int) -> bool:
+        """Return whether this host knows how a round ended. A member's end is not yet that."""
+        return (self.decision(number) or END)[:1] != END
 
     def _entry(self, number: int) -> int:
         return self._entries_at + number % CELLS * ENTRY_SIZE
@@ -100,22 +125,6 @@ class HostState:
         data = self._read(self._report_at, _REPORT_SIZE, number)
         return json.loads(data) if data else {}
 
-    # -- when the store is gone -----------------------------------------------------------------
-
-    def break_locally(self, verdict: bytes) -> bytes:
-        """Break the board for this host alone; return the verdict of the first rank to do so."""
-        self._directory.write(f"{self._name}-local-{self._index}", verdict)
-        self._directory.claim(f"{self._name}-local", str(self._index))
-        return self.local_verdict() or verdict
-
-    def local_verdict(self) -> bytes | None:
-        """Return the verdict with which this host alone has broken the board, if it has."""
-        if self._local_verdict is None:
-            index = self._directory.claimed(f"{self._name}-local")
-            if index is not None and index.isdecimal():
-                self._local_verdict = self._directory.read(f"{self._name}-local-{index}")
-        return self._local_verdict
-
     def close(self) -> None:
         """Unmap the memory."""
         self._memory.close()
@@ -130,13 +139,26 @@ class HostState:
         return data[8:] if data is not None and data[:8] == _ROUND.pack(number) else None
 
 
+def read_report(memory: bytes, count: int) -> tuple[int, dict[str, Any]]:
+    """Return the latest report about other hosts in the copied state of `count` members.
+
+    It is of the round that is also returned: 0 if there is none.
+    """
+    at = HEADER_SIZE + _ROUND.size * (count + 1)
+    data = read_record(memory, at, _REPORT_SIZE) or b""
+    if len(data) <= _ROUND.size:
+        return 0, {}
+    return int(_ROUND.unpack_from(data)[0]), json.loads(data[_ROUND.size :])
+
+
 class Heartbeat:
     """The heartbeat of this host, and what is known of the others'.
 
     Each host counts up its key at the store several times within the time after which its silence
     means that it is gone. Any of its ranks does this, so one that is stopped or busy does not
     silence its host. Only a rank that waits for a host looks at its key, and it measures silence by
-    its own clock alone.
+    its own clock alone. Time in which the store did not answer, or this rank did not run, proves
+    nothing about other hosts, and does not count.
     """
 
     def __init__(self, directory: PrivateDirectory, prefix: str, host: int, limit: float) -> None:
@@ -149,10 +171,12 @@ class Heartbeat:
         self._prefix = prefix
         self._host = host
         self._seen: dict[int, tuple[int, float]] = {}  # host -> beats, and since when
+        self._watched, self._ticked = 0.0, time.monotonic()  # seconds that count; the last tick
         self._memory = map_file(directory, "heartbeat", _BEAT_MAGIC, 1, mmap.PAGESIZE)
 
     def beat(self, store: Any) -> None:
         """Count up this host's key, unless another of its ranks just has."""
+        self._tick()
         now = time.monotonic()  # one clock for all processes of a host
         (last,) = _TIME.unpack_from(self._memory, HEADER_SIZE)
         if not 0 <= now - last < 0.75 * self.every:
@@ -162,18 +186,27 @@ class Heartbeat:
     def look(self, store: Any, hosts: Iterable[int]) -> None:
         """Check whether these hosts have beaten since the last look."""
         for host in hosts:
+            self._tick()
             beats = store.add(self._key(host), 0)
+            self._tick()
             if self._seen.get(host, (-1, 0.0))[0] != beats:
-                self._seen[host] = beats, time.monotonic()
+                self._seen[host] = beats, self._watched
 
     def silence(self, host: int) -> float:
         """Return for how many seconds no beat of `host` has been seen; 0 before the first look."""
-        now = time.monotonic()
-        return now - self._seen.get(host, (0, now))[1]
+        return self._watched - self._seen.get(host, (0, self._watched))[1]
 
     def close(self) -> None:
         """Unmap the memory."""
         self._memory.close()
+
+    def _tick(self) -> None:
+        """Count the time since the last tick, as far as this rank and the store were at work."""
+        now = time.monotonic()
+        # This rank ticks at each beat at least. A longer pause was spent waiting for the store, or
+        # stopped.
+        self._watched += min(now - self._ticked, 2 * self.every)
+        self._ticked = now
 
     def _key(self, host: int) -> str:
         return f"{self._prefix}/beat/{host}"

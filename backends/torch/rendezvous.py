@@ -5,17 +5,22 @@ memory. So each rank publishes the directory in which it would meet others, by w
 it. A directory is the same for two ranks only if both see the same memory there.
 
 A rendezvous has epochs. Each rank adds its entry to the open epoch, and the rank that completes it
-writes the result, which holds for all. An epoch that is complete, or void, is closed.
+writes the result. Then each rank confirms that it has read this, and the last one begins the world.
+So an entry of a rank that was killed while it joined begins no world: the process that takes its
+place finds an epoch that is complete and has not begun, and voids it. An epoch that has begun, or
+is void, is over, and the next one is open.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
 import time
+from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two checks whether all have come
 _LEAVING = 2.0  # seconds to publish that this rank leaves the epoch
-_VOID = b"void"
+_VOID, _BEGUN = b"void", b"begun"
 
 
 class HostGroup(NamedTuple):
@@ -57,6 +62,28 @@ class Placement:
         self.host_of = {rank: number for number, host in enumerate(hosts) for rank in host.ranks}
 
 
+class JoinWarning:
+    """Logs what a rank waits for that joins, at first after so many seconds, then less often."""
+
+    def __init__(self, after: float) -> None:
+        self._begin = time.monotonic()
+        self._every = after
+        self._at = self._begin + after
+
+    @property
+    def left(self) -> float:
+        """Seconds until the next warning."""
+        return max(0.0, self._at - time.monotonic())
+
+    def log(self, missing: str, detail: object) -> None:
+        """Log a warning, and begin to wait for the next one."""
+        waited = time.monotonic() - self._begin
+        text = "still waiting for %s at init for %.0f s; %s"
+        logging.getLogger("syncprims").warning(text, missing, waited, detail)
+        self._every *= 2
+        self._at = time.monotonic() + self._every
+
+
 class Rendezvous:
     """One rank's part in a rendezvous. Methods that take a `store` run on a link's thread."""
 
@@ -67,17 +94,19 @@ class Rendezvous:
         topology: Topology,
         settings: Settings,
         deadline: float,
+        warning: JoinWarning,
     ) -> None:
         self._links = links
         self._endpoint = endpoint
         self._top = topology
         self._join_timeout = settings.join_timeout
         self._deadline = deadline
+        self._warning = warning
         self._prefix = f"world-{topology.world_size}/rendezvous"
         self._epoch = ""  # prefix of the keys of the epoch that this rank is in
+        self._complete = False  # the epoch, when the missing ranks were last looked for
         self._missing: list[int] = []  # as last known: the rank that serves the store may go first
-        with contextlib.closing(PrivateDirectory.open(base_path(settings))) as base:
-            place = _identity(base.fd)
+        place = identify_place(settings)
         # To count the devices that this process sees touches none.
         entry = [topology.rank, place, socket.gethostname(), torch.cuda.device_count()]
         self._entry = json.dumps(entry).encode() + b"\n"
@@ -93,7 +122,7 @@ class Rendezvous:
             for link in self._links:
                 # Now, and not when they are needed: a store may take seconds for a new connection,
                 # to look up the name of the caller, and answers no other rank meanwhile.
-                link.ask(lambda store: None, self._left())
+                self._reach(link)
             while True:
                 self._epoch = self._ask(self._enter)
                 placement = self._await_result()
@@ -118,6 +147,18 @@ class Rendezvous:
                 raise self._never_came()
         raise unreachable(self._top, self._endpoint, why) from why
 
+    def _reach(self, link: StoreLink) -> None:
+        """Return once `link` has its connection to the store."""
+        answer = link.submit(lambda store: None)
+        while not answer.done() and self._left():
+            futures.wait([answer], min(self._left(), self._warning.left))
+            if not answer.done() and not self._warning.left:
+                why = self._endpoint.refusal or "it does not answer"
+                self._warning.log(f"the store at {self._endpoint.address}", why)
+        if not answer.done():
+            raise StoreGone(f"no answer for {self._join_timeout:g} s")
+        link.ask(lambda store: None, self._left())  # raises what the first request met
+
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
@@ -125,23 +166,30 @@ class Rendezvous:
         return self._links[0].ask(work, self._left())
 
     def _await_result(self) -> Placement | None:
-        """Return the result of the epoch once it is closed; None if it is void."""
-        pause = _FIRST_PAUSE
+        """Return the result of the epoch once the world has begun; None if the epoch is void."""
+        pause, result = _FIRST_PAUSE, b""
         while True:
             if not self._left():
                 raise StoreGone("not all ranks have come")
             time.sleep(min(pause, self._left()))
             pause = min(1.2 * pause, _LONGEST_PAUSE)  # many ranks may ask
-            result = self._ask(lambda store: read_key(store, f"{self._epoch}result"))
-            if result:
-                return _decode(result)
-            if self._left() < _LEAVING:
+            if not result:
+                result = self._ask(self._confirm)
+            elif outcome := self._ask(lambda store: read_key(store, f"{self._epoch}outcome")):
+                return _decode(result) if outcome == _BEGUN else None
+            if result == _VOID:
+                return None
+            if self._left() < _LEAVING or not self._warning.left:
                 self._missing = self._ask(self._find_missing)
+            if self._missing and not self._warning.left:
+                never = "; ".join(f"rank {rank} never joined" for rank in self._missing[:8])
+                self._warning.log(f"ranks {self._missing}", never)
 
     def _never_came(self) -> SyncTimeout:
         top, missing, waited = self._top, self._missing, self._join_timeout - self._left()
         arrived = [rank for rank in range(top.world_size) if rank not in missing]
-        lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
+        how = "ended while it joined" if self._complete else "never joined"
+        lines = "\n".join(f"  rank {rank} {how}" for rank in missing)
         return SyncTimeout(
             f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
             f"did\n{lines}\nThis rank waits at the store at {self._endpoint.address}, run id "
@@ -159,11 +207,12 @@ class Rendezvous:
     def _enter(self, store: Any) -> str:
         """Add this rank's entry to the open epoch, and return the prefix of that epoch's keys.
 
-        An epoch is closed once all ranks are in it, and then belongs to their world. So a second
-        world of the same processes opens the next.
+        A second world of the same processes opens the next epoch. If this rank comes to one that
+        is complete, a process before it was killed while it joined as this rank.
         """
         number = 1
         while store.check([f"{self._prefix}/{number}/result"]):
+            store.compare_set(f"{self._prefix}/{number}/outcome", "", _VOID)
             number += 1
         epoch = f"{self._prefix}/{number}/"
         store.append(f"{epoch}entries", self._entry)
@@ -174,22 +223,35 @@ class Rendezvous:
                 store.compare_set(f"{epoch}result", "", result)
         return epoch
 
+    def _confirm(self, store: Any) -> bytes:
+        """Confirm the result of this epoch if it is there, and return it; the last one begins."""
+        result = read_key(store, f"{self._epoch}result")
+        if result not in (b"", _VOID):
+            store.append(f"{self._epoch}confirmed", f"{self._top.rank}\n")
+            if store.add(f"{self._epoch}confirmations", 1) == self._top.world_size:
+                store.compare_set(f"{self._epoch}outcome", "", _BEGUN)
+        return result
+
     def _find_missing(self, store: Any) -> list[int]:
-        entries = _entries(store, self._epoch)
-        return [rank for rank in range(self._top.world_size) if rank not in entries]
+        self._complete = bool(read_key(store, f"{self._epoch}result"))
+        if self._complete:
+            came = {int(rank) for rank in read_key(store, f"{self._epoch}confirmed").split()}
+        else:
+            came = set(_entries(store, self._epoch))
+        return [rank for rank in range(self._top.world_size) if rank not in came]
 
     def _void(self, store: Any) -> Placement | None:
-        """Void this epoch by compare-and-set; return its result if it was complete before.
+        """Void this epoch by compare-and-set; return its result if the world has begun.
 
         No rank may use an epoch that another has left. The others open the next one, where this
         rank may meet them if it tries again.
         """
-        return _decode(store.compare_set(f"{self._epoch}result", "", _VOID))
+        result = bytes(store.compare_set(f"{self._epoch}result", "", _VOID))
+        outcome = bytes(store.compare_set(f"{self._epoch}outcome", "", _VOID))
+        return _decode(result) if outcome == _BEGUN else None
 
 
-def _decode(result: bytes) -> Placement | None:
-    if result == _VOID:
-        return None
+def _decode(result: bytes) -> Placement:
     token, hosts = json.loads(result)
     return Placement(token, [HostGroup(*host) for host in hosts])
 
@@ -210,9 +272,10 @@ def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[HostGroup]:
     ]
 
 
-def _identity(directory_fd: int) -> str:
-    """Return what this kernel, and no other, calls the open directory."""
-    found = os.fstat(directory_fd)
+def identify_place(settings: Settings) -> str:
+    """Return what this kernel, and no other, calls the directory where ranks of a host meet."""
+    with contextlib.closing(PrivateDirectory.open(base_path(settings))) as base:
+        found = os.fstat(base.fd)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

@@ -9,7 +9,10 @@ interruptibly.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
+import secrets
+import select
 import socket
 import threading
 import time
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch.distributed
 
-from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.errors import BackendUnavailable, ConfigurationError, SyncTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,6 +180,7 @@ class StoreEndpoint:
         self.address = f"{host}:{port}"
         self.served_by_rank_0 = False  #: so that rank 0 must leave last
         self.refusal: OSError | None = None  #: what the last attempt to reach it raised
+        self.peer: tuple[int, Any] | None = None  #: its address family and address, once reached
         self.kept: Any = None  #: a store that must live as long as this
         self._port = port
         self._prefix = prefix
@@ -194,7 +198,8 @@ class StoreEndpoint:
             return
         while not closing.wait(TRY_AGAIN if self.refusal else 0):
             try:
-                socket.create_connection((self.host, self._port), _ONE_ATTEMPT).close()
+                with socket.create_connection((self.host, self._port), _ONE_ATTEMPT) as reached:
+                    self.peer = reached.family, reached.getpeername()
             except OSError as error:  # it is not served yet, or its name is not known yet
                 self.refusal = error
             else:
@@ -229,6 +234,57 @@ class StoreEndpoint:
             ) from error
 
 
+class StoreProbe:
+    """Distinguishes a store that is stopped from one that is cut off.
+
+    While the process that serves the store is stopped, or gets no processor, the kernel of its host
+    still accepts connections and answers for them. If the host is gone, or the network to it, no
+    kernel answers. So a store that does not answer counts as lost only if its host does not either.
+    """
+
+    def __init__(self, endpoint: StoreEndpoint, limit: float) -> None:
+        """`limit` is how many seconds of silence mean that the host is gone."""
+        self._endpoint = endpoint
+        self._limit = limit
+        self._socket: socket.socket | None = None
+        self._since = 0.0  # when it began to connect
+
+    def is_cut_off(self, silence: float) -> bool:
+        """Return whether the store, silent for `silence` seconds, is out of reach; do not wait."""
+        if silence < self._limit / 2 or self._endpoint.peer is None:  # or this process serves it
+            self.close()
+            return False
+        now = time.monotonic()
+        if self._socket is None:
+            self._socket, self._since = self._connect(*self._endpoint.peer), now
+        poll = select.poll()  # one serves one thread, and several may wait
+        poll.register(self._socket, select.POLLOUT)
+        for _, event in poll.poll(0):
+            if not event & (select.POLLERR | select.POLLHUP):
+                self._since = math.inf  # connected; from now on the kernel keeps watch
+                continue
+            self.close()
+            return silence >= self._limit
+        return silence >= self._limit and now - self._since >= self._limit / 2
+
+    def _connect(self, family: int, address: Any) -> socket.socket:
+        probe = socket.socket(family, socket.SOCK_STREAM)
+        probe.setblocking(False)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        every = max(1, int(self._limit / 4))
+        for name, value in (("KEEPIDLE", every), ("KEEPINTVL", every), ("KEEPCNT", 3)):
+            with contextlib.suppress(AttributeError):  # macOS has its own names
+                probe.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        probe.connect_ex(address)
+        return probe
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
 def check_findable(topology: Topology, settings: Settings) -> None:
     """Return only if something says where the ranks of this run meet.
 
@@ -236,10 +292,14 @@ def check_findable(topology: Topology, settings: Settings) -> None:
     """
     if settings.store is not None or dist.is_initialized():
         return
-    if topology.num_nodes > 1:
+    if topology.num_nodes != 1:
+        nodes = "several" if topology.num_nodes < 1 else topology.num_nodes
+        started = f"{topology.launcher} started {nodes} nodes"
+        if max(topology.num_nodes, topology.local_world_size) < 1:
+            started = f"{topology.launcher} does not say which ranks share a host"
         raise ConfigurationError(
-            f"{topology.launcher} started {topology.num_nodes} nodes, and nothing says where their "
-            f"ranks meet: set {_CURE}, the same on all ranks, or start them with torchrun"
+            f"{started}, and nothing says where the ranks meet: set {_CURE}, the same on all "
+            f"ranks, or start them with torchrun"
         )
     if topology.run_id is None:
         raise ConfigurationError(
@@ -258,35 +318,79 @@ def find_store(topology: Topology, settings: Settings) -> StoreEndpoint | None:
     initialized = dist.is_initialized()
     if topology.launcher == "syncprims" and topology.num_nodes == 1 and topology.run_id is not None:
         return None  # all share this host, and `syncprims run` gave the run a name
-    if settings.store is not None and (settings.agent_store or not initialized):
+    own = topology.launcher == "torch.distributed"  # then other stores belong to other groups
+    if settings.store is not None and not own and (settings.agent_store or not initialized):
         endpoint = StoreEndpoint(*settings.store, prefix, settings.join_timeout)
         if not settings.agent_store:
             endpoint.served_by_rank_0 = True
             if topology.rank == 0:
                 endpoint.serve()
         return endpoint
-    return _of_default_group(prefix, topology, settings.join_timeout) if initialized else None
+    if not initialized:
+        return None
+    store, inner = _get_default_store()
+    if not isinstance(inner, dist.TCPStore):
+        return None
+    if own:  # several groups may share a server, each with a prefix of its own
+        prefix = f"syncprims/{_name_run(store)}"
+    endpoint = StoreEndpoint(inner.host, inner.port, prefix, settings.join_timeout)
+    endpoint.kept = store
+    endpoint.served_by_rank_0 = True
+    return endpoint
 
 
-def _of_default_group(prefix: str, topology: Topology, join_timeout: float) -> StoreEndpoint | None:
-    """Return the store with which the program has initialized ``torch.distributed``.
+def agree_on_run_id(topology: Topology, settings: Settings, host: str) -> str | None:
+    """Return what identifies a run on one host that has no :func:`find_store`.
 
-    None if it cannot be shared, and a run on one host needs none.
+    If no launcher says it, the ranks agree through the store of the default group. `host` is what
+    ranks that share a host have in common.
+
+    :raises ConfigurationError: if they share none, or their store is one that only torch can use.
+    :raises SyncTimeout: naming the ranks that did not come.
     """
+    launched = topology.launcher != "torch.distributed" and topology.num_nodes == 1
+    if not dist.is_initialized() or (launched and topology.run_id is not None):
+        return topology.run_id
+    store, inner = _get_default_store()
+    cure = "initialize it with env:// or tcp://, or start the ranks with torchrun"
+    if not isinstance(inner, dist.FileStore):
+        raise ConfigurationError(
+            f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
+            f"or a FileStore can be shared: {cure}"
+        )
+    run_id = _name_run(store)
+    keys = [f"syncprims/{run_id}/{rank}" for rank in range(topology.world_size)]
+    store.set(keys[topology.rank], host)
+    deadline = time.monotonic() + settings.join_timeout
+    while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > deadline:
+            raise SyncTimeout(
+                f"init timed out after {settings.join_timeout:g} s: ranks {missing} did not come. "
+                f"This rank waits at the FileStore of torch.distributed",
+                rank=topology.rank,
+                call="init",
+                missing=missing,
+                waited=settings.join_timeout,
+            )
+        time.sleep(TRY_AGAIN)
+    if len({store.get(key) for key in keys}) > 1:
+        raise ConfigurationError(
+            f"torch.distributed was initialized with a FileStore, and its ranks are on several "
+            f"hosts: {cure}"
+        )
+    return run_id
+
+
+def _get_default_store() -> tuple[Any, Any]:
+    """Return the store of the default group, and the one below its prefixes."""
     # Torch has no public name for it, and the ranks must meet where they have met before.
     store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     inner: Any = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
-    if not isinstance(inner, dist.TCPStore):
-        launched = topology.run_id is not None and topology.launcher != "torch.distributed"
-        if launched and topology.num_nodes == 1:
-            return None
-        raise ConfigurationError(
-            f"torch.distributed was initialized with a {type(inner).__name__}, and only a TCPStore "
-            f"can be shared: initialize it with env:// or tcp://, or start the ranks with torchrun"
-        )
-    endpoint = StoreEndpoint(inner.host, inner.port, prefix, join_timeout)
-    endpoint.kept = store
-    endpoint.served_by_rank_0 = True
-    return endpoint
+    return store, inner
+
+
+def _name_run(store: Any) -> str:
+    """Return a name that all ranks of the default group agree on, and no other group has."""
+    return bytes(store.compare_set("syncprims/run", "", secrets.token_hex(8))).decode()

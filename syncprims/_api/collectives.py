@@ -13,16 +13,17 @@ Every call that waits for other ranks raises `CollectiveMismatch` if they make a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from syncprims._data.partition import split as split_items
-from syncprims._world.group import entered
-from syncprims._world.runtime import current, get_active_group, get_topology
+from syncprims._world.group import innermost_group
+from syncprims._world.runtime import current, get_active_group, get_host_number, get_topology
 from syncprims._world.world import get_node_group, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncprims._data.reduction import Op
     from syncprims._world.group import Group, Seconds
     from syncprims._world.sequential import InTurn, MainFirst
 
@@ -43,23 +44,26 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's number on its node, from 0. Waits for no rank."""
-    return get_topology().local_rank
+    """Return this process's number on its node, from 0.
+
+    If the launcher does not say it, the first call starts the world, as a primitive does.
+    """
+    return get_host_number("local_rank")
 
 
 def get_local_world_size() -> int:
-    """Return the number of ranks on this node. Waits for no rank."""
-    return get_topology().local_world_size
+    """Return the number of ranks on this node. May start the world, as :func:`get_local_rank`."""
+    return get_host_number("local_world_size")
 
 
 def get_node_rank() -> int:
-    """Return this node's number, from 0. Waits for no rank."""
-    return get_topology().node_rank
+    """Return this node's number, from 0. May start the world, as :func:`get_local_rank`."""
+    return get_host_number("node_rank")
 
 
 def get_num_nodes() -> int:
-    """Return the number of nodes. Waits for no rank."""
-    return get_topology().num_nodes
+    """Return the number of nodes. May start the world, as :func:`get_local_rank`."""
+    return get_host_number("num_nodes")
 
 
 def is_main() -> bool:
@@ -68,14 +72,17 @@ def is_main() -> bool:
 
 
 def is_local_main() -> bool:
-    """Return whether this is the first rank of its node. Waits for no rank."""
-    return get_topology().local_rank == 0
+    """Return whether this is the first rank of its node.
+
+    May start the world, as :func:`get_local_rank`.
+    """
+    return get_host_number("local_rank") == 0
 
 
 def is_last() -> bool:
     """Return whether this is the highest rank. Waits for no rank."""
-    place = get_topology()
-    return place.rank == place.world_size - 1
+    topology = get_topology()
+    return topology.rank == topology.world_size - 1
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -125,41 +132,84 @@ def barrier(
 
 
 def broadcast(
-    obj: T, src: int = 0, *, out: Any = None, timeout: Seconds = None, group: Group | None = None
+    obj: T,
+    src: int = 0,
+    *,
+    name: str | None = None,
+    out: Any = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
 ) -> T:
     """Return the object of rank `src` on every member; on `src` itself, the very object.
 
     `src` is a world rank. With `out`, an array that arrives is copied into it, and `out` is
     returned.
 
+    :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises EncodingError: on `src`, if the object cannot travel; the others raise `PeerFailed`.
     :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).broadcast(obj, src, out=out, timeout=timeout)
+    return (group or get_active_group(timeout)).broadcast(
+        obj, src, name=name, out=out, timeout=timeout
+    )
 
 
-def all_gather(obj: T, *, timeout: Seconds = None, group: Group | None = None) -> list[T]:
+def all_gather(
+    obj: T, *, name: str | None = None, timeout: Seconds = None, group: Group | None = None
+) -> list[T]:
     """Return every member's object, in rank order; this rank's own is the very object.
 
+    :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises EncodingError: if the object cannot travel; the others raise `PeerFailed`.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).all_gather(obj, timeout=timeout)
+    return (group or get_active_group(timeout)).all_gather(obj, name=name, timeout=timeout)
 
 
+@overload
+def all_reduce(
+    value: int,
+    op: Literal["mean"],
+    *,
+    name: str | None = None,
+    out: None = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> float: ...
+@overload
+def all_reduce(
+    value: bool,
+    op: Literal["sum", "prod"] = "sum",
+    *,
+    name: str | None = None,
+    out: None = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> int: ...
+@overload
 def all_reduce(
     value: T,
-    op: str = "sum",
+    op: Op = "sum",
     *,
+    name: str | None = None,
     out: Any = None,
     timeout: Seconds = None,
     group: Group | None = None,
-) -> T:
+) -> T: ...
+def all_reduce(
+    value: Any,
+    op: Op = "sum",
+    *,
+    name: str | None = None,
+    out: Any = None,
+    timeout: Seconds = None,
+    group: Group | None = None,
+) -> Any:
     """Return the sum, mean, min, max or prod over all members, the same bits on each.
 
     `value` is a number, a numpy array, a torch tensor, or a dict, list or tuple of them, and does
@@ -167,6 +217,7 @@ def all_reduce(
     is float64 and a sum or product of bools int64. With `out`, an array of the result's shape and
     dtype is filled and returned.
 
+    :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises RankMismatch: on all members, if trees, shapes or dtypes differ.
@@ -174,35 +225,46 @@ def all_reduce(
     :raises TypeError: if `value` cannot be reduced; the others raise `PeerFailed`.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).all_reduce(value, op, out=out, timeout=timeout)
+    return (group or get_active_group(timeout)).all_reduce(
+        value, op, name=name, out=out, timeout=timeout
+    )
 
 
-def any_rank(flag: object, *, timeout: Seconds = None, group: Group | None = None) -> bool:
+def any_rank(
+    flag: object, *, name: str | None = None, timeout: Seconds = None, group: Group | None = None
+) -> bool:
     """Return True on every member if `flag` is true on at least one, else False on every member.
 
+    :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).any_rank(flag, timeout=timeout)
+    return (group or get_active_group(timeout)).any_rank(flag, name=name, timeout=timeout)
 
 
-def all_ranks(flag: object, *, timeout: Seconds = None, group: Group | None = None) -> bool:
+def all_ranks(
+    flag: object, *, name: str | None = None, timeout: Seconds = None, group: Group | None = None
+) -> bool:
     """Return True on every member if `flag` is true on all, else False on every member.
 
+    :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).all_ranks(flag, timeout=timeout)
+    return (group or get_active_group(timeout)).all_ranks(flag, name=name, timeout=timeout)
 
 
 def assert_same(
     value: object, name: str, *, timeout: Seconds = None, group: Group | None = None
 ) -> None:
-    """Return only if `value` is the same on every member, bit for bit; only digests travel.
+    """Return only if `value` is the same on every member, bit for bit.
 
-    Dicts and sets may differ in order. `name` says in errors what the value is.
+    Arrays, tensors, parameters, and mappings, lists and tuples of them are compared by type, shape,
+    dtype and bytes; mappings and sets may differ in order. Of these only digests travel. Any other
+    object is equal if it consists of equal parts, or says so itself; then it may travel, too.
+    `name` says in errors what the value is.
 
     :param timeout: seconds, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
@@ -225,6 +287,7 @@ def main_first(
     raises, the others raise `PeerFailed` and no other block runs. With `local`, the first rank of
     each node goes first, and no node waits for another.
 
+    :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds for main's block, or a `timedelta`; None waits as long as it takes, the
         world's default does not apply.
     :param group: by default that of the ``with`` block, else all ranks.
@@ -241,18 +304,29 @@ def main_first(
     return (group or get_active_group(timeout)).main_first(name=name, timeout=timeout)
 
 
-def in_turn(*, timeout: Seconds = None, group: Group | None = None) -> InTurn:
+def in_turn(
+    *, name: str | None = None, timeout: Seconds = None, group: Group | None = None
+) -> InTurn:
     """Return a context manager: the members run the block one after another, in rank order.
 
     All leave together. If a block raises, no later one runs and the others raise `PeerFailed`.
 
+    :param name: shown in errors; the same on all members, so that no other call is mistaken for it.
     :param timeout: seconds for each block, or a `timedelta`; None is the world's default.
     :param group: by default that of the ``with`` block, else all ranks.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).in_turn(timeout=timeout)
+    return (group or get_active_group(timeout)).in_turn(name=name, timeout=timeout)
 
 
+@overload
+def split(items: range, *, pad: Literal[False] = False) -> range: ...
+@overload
+def split(items: range, *, pad: bool) -> range | list[int]: ...
+@overload
+def split(items: tuple[T, ...], *, pad: bool = False) -> tuple[T, ...]: ...
+@overload
+def split(items: T, *, pad: bool = False) -> T: ...
 def split(items: Any, *, pad: bool = False) -> Any:
     """Return this rank's contiguous share of `items`; extra items go to the lowest ranks.
 
@@ -264,8 +338,8 @@ def split(items: Any, *, pad: bool = False) -> Any:
     :raises TypeError: for `str` and `bytes`, and for what has no length.
     :raises ValueError: if the dict's values differ in length.
     """
-    within = entered.get()
+    within: Any = innermost_group()
     if within is not None:
         return within.split(items, pad=pad)
-    place = get_topology()
-    return split_items(items, place.rank, place.world_size, pad=pad)
+    topology = get_topology()
+    return split_items(items, topology.rank, topology.world_size, pad=pad)

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    overload,
+)
 
 from syncprims._protocol.validation import whole_number
-from syncprims._world.group import SharedResult, entered
-from syncprims._world.runtime import current, get_topology
+from syncprims._world.group import SharedResult, innermost_group
+from syncprims._world.runtime import current, get_host_number, get_topology
 from syncprims._world.world import get_node_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
 P = ParamSpec("P")
 R = TypeVar("R")
+D = TypeVar("D")
+D_co = TypeVar("D_co", covariant=True)
 
 
-class _Decorator(Protocol):
+class _Shared(Protocol):
+    """The decorated function returns the result on every rank."""
+
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+class _OrDefault(Protocol[D_co]):
+    """The decorated function returns the default on the ranks on which it does not run."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R | D_co]]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | D_co]: ...
 
 
 class _Choice(NamedTuple):
@@ -27,16 +51,17 @@ class _Choice(NamedTuple):
     call: str
     local: bool
     number: int | None  #: None is the last
+    name: str | None  #: of the call that shares the result; None is the function's own
 
     def runs_here(self) -> bool:
         """Return whether this rank runs.
 
         :raises ValueError: if there is no such rank.
         """
-        place = get_topology()
-        mine, count = place.rank, place.world_size
+        topology = get_topology()
+        mine, count = topology.rank, topology.world_size
         if self.local:
-            mine, count = place.local_rank, place.local_world_size
+            mine, count = get_host_number("local_rank"), get_host_number("local_world_size")
         chosen = count - 1 if self.number is None else self.number
         if not 0 <= chosen < count:
             where = "on this node" if self.local else "in this world"
@@ -51,7 +76,7 @@ class _Choice(NamedTuple):
         :raises ValueError: if not all of them are in the group that is entered: no other rank
             makes the call.
         """
-        world, within = current(), entered.get()
+        world, within = current(), innermost_group()
         members = get_node_group(world) if self.local else world.group
         src = members.ranks[-1 if self.number is None else self.number]
         needed = members.ranks if self.local else (src,)
@@ -61,58 +86,111 @@ class _Choice(NamedTuple):
                 f"and this is within a group of ranks {list(within.ranks)}: call it outside of the "
                 f"group's block, or use the group's own broadcast()"
             )
-        return SharedResult(members if self.local else within or members, self.call, src)
+        group = members if self.local else within or members
+        return SharedResult(group, self.call, self.name, src)
 
 
 @overload
-def on_main(fn: Callable[P, R], /) -> Callable[P, R]: ...
-@overload
-def on_main(*, default: Any = None, share: bool = False) -> _Decorator: ...
 def on_main(
-    fn: Callable[..., Any] | None = None, /, *, default: Any = None, share: bool = False
+    fn: Callable[P, Coroutine[Any, Any, R]], /
+) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+@overload
+def on_main(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+@overload
+def on_main(*, default: Any = None, share: Literal[True], name: str | None = None) -> _Shared: ...
+@overload
+def on_main(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
+@overload
+def on_main(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+def on_main(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    default: Any = None,
+    share: bool = False,
+    name: str | None = None,
 ) -> Any:
     """Make a function run on rank 0 only; the others return `default`.
 
     With ``share=True`` all ranks call it together and all return rank 0's result; if it raises,
     rank 0 raises that, and the others `PeerFailed` with its traceback. The others wait without a
     timeout. Within a group's block the members share, and it is a `ValueError` if rank 0 is not
-    among them. Works with and without parentheses, and on ``async def``.
+    among them. `name`, by default the function's own, is that of the call, and the same on all of
+    them. Works with and without parentheses, and on ``async def``.
 
     :raises TypeError: if what is decorated is no function.
     """
-    return _decorate(fn, _Choice("on_main", False, 0), default=default, share=share)
+    return _decorate(fn, _Choice("on_main", False, 0, name), default=default, share=share)
 
 
 @overload
-def on_last(fn: Callable[P, R], /) -> Callable[P, R]: ...
-@overload
-def on_last(*, default: Any = None, share: bool = False) -> _Decorator: ...
 def on_last(
-    fn: Callable[..., Any] | None = None, /, *, default: Any = None, share: bool = False
+    fn: Callable[P, Coroutine[Any, Any, R]], /
+) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+@overload
+def on_last(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+@overload
+def on_last(*, default: Any = None, share: Literal[True], name: str | None = None) -> _Shared: ...
+@overload
+def on_last(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
+@overload
+def on_last(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+def on_last(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    default: Any = None,
+    share: bool = False,
+    name: str | None = None,
 ) -> Any:
     """Make a function run on the highest rank only; the others return `default`.
 
     With ``share=True`` all ranks return its result. Otherwise as :func:`on_main`.
     """
-    return _decorate(fn, _Choice("on_last", False, None), default=default, share=share)
+    return _decorate(fn, _Choice("on_last", False, None, name), default=default, share=share)
 
 
 @overload
-def on_local_main(fn: Callable[P, R], /) -> Callable[P, R]: ...
-@overload
-def on_local_main(*, default: Any = None, share: bool = False) -> _Decorator: ...
 def on_local_main(
-    fn: Callable[..., Any] | None = None, /, *, default: Any = None, share: bool = False
+    fn: Callable[P, Coroutine[Any, Any, R]], /
+) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+@overload
+def on_local_main(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+@overload
+def on_local_main(
+    *, default: Any = None, share: Literal[True], name: str | None = None
+) -> _Shared: ...
+@overload
+def on_local_main(*, default: D, share: bool = False, name: str | None = None) -> _OrDefault[D]: ...
+@overload
+def on_local_main(*, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+def on_local_main(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    default: Any = None,
+    share: bool = False,
+    name: str | None = None,
 ) -> Any:
     """Make a function run on the first rank of each node only; the others return `default`.
 
     With ``share=True`` the ranks of a node share its result; no node waits for another. Otherwise
     as :func:`on_main`.
     """
-    return _decorate(fn, _Choice("on_local_main", True, 0), default=default, share=share)
+    return _decorate(fn, _Choice("on_local_main", True, 0, name), default=default, share=share)
 
 
-def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
+@overload
+def on_rank(
+    n: int, *, default: Any = None, share: Literal[True], name: str | None = None
+) -> _Shared: ...
+@overload
+def on_rank(
+    n: int, *, default: D, share: bool = False, name: str | None = None
+) -> _OrDefault[D]: ...
+@overload
+def on_rank(n: int, *, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+def on_rank(n: int, *, default: Any = None, share: bool = False, name: str | None = None) -> Any:
     """Make a function run on rank `n` only; the others return `default`.
 
     With ``share=True`` all ranks return its result. The decorated function raises ValueError on
@@ -120,11 +198,25 @@ def on_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
 
     :raises TypeError: if `n` is not a whole number.
     """
-    choice = _Choice("on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"))
+    choice = _Choice(
+        "on_rank", False, whole_number(n, "on_rank takes a rank, a whole number"), name
+    )
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
-def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decorator:
+@overload
+def on_local_rank(
+    n: int, *, default: Any = None, share: Literal[True], name: str | None = None
+) -> _Shared: ...
+@overload
+def on_local_rank(
+    n: int, *, default: D, share: bool = False, name: str | None = None
+) -> _OrDefault[D]: ...
+@overload
+def on_local_rank(n: int, *, share: bool = False, name: str | None = None) -> _OrDefault[None]: ...
+def on_local_rank(
+    n: int, *, default: Any = None, share: bool = False, name: str | None = None
+) -> Any:
     """Make a function run on local rank `n` of each node only; the others return `default`.
 
     With ``share=True`` the ranks of a node share its result; no node waits for another. The
@@ -134,7 +226,7 @@ def on_local_rank(n: int, *, default: Any = None, share: bool = False) -> _Decor
     :raises TypeError: if `n` is not a whole number.
     """
     n = whole_number(n, "on_local_rank takes a rank, a whole number")
-    choice = _Choice("on_local_rank", True, n)
+    choice = _Choice("on_local_rank", True, n, name)
     return functools.partial(_decorate, choice=choice, default=default, share=share)
 
 
@@ -143,6 +235,8 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
         return functools.partial(_decorate, choice=choice, default=default, share=share)
     if not callable(fn):
         raise TypeError(f"{choice.call} decorates a function, not a {type(fn).__name__}")
+    if choice.name is None:
+        choice = choice._replace(name=getattr(fn, "__name__", None))
     import inspect  # slow to import: not before something is decorated
 
     if inspect.iscoroutinefunction(fn):
@@ -152,9 +246,9 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
             here = choice.runs_here()
             if not share:
                 return await fn(*args, **kwargs) if here else default
-            with choice.find_shared_result() as send:
+            with choice.find_shared_result() as shared:
                 result = await fn(*args, **kwargs) if here else default
-            return send(result)
+            return shared.send(result)
 
         return call_async
 
@@ -163,8 +257,8 @@ def _decorate(fn: Callable[..., Any] | None, choice: _Choice, *, default: Any, s
         here = choice.runs_here()
         if not share:
             return fn(*args, **kwargs) if here else default
-        with choice.find_shared_result() as send:
+        with choice.find_shared_result() as shared:
             result = fn(*args, **kwargs) if here else default
-        return send(result)
+        return shared.send(result)
 
     return call

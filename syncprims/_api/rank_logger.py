@@ -37,11 +37,18 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         with get_active_group().in_turn() if in_order else contextlib.nullcontext():
             if not self.isEnabledFor(level):
                 return
-            place = get_topology()
-            if (local and place.local_rank != 0) or (main_only and not local and place.rank != 0):
+            topology = get_topology()
+            # Where it is not known yet which rank is a node's first, all of them log.
+            if (local and topology.local_rank > 0) or (
+                main_only and not local and topology.rank != 0
+            ):
                 return
             if once:
-                key = place.rank, level, f"{msg}{args or ''}"  # threads that are ranks share this
+                key = (
+                    topology.rank,
+                    level,
+                    f"{msg}{args or ''}",
+                )  # threads that are ranks share this
                 if key in self._logged:
                     return
                 self._logged.add(key)
@@ -52,13 +59,13 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self, msg: object, kwargs: MutableMapping[str, Any]
     ) -> tuple[str, MutableMapping[str, Any]]:
         """Put the rank in front, and into the record: ``%(rank)d``, ``%(world_size)d``."""
-        place = get_topology()
+        topology = get_topology()
         names = ("rank", "local_rank", "node_rank", "world_size")
-        known = {name: getattr(place, name) for name in names}
+        known = {name: getattr(topology, name) for name in names}
         kwargs["extra"] = known | dict(kwargs.get("extra") or {})
-        if place.world_size == 1:
+        if topology.world_size == 1:
             return str(msg), kwargs
-        return f"[rank {place.rank}] {msg}", kwargs
+        return f"[rank {topology.rank}] {msg}", kwargs
 
 
 @functools.cache  # so that `once` is once, whichever module asks for the logger

@@ -4,19 +4,25 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
-from syncprims._protocol.validation import require
+from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import current, get_active_group
+from syncprims.errors import signal_name
 from syncprims.interface import Note
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     from syncprims._protocol.rounds import PendingRound
     from syncprims._world.group import Group
+
+_ONE_SIGNAL = 2.0  # seconds within which signals are one
 
 
 class Trigger:
@@ -36,6 +42,7 @@ class Trigger:
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
         self._before: tuple[Group, PendingRound] | None = None
+        self._members: Sequence[int] = ()  # of the group that is checked
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
 
@@ -65,17 +72,24 @@ class Trigger:
         note = rounds.note("trigger", self._name)
         if why is not None:
             note = Note(note.label, True, codec.encode(why[0]))
+        self._members = group.ranks
         if not self._lag:
-            notes = rounds.meet(note, group._timeout)
-        else:
-            # Of another group, or another world: then this is the first check of this one.
-            of, pending = self._before or (group, None)
-            before = pending if of is group else None
-            self._before = group, rounds.defer(note, group._timeout, before)
-            notes = rounds.finish(before) if before is not None else ()
+            return rounds.meet(note, group._timeout, self._read)
+        # Of another group, or another world: then this is the first check of this one.
+        of, pending = self._before or (group, None)
+        before = pending if of is group else None
+
+        def check() -> bool:
+            self._before = group, rounds.post_deferred(note, group._timeout)
+            return before is not None and self._read(rounds.collect_deferred(before))
+
+        return rounds.atomic_call(note.label, check)
+
+    def _read(self, notes: Sequence[Note]) -> bool:
+        """Return whether a rank had set the flag, and keep which ranks had."""
         for lowest in notes:
             if lowest.flag:
-                self.ranks = [r for r, n in zip(group.ranks, notes, strict=True) if n.flag]
+                self.ranks = [r for r, n in zip(self._members, notes, strict=True) if n.flag]
                 self.reason = codec.decode(lowest.payload)
                 return True
         return False
@@ -83,20 +97,46 @@ class Trigger:
     def set_on_signal(self, signum: int | None = None) -> None:
         """Make `signum` (by default SIGTERM) set the flag instead of ending this process.
 
-        A second signal has the effect it had before.
+        Signals within 2 seconds are one: a launcher and the system may each send it to every
+        process of a job. A later one has the effect that it had before.
 
-        :raises ValueError: outside the main thread, as :func:`signal.signal`.
+        The launcher kills a process that does not end in time: torchrun 30 s after SIGTERM, SLURM
+        after `KillWait` (30 s), Open MPI a second after it.
+
+        :raises TypeError: if `signum` is not a number, such as `signal.SIGUSR1`.
+        :raises ValueError: if there is no such signal or no program can catch it, and outside the
+            main thread, as :func:`signal.signal`.
         """
         import signal  # slow to import
 
-        signum = signal.SIGTERM if signum is None else signum
+        if signum is None:
+            signum = signal.SIGTERM
+        signum = whole_number(signum, "signum takes a signal, as signal.SIGUSR1")
+        if signum not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            raise ValueError(
+                f"signum={signum}: no program can catch such a signal; "
+                f"take another, as signal.SIGUSR1"
+            )
         previous: Any = signal.getsignal(signum)
+        first: list[float] = []  # when the first one came
 
         def on_signal(received: int, frame: FrameType | None) -> None:
-            signal.signal(signum, previous)  # a second one is meant
-            self.set(signal.Signals(received).name)
+            now = time.monotonic()
+            if first and now - first[0] >= _ONE_SIGNAL:
+                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+                signal.raise_signal(signum)
+            elif not first:
+                first.append(now)
+                self.set(signal_name(received))
+
+        def on_exit() -> None:
+            # Python takes the handler away before it has ended, and a process that ends after the
+            # first signal must not die of the second.
+            if first and signal.getsignal(signum) is on_signal:
+                signal.signal(signum, signal.SIG_IGN)
 
         signal.signal(signum, on_signal)
+        atexit.register(on_exit)
 
 
 def _get_default() -> Trigger:

@@ -23,6 +23,7 @@ _COMPLEX = struct.Struct("<dd")
 _LARGE_HEADER = struct.Struct("<cQ?")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 _MOST_REPEATS = 10_000
+_PICKLES = b"K"  # the first byte of an encoding with a pickle in it
 _OUT_OF_BAND = b"A"  # the tag of an array that travels by itself
 _LARGE = 1536  # bytes from which on an array may travel so: about what a small note holds
 
@@ -35,35 +36,39 @@ def encode(
     obj: object,
     *,
     allow_pickle: bool = True,
-    canonical: bool = False,
     out_of_band: list[Any] | None = None,
 ) -> bytes:
-    """Return `obj` as bytes; if `canonical`, equal dicts in any order give equal bytes.
+    """Return `obj` as bytes.
 
     With `out_of_band`, large arrays are appended to that list, and only their specs are encoded.
 
-    :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it.
+    :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it. The message
+        says which part of the object that is.
     """
+    encoder = _Encoder(allow_pickle, out_of_band)
     try:
-        return _Encoder(allow_pickle, canonical, out_of_band).encode(obj)
-    except _NeedsPickle:
-        if out_of_band is not None:
-            out_of_band.clear()  # the pickle holds all
-        return _pickled(obj, allow_pickle)
-
-
-def is_plain(obj: object) -> bool:
-    """Return whether `obj` can travel without pickle."""
-    try:
-        encode(obj, allow_pickle=False, out_of_band=[])
-    except EncodingError:
-        return False
-    return True
+        try:
+            data = encoder.encode(obj)
+        except _NeedsPickle:
+            if out_of_band is not None:
+                out_of_band.clear()  # the pickle holds all
+            return _PICKLES + _pickled(obj, allow_pickle)
+    except _Refused as refused:
+        raise _explain(obj, refused.__cause__) from refused.__cause__
+    return _PICKLES + data if encoder.pickles else data
 
 
 def is_one_array(data: bytes) -> bool:
     """Return whether :func:`encode` wrote these bytes for an array that travels out of band."""
     return data[:1] == _OUT_OF_BAND
+
+
+def holds_pickle(data: bytes) -> bool:
+    """Return whether :func:`encode` wrote these bytes with a pickle in them.
+
+    A pickle runs the object's own code where it arrives, so one rank alone may fail to decode it.
+    """
+    return data[:1] == _PICKLES
 
 
 class LargeHeader(NamedTuple):
@@ -86,6 +91,10 @@ class _NeedsPickle(Exception):
     """A container holds itself, or one seen before, or is nested too deeply."""
 
 
+class _Refused(Exception):
+    """A part needs pickle, and pickle is forbidden, or raised the error that is the cause."""
+
+
 def decode(
     data: bytes,
     *,
@@ -100,7 +109,8 @@ def decode(
     :raises EncodingError: if the bytes hold a pickle and it is forbidden or fails, or are damaged.
     """
     try:
-        obj, end = _Decoder(data, allow_pickle, out_of_band, local_rank).read(0)
+        begin = int(holds_pickle(data))
+        obj, end = _Decoder(data, allow_pickle, out_of_band, local_rank).read(begin)
     except EncodingError:
         raise
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -119,13 +129,13 @@ def _sized(tag: bytes, body: bytes) -> bytes:
 class _Encoder:
     """Writes one object."""
 
-    def __init__(self, allow_pickle: bool, canonical: bool, out_of_band: list[Any] | None) -> None:
+    def __init__(self, allow_pickle: bool, out_of_band: list[Any] | None) -> None:
         self._allow_pickle = allow_pickle
-        self._canonical = canonical
         self._out_of_band = out_of_band
         self._open: set[int] = set()  # containers that are being written
         self._seen: set[int] = set()  # and that have been: written again, they could be huge
         self._repeats = 0
+        self.pickles = False  #: whether a part was pickled
 
     def encode(self, obj: object, depth: int = 0) -> bytes:
         out: list[bytes] = []
@@ -161,6 +171,7 @@ class _Encoder:
             out += (_sized(b"g", spec.encode()), _sized(b"", obj.tobytes()))
         else:
             out.append(_pickled(obj, self._allow_pickle))
+            self.pickles = True
 
     def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
         if self._out_of_band is not None and obj.nbytes >= _LARGE:
@@ -174,7 +185,7 @@ class _Encoder:
         if key in self._open:
             raise _NeedsPickle
         if key in self._seen and len(obj):
-            if self._allow_pickle and not self._canonical:
+            if self._allow_pickle:
                 raise _NeedsPickle
             self._repeats += 1
             if self._repeats > _MOST_REPEATS:
@@ -187,9 +198,6 @@ class _Encoder:
         out.append(_CONTAINERS[kind] + _LENGTH.pack(len(obj)))
         if kind in (set, frozenset):  # no order of its own, and no two runs give the same
             out += sorted(self.encode(item, depth) for item in obj)
-        elif kind is dict and self._canonical:
-            pairs = [(self.encode(k, depth), self.encode(v, depth)) for k, v in obj.items()]
-            out += [part for pair in sorted(pairs) for part in pair]
         elif kind is dict:
             for name, value in obj.items():
                 self._write(name, out, depth)
@@ -208,20 +216,43 @@ def _spec_of_scalar(obj: Any) -> Spec | None:
 
 
 def _pickled(obj: object, allow_pickle: bool) -> bytes:
-    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
     if not allow_pickle:
-        raise EncodingError(
-            f"a {kind} can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it "
-            f"as numbers, strings, lists, dicts, arrays or paths, or allow pickle"
-        )
+        raise _Refused
     from . import pickling  # slow to import, and rarely needed
 
     try:
         return _sized(b"P", pickling.dumps(obj))
     except Exception as error:  # pickle calls the object's own methods: they may raise anything
-        raise EncodingError(
-            f"a {kind} cannot travel between ranks: pickle says {type(error).__name__}: {error}"
-        ) from error
+        raise _Refused from error
+
+
+def _needs_pickle(obj: object) -> bool:
+    try:
+        _Encoder(allow_pickle=False, out_of_band=[]).encode(obj)
+    except (EncodingError, _Refused, _NeedsPickle):
+        return True
+    return False
+
+
+def _explain(obj: object, said: BaseException | None) -> EncodingError:
+    """Return the error for an object that cannot travel: it names the part, and where that is.
+
+    `said` is what pickle raised; None if pickle is forbidden.
+    """
+    from . import pickling
+
+    if said is None:
+        where, part = pickling.find_part(obj, _needs_pickle, pickling.items)
+        text = (
+            "can only travel as a pickle, and SYNCPRIMS_PICKLE=0 forbids pickle; send it as "
+            "numbers, strings, lists, dicts, arrays or paths, or allow pickle"
+        )
+    else:
+        where, part = pickling.find_part(obj, pickling.fails, pickling.parts)
+        said = pickling.error_of(part) or said
+        text = f"cannot travel between ranks: pickle says {type(said).__name__}: {said}"
+    kind = f"a {type(part).__module__}.{type(part).__qualname__}"
+    return EncodingError(f"{kind} {text}" if part is obj else f"{where}, {kind}, {text}")
 
 
 def _text(body: bytes) -> str:

@@ -5,34 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims._protocol.rounds import RoundSequence
-from syncprims.errors import EncodingError, RankMismatch, SyncError
+from syncprims.errors import EncodingError, RankMismatch
 from syncprims.interface import Note
 
 from . import codec, reduction
 from .arrays import Spec, fits, mark_written, may_fill
-from .codec import LargeHeader
+from .codec import LargeHeader, holds_pickle
 from .shared_memory import SharedMemoryTransport
 from .transport import DeviceTransport, EngineTransport, Operand, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Label
 
 
-#: What a rank raises if it cannot take what is sent: the others get it in the round. (Torch raises
-#: RuntimeError where memory is short.) Anything else comes from outside, and breaks the group.
-_CANNOT = (SyncError, OSError, MemoryError, RuntimeError)
 #: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
 _NO_RESULT = (TypeError, ValueError, OverflowError, ArithmeticError)
 
 
-def encode(rounds: Rounds, label: Label, obj: object, *, canonical: bool = False) -> bytes:
-    """Return `obj` as bytes; if it cannot travel, the others get a `PeerFailed` in this round."""
+def encode(rounds: Rounds, label: Label, obj: object) -> bytes:
+    """Return `obj` as bytes; whatever prevents it, the others get a `PeerFailed` in this round."""
     try:
-        return _encode(rounds, label, obj, canonical=canonical)
-    except EncodingError as error:
+        return _encode(rounds, label, obj)
+    except BaseException as error:
         rounds.fail(label, error)
         raise
 
@@ -50,26 +47,42 @@ def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
     try:
         return codec.encode(obj, allow_pickle=rounds.settings.pickle, **options)
     except EncodingError as error:
-        error.call, error.rank = str(label), rounds.rank
-        error.args = (f"{label}: {error}",)
+        name_call(rounds, label, error)
         raise
 
 
+def name_call(rounds: Rounds, label: Label, error: BaseException) -> None:
+    """Add the call to an error that says why an object cannot travel."""
+    if isinstance(error, EncodingError):
+        error.call, error.rank = str(label), rounds.rank
+        error.args = (f"{label}: {error}",)
+
+
 def _decode(
-    rounds: Rounds, payload: bytes, out_of_band: Callable[[Spec], Any] | None = None
+    rounds: Rounds,
+    label: Label,
+    src: int,
+    payload: bytes,
+    out_of_band: Callable[[Spec], Any] | None = None,
 ) -> Any:
-    return codec.decode(
-        payload,
-        allow_pickle=rounds.settings.pickle,
-        out_of_band=out_of_band,
-        local_rank=rounds.local_rank,
-    )
+    """Return the object that rank `src` has sent; an error names the call and that rank."""
+    try:
+        return codec.decode(
+            payload,
+            allow_pickle=rounds.settings.pickle,
+            out_of_band=out_of_band,
+            local_rank=rounds.local_rank,
+        )
+    except EncodingError as error:
+        error.call, error.rank = str(label), rounds.rank
+        error.args = (f"{label}: what rank {src} has sent: {error}",)
+        raise
 
 
 def _transport(rounds: Rounds) -> Transport | None:
     """Return what carries arrays between all members, if anything does.
 
-    :raises OSError: if there is no room for a window.
+    :raises OSError: if there is no space for a window.
     """
     board = rounds.board
     host: Transport | None = None
@@ -77,7 +90,17 @@ def _transport(rounds: Rounds) -> Transport | None:
         host = SharedMemoryTransport(window)
     elif board.engine is not None:
         host = EngineTransport(board.engine)
-    return host and DeviceTransport(host, board.devices)
+    return host and DeviceTransport(host, board.device_engine)
+
+
+def _needed_transport(rounds: Rounds) -> Transport:
+    """Return what carries arrays, where another member has one.
+
+    :raises OSError: if there is no room for a window.
+    """
+    transport = _transport(rounds)
+    assert transport is not None, "all members have one, or none has"
+    return transport
 
 
 class _Package(NamedTuple):
@@ -90,22 +113,19 @@ class _Package(NamedTuple):
 
 def _is_large(rounds: Rounds, payload: bytes) -> bool:
     """Return whether `payload` itself travels as an array."""
-    limit = rounds.board.note_limit
-    return limit is not None and len(payload) > limit
+    board = rounds.board
+    limit = board.note_limit
+    return limit is not None and len(payload) > limit and board.engine is not None
 
 
 def _pack(rounds: Rounds, label: Label, obj: object) -> _Package:
     arrays: list[Any] = []
     transport = None
-    try:
-        payload = _encode(rounds, label, obj, out_of_band=arrays)
-        if arrays or _is_large(rounds, payload):
-            transport = _transport(rounds)
-    except _CANNOT as error:
-        rounds.fail(label, error)
-        raise
+    payload = _encode(rounds, label, obj, out_of_band=arrays)
+    if arrays or _is_large(rounds, payload):
+        transport = _transport(rounds)
     if arrays and transport is None:
-        return _Package(encode(rounds, label, obj), [], None)
+        return _Package(_encode(rounds, label, obj), [], None)
     return _Package(payload, arrays, transport)
 
 
@@ -113,14 +133,33 @@ def _broadcast_large(
     sequence: RoundSequence, transport: Transport, src: int, size: int, payload: bytes = b""
 ) -> bytes:
     """Return the encoded object of `size` that member number `src` sends, as its `payload`."""
-    import numpy
 
-    if src == sequence.index:
-        transport.broadcast(sequence, [numpy.frombuffer(bytearray(payload), numpy.uint8)], src)
-        return payload
-    received = numpy.empty(size, numpy.uint8)
-    transport.broadcast(sequence, [received], src)
-    return received.tobytes()
+    def make() -> Any:
+        import numpy
+
+        if src == sequence.index:
+            return numpy.frombuffer(bytearray(payload), numpy.uint8)
+        return numpy.empty(size, numpy.uint8)
+
+    array = sequence.attempt(make)
+    transport.broadcast(sequence, [array], src)
+    return payload or array.tobytes()
+
+
+def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
+    """Return `out`, now holding `value`; or `value`, if `out` is None or has been filled.
+
+    That `out` does not fit is this rank's own error: the call itself has succeeded.
+
+    :raises TypeError, ValueError: if `out` cannot hold it.
+    """
+    if out is None or out is value:
+        return value
+    error = reduction.why_not_into(out, value)
+    if error is not None:
+        rounds.in_step = error
+        raise error
+    return reduction.copy_into(out, value)
 
 
 # -- all-gather --------------------------------------------------------------------------------
@@ -129,30 +168,52 @@ def _broadcast_large(
 def gather(rounds: Rounds, label: Label, obj: Any, timeout: float | None) -> list[Any]:
     """Return every member's object, in rank order; one's own is the very object."""
     payload = encode(rounds, label, obj)
-    if rounds.board.note_limit is None:
-        payloads = [note.payload for note in rounds.meet(Note(label, payload=payload), timeout)]
-    else:
-        payloads = RoundSequence.run(rounds, Note(label), timeout, lambda s: _gather(s, payload))
-    return [
-        obj if rank == rounds.rank else _decode(rounds, payload)
-        for rank, payload in zip(rounds.members, payloads, strict=True)
-    ]
+    note = Note(label)
+    if rounds.board.note_limit is not None:
+        return RoundSequence.run(rounds, note, timeout, lambda s: _gather(s, obj, payload))
+
+    def read(notes: Sequence[Note]) -> list[Any]:
+        payloads = [note.payload for note in notes]
+        return _decode_all(rounds, RoundSequence(rounds, note, timeout), obj, payloads)
+
+    return rounds.meet(Note(label, payload=payload), timeout, read)
 
 
-def _gather(sequence: RoundSequence, payload: bytes) -> list[bytes]:
-    """Return all members' payloads; large ones follow as arrays, one member's after the other's."""
-    transport = _transport(sequence.rounds)
-    large = transport is not None and _is_large(sequence.rounds, payload)
+def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
+    """Return every member's object as :func:`gather`, as a part of another call."""
+    label = sequence.note.label
+    return _gather(sequence, obj, sequence.attempt(lambda: _encode(sequence.rounds, label, obj)))
+
+
+def _gather(sequence: RoundSequence, obj: Any, payload: bytes) -> list[Any]:
+    """Return all members' objects; large ones follow as arrays, one member's after the other's."""
+    rounds, label = sequence.rounds, sequence.note.label
+    large = _is_large(rounds, payload)
     posted = LargeHeader(len(payload), has_arrays=False).encode() if large else payload
-    notes = sequence.meet(Note(sequence.note.label, large, posted))
-    found: list[bytes] = []
-    for member, note in enumerate(notes):
-        found.append(note.payload)
-        header = LargeHeader.decode(note.payload)
+    payloads = [note.payload for note in sequence.meet(Note(label, large, posted))]
+    for member, found in enumerate(payloads):
+        header = LargeHeader.decode(found)
         if header is not None:
-            assert transport is not None, "all members have one, or none has"
-            found[-1] = _broadcast_large(sequence, transport, member, header.size, payload)
-    return found
+            transport = sequence.attempt(lambda: _needed_transport(rounds))
+            mine = payload if member == sequence.index else b""
+            payloads[member] = _broadcast_large(sequence, transport, member, header.size, mine)
+    return _decode_all(rounds, sequence, obj, payloads)
+
+
+def _decode_all(
+    rounds: Rounds, sequence: RoundSequence, obj: Any, payloads: Sequence[bytes]
+) -> list[Any]:
+    """Return all members' objects, or raise on all members, if one of them cannot make one."""
+
+    def decode() -> list[Any]:
+        return [
+            obj if rank == rounds.rank else _decode(rounds, sequence.note.label, rank, payload)
+            for rank, payload in zip(rounds.members, payloads, strict=True)
+        ]
+
+    if any(map(holds_pickle, payloads)):
+        return sequence.agree(decode)
+    return decode()
 
 
 # -- broadcast ---------------------------------------------------------------------------------
@@ -162,35 +223,47 @@ def broadcast(
     rounds: Rounds, note: Note, obj: Any, src: int, out: Any, timeout: float | None
 ) -> Any:
     """Return `src`'s object on every member, an array in `out` where that fits."""
-    if src == rounds.rank:
+    if src != rounds.rank:
+        return RoundSequence.run(rounds, note, timeout, lambda s: _receive(s, src, out))
+    try:
         package = _pack(rounds, note.label, obj)
-        RoundSequence.run(rounds, note, timeout, lambda sequence: _send(sequence, package))
-        return obj
-    return RoundSequence.run(rounds, note, timeout, lambda sequence: _receive(sequence, src, out))
+    except BaseException as error:
+        rounds.fail(note.label, error)
+        raise
+
+    def send(sequence: RoundSequence) -> Any:
+        _send(sequence, package)
+        return copy_into(rounds, out, obj)
+
+    return RoundSequence.run(rounds, note, timeout, send)
 
 
 def _send(sequence: RoundSequence, package: _Package) -> None:
     payload, arrays, transport = package
     label = sequence.note.label
-    if transport is None:
-        sequence.meet(Note(label, payload=payload))
-        return
     large = _is_large(sequence.rounds, payload)
     posted = LargeHeader(len(payload), bool(arrays)).encode() if large else payload
-    sequence.meet(Note(label, True, posted))
-    if large:
+    sequence.meet(Note(label, transport is not None, posted))
+    if transport is not None and large:
         _broadcast_large(sequence, transport, sequence.index, len(payload), payload)
-    if arrays:
+    if transport is not None and arrays:
         transport.broadcast(sequence, arrays, sequence.index)
+    elif holds_pickle(payload):
+        sequence.meet()  # have all been able to make the object?
 
 
 def _receive(sequence: RoundSequence, src: int, out: Any) -> Any:
-    rounds = sequence.rounds
+    rounds, label = sequence.rounds, sequence.note.label
     index = rounds.members.index(src)
     sent = sequence.meet()[index]
-    payload = sent.payload
-    if not sent.flag:
-        return _decode(rounds, payload)
+    payload, arrays_follow = sent.payload, sent.flag
+    transport: Transport | None = None
+    if sent.flag:  # more follows
+        transport = sequence.attempt(lambda: _needed_transport(rounds))
+        header = LargeHeader.decode(payload)
+        if header is not None:
+            payload = _broadcast_large(sequence, transport, index, header.size)
+            arrays_follow = header.has_arrays
     arrays: list[Any] = []
     may_use_out = codec.is_one_array(payload)  # the object is an array, and no more
 
@@ -198,22 +271,19 @@ def _receive(sequence: RoundSequence, src: int, out: Any) -> Any:
         arrays.append(out if may_use_out and fits(out, spec) else spec.make(rounds.local_rank))
         return arrays[-1]
 
-    header = LargeHeader.decode(payload)
-    try:
-        transport = _transport(rounds)
-        assert transport is not None, "the source has one"
-        if header is not None:
-            payload = _broadcast_large(sequence, transport, index, header.size)
-        value = _decode(rounds, payload, make)
-    except _CANNOT as error:
-        if header is None or header.has_arrays:
-            sequence.fail(error)
-        raise
-    if arrays:
+    def decode() -> Any:
+        return _decode(rounds, label, src, payload, make)
+
+    if transport is not None and arrays_follow:
+        value = sequence.attempt(decode)
         transport.broadcast(sequence, arrays, index)
-    if value is out:
+    elif holds_pickle(payload):
+        value = sequence.agree(decode)
+    else:
+        value = decode()
+    if value is out and arrays:
         mark_written(out)
-    return value
+    return copy_into(rounds, out, value)
 
 
 # -- all-reduce --------------------------------------------------------------------------------
@@ -225,11 +295,11 @@ def all_reduce(
     """Return the reduction over all members, an array in `out` where that fits."""
     try:
         reduction.check_value(value, op)
-    except TypeError as error:
+        value = reduction.detached(value)
+        package = _pack(rounds, note.label, value)
+    except BaseException as error:
         rounds.fail(note.label, error)
         raise
-    value = reduction.detached(value)
-    package = _pack(rounds, note.label, value)
     return RoundSequence.run(
         rounds, note, timeout, lambda sequence: _all_reduce(sequence, package, value, op, out)
     )
@@ -237,7 +307,9 @@ def all_reduce(
 
 def _all_reduce(sequence: RoundSequence, package: _Package, value: Any, op: str, out: Any) -> Any:
     payload, arrays, transport = package
-    notes = sequence.meet(Note(sequence.note.label, bool(arrays), payload))
+    rounds, label = sequence.rounds, sequence.note.label
+    # The flag says that a round follows, in which all learn if one member cannot go on.
+    notes = sequence.meet(Note(label, bool(arrays) or holds_pickle(payload), payload))
     payloads = [note.payload for note in notes]
     operands: list[Operand] = []
 
@@ -250,33 +322,32 @@ def _all_reduce(sequence: RoundSequence, package: _Package, value: Any, op: str,
             operands.append(Operand(mine, reduction.empty_result(mine, op)))
         return operands[-1].result
 
-    try:
+    def combine() -> Any:
         if arrays and arrays[0] is value and len(set(payloads)) == 1:
-            result = add_operand(value)  # one array, alike on all: there is nothing to compare
-        else:
-            # Equal bytes are decoded once.
-            known: dict[bytes, Any] = {} if arrays else {payload: value}
-            for other in payloads:
-                if other not in known:
-                    known[other] = _decode(sequence.rounds, other, reduction.number_arrays())
-            result = _reduce(
-                sequence,
-                [known[other] for other in payloads],
-                op,
-                lambda placeholders: add_operand(arrays[placeholders[sequence.index].number]),
-            )
-    except RankMismatch:
-        raise  # on all
-    except (*_CANNOT, *_NO_RESULT) as error:
-        if arrays:
-            sequence.fail(error)
-        sequence.rounds.reported = error  # or it need not be: the round is complete
-        raise
-    if transport is not None and operands:
+            return add_operand(value)  # one array, alike on all: there is nothing to compare
+        # Equal bytes are decoded once.
+        known: dict[bytes, Any] = {} if arrays else {payload: value}
+        for rank, other in zip(rounds.members, payloads, strict=True):
+            if other not in known:
+                known[other] = _decode(rounds, label, rank, other, reduction.number_arrays())
+        return _reduce(
+            sequence,
+            [known[other] for other in payloads],
+            op,
+            lambda placeholders: add_operand(arrays[placeholders[sequence.index].number]),
+        )
+
+    if not any(note.flag for note in notes):
+        result = combine()
+    elif not arrays:
+        result = sequence.agree(combine)
+    else:
+        result = sequence.attempt(combine)
+        assert transport is not None, "it has taken the arrays"
         transport.reduce(sequence, operands, op)
         if result is out:
             mark_written(out)
-    return result
+    return copy_into(rounds, out, result)
 
 
 def _reduce(
@@ -285,15 +356,30 @@ def _reduce(
     op: str,
     out_of_band: Callable[[list[reduction.Placeholder]], Any],
 ) -> Any:
-    """Return the reduction of `values`; an error names the call."""
+    """Return the reduction of `values`; an error is the same on all ranks, and names the call."""
     rounds, here = sequence.rounds, str(sequence.note.label)
     try:
         return reduction.reduce(values, op, rounds.members, out_of_band)
-    except RankMismatch as error:
-        raise RankMismatch(
-            f"{here}: {error}", rank=rounds.rank, call=here, arrived=list(rounds.members)
-        ) from None
-    except _NO_RESULT as error:
-        # The builtin one: numpy's own cannot be made from a text.
-        kind = next(one for one in _NO_RESULT if one in type(error).__mro__)
-        raise kind(f"{here}: these values have no {op}: {error}") from error
+    except (RankMismatch, *_NO_RESULT) as error:
+        if not _is_of_reduction(error):
+            raise  # on this rank alone
+        own: Exception
+        if isinstance(error, RankMismatch):
+            arrived = list(rounds.members)
+            own = RankMismatch(f"{here}: {error}", rank=rounds.rank, call=here, arrived=arrived)
+            cause = None
+        else:
+            # The builtin one: numpy's own cannot be made from a text.
+            kind = next(one for one in _NO_RESULT if one in type(error).__mro__)
+            own, cause = kind(f"{here}: these values have no {op}: {error}"), error
+        rounds.in_step = own
+        raise own from cause
+
+
+def _is_of_reduction(error: BaseException) -> bool:
+    """Return whether the reduction itself has raised `error`, and not a signal handler in it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = str(trace.tb_frame.f_globals.get("__name__")) if trace is not None else ""
+    return module.partition(".")[0] in ("syncprims", "numpy", "torch")

@@ -1,15 +1,23 @@
 """Pickles between ranks, in which tensors on devices are replaced.
 
-A plain pickle would restore them on their sender's device.
+A plain pickle would restore them on their sender's device. For an object that cannot be pickled,
+:func:`find_part` finds which part of it is the reason.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from .arrays import has_devices, is_on_device, own_device
+from .arrays import has_devices, is_dict, is_list_or_tuple, is_on_device, own_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Parts = Callable[[Any, str], Iterator[tuple[str, object]]]
+
+_DEEPEST = 50  # parts of parts
 
 
 class _Pickler(pickle.Pickler):
@@ -50,3 +58,67 @@ def loads(data: bytes, local_rank: int) -> Any:
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.local_rank = local_rank
     return unpickler.load()
+
+
+# -- why an object has no pickle -------------------------------------------------------------------
+
+
+def find_part(obj: object, is_bad: Callable[[object], bool], parts_of: Parts) -> tuple[str, object]:
+    """Return the smallest part of `obj` that is bad, as ``obj['model'].lock``, and the part."""
+    where, part = "obj", obj
+    seen: set[int] = set()
+    while len(seen) < _DEEPEST:
+        seen.add(id(part))
+        inside = parts_of(part, where)
+        found = next((one for one in inside if id(one[1]) not in seen and is_bad(one[1])), None)
+        if found is None:
+            break
+        where, part = found
+    return where, part
+
+
+def error_of(obj: object) -> Exception | None:
+    """Return what pickle raises for `obj`, or None."""
+    try:
+        dumps(obj)
+    except Exception as error:  # pickle calls the object's own methods: they may raise anything
+        return error
+    return None
+
+
+def fails(obj: object) -> bool:
+    """Return whether `obj` cannot be pickled."""
+    return error_of(obj) is not None
+
+
+def items(obj: Any, where: str) -> Iterator[tuple[str, object]]:
+    """Return the items of a container, and where they are."""
+    if is_dict(obj):
+        for key, value in obj.items():
+            yield f"a key of {where}", key
+            yield f"{where}[{key!r}]", value
+    elif is_list_or_tuple(obj):
+        for index, item in enumerate(obj):
+            yield f"{where}[{index}]", item
+    elif isinstance(obj, (set, frozenset)):
+        for item in cast("set[object]", obj):
+            yield f"an item of {where}", item
+
+
+def parts(obj: Any, where: str) -> Iterator[tuple[str, object]]:
+    """Return what pickle would write for `obj`: items, attributes, arguments of its constructor."""
+    yield from items(obj, where)
+    try:
+        reduced: Any = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    except Exception:  # the object itself refuses
+        return
+    if isinstance(reduced, str):
+        return  # the name of a global
+    state: Any = reduced[2] if len(reduced) > 2 else None
+    for attributes in state if is_list_or_tuple(state) else (state,):  # those in slots are apart
+        if is_dict(attributes):
+            for name, value in attributes.items():
+                yield f"{where}.{name}", value
+    for argument in reduced[1]:
+        if not isinstance(argument, type):  # its own class says nothing
+            yield f"an argument of {where}", argument

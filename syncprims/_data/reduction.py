@@ -1,15 +1,18 @@
 """One value from many: the reductions behind ``all_reduce``.
 
 Pure functions over the values of all ranks, in rank order. Every rank computes the same expression
-in the same order, so all hold the same bits.
+in the same order, so all hold the same bits. Where processors of different kinds give different
+bits, the expression says more: a complex product is made of real ones, which no compiler fuses, and
+a NaN of small values is the one of :data:`math.nan`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
 
@@ -44,7 +47,8 @@ def number_arrays() -> Callable[[Spec], Placeholder]:
     return lambda spec: Placeholder(spec, next(numbers))
 
 
-OPS = ("sum", "mean", "min", "max", "prod")
+Op = Literal["sum", "mean", "min", "max", "prod"]
+OPS: tuple[Op, ...] = get_args(Op)
 #: What dates and durations can be reduced with.
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 #: What numpy and torch call the reductions of two arrays; the others add.
@@ -145,8 +149,25 @@ def reduce(
     if is_tensor(first) or is_array(first):
         result = empty_result(first, op)
         combine(values, op, result)
+        _set_nans(result)
         return result
     return _reduce_numbers(values, op)
+
+
+def _set_nans(result: Any) -> None:
+    """Give all NaNs the same bits: which sign and payload a new one has, the processor decides."""
+    items = flat(result)
+    if is_tensor(items):  # numpy does not know the dtype
+        import torch
+
+        wide, one = items.float(), torch.full((1,), math.nan, dtype=items.dtype)
+        octets = items.view(torch.uint8).view(-1, items.itemsize)
+        octets[wide != wide] = one.view(torch.uint8)
+    elif items.dtype.kind in "fc":
+        real = items.view(items.real.dtype)
+        wrong = real != real
+        if wrong.any():
+            real[wrong] = math.nan
 
 
 def _like_sequence(first: Any, parts: list[Any]) -> Any:
@@ -186,9 +207,23 @@ def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
         pick: Callable[[list[Any]], Any] = min if op == "min" else max
         return pick(numbers) if nan is None else nan  # as numpy and torch: NaN wins
     if op == "prod":
-        return math.prod(numbers)
-    total = sum(numbers)
-    return total / len(numbers) if op == "mean" else total
+        has_complex = any(isinstance(number, complex) for number in numbers)
+        total = functools.reduce(_multiply, numbers) if has_complex else math.prod(numbers)
+    else:
+        total = sum(numbers)
+        if op == "mean":
+            total = total / len(numbers)
+    if total == total:
+        return total
+    if isinstance(total, complex):
+        parts = [part if part == part else math.nan for part in (total.real, total.imag)]
+        return complex(*parts)
+    return math.nan if isinstance(total, float) else total
+
+
+def _multiply(a: complex, b: complex) -> complex:
+    """Return the product of complex numbers, rounded the same on all processors."""
+    return complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
 
 
 def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
@@ -201,6 +236,7 @@ def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
     arrays = [numpy.asarray(value) for value in values]
     result = empty_result(arrays[0], op)
     combine(arrays, op, result)
+    _set_nans(result)
     return result[()]
 
 
@@ -257,6 +293,8 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
     import numpy
 
     function = getattr(numpy, _FUNCTIONS.get(op, "add"))
+    if function is numpy.multiply and out.dtype.kind == "c":
+        function = _multiply_arrays
     total = out if out.dtype.str[1:] != "f2" else numpy.empty(out.shape, "f4")
     with numpy.errstate(all="ignore"):  # as everywhere, an overflow is an infinity
         rest = list(parts)
@@ -273,6 +311,13 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
             out[...] = total
 
 
+def _multiply_arrays(a: Any, b: Any, *, out: Any, casting: str = "") -> None:
+    """As :func:`_multiply`, item by item; `out` may be one of the arrays."""
+    real = a.real * b.real - a.imag * b.imag
+    out.imag = a.real * b.imag + a.imag * b.real
+    out.real = real
+
+
 def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     import torch
 
@@ -285,18 +330,26 @@ def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     out.copy_(total / len(parts) if op == "mean" else total)
 
 
-def copy_into(out: Any, value: Any) -> Any:
-    """Return `out`, now holding `value`.
+def why_not_into(out: Any, value: Any) -> TypeError | ValueError | None:
+    """Return the error of an `out` that cannot hold `value`, or None if it can.
 
-    :raises TypeError: if `out` is neither a numpy array nor a tensor.
-    :raises ValueError: if its shape differs, or its dtype cannot hold the value's exactly.
+    A TypeError, if `out` is neither a numpy array nor a tensor. A ValueError, if its shape or dtype
+    differs, or it is read-only.
     """
     if not (is_array(out) or is_tensor(out)):
-        raise TypeError(f"out is a {type(out).__name__}; it takes a numpy array or a torch tensor")
+        kind = type(out).__name__
+        return TypeError(f"out is a {kind}; it takes a numpy array or a torch tensor")
     if not (is_array(value) or is_tensor(value)):
-        raise TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
+        return TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
     if tuple(out.shape) != tuple(value.shape) or str(out.dtype) != str(value.dtype):
-        raise ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
+        return ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
+    if is_array(out) and not out.flags.writeable:
+        return ValueError("out is read-only; give an array that can be written to")
+    return None
+
+
+def copy_into(out: Any, value: Any) -> Any:
+    """Return `out`, now holding `value`, which fits into it."""
     if is_array(out):
         out[...] = value
     else:

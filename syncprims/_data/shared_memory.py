@@ -2,7 +2,8 @@
 
 Nothing is pickled, and no rank ever holds another's array: an array of any size passes through a
 window of fixed size, which stays in the processors' caches. The rounds show when a piece is there
-and when its place is free again, so that a rank that dies, fails or differs raises as ever.
+and when its part of the window is free again. So a rank that dies, fails or differs raises as in
+any call.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SharedMemoryTransport(Transport):
         memory, fence = self._window
         first = sequence.rounds.board.posted + 1  # the round of piece 0
         for number, (begin, piece) in enumerate(self._byte_pieces(arrays)):
-            # The place of the piece is free when all have gone on from the round of its last one.
+            # A part of the window is free when all have left the round of the piece in it.
             # In the first round, others may say that they cannot receive: that comes before more.
             sequence.collect_until(first if number == 1 else first + number - _SLOTS + 1)
             memory[begin : begin + len(piece)] = piece
@@ -59,7 +60,7 @@ class SharedMemoryTransport(Transport):
         sequence.collect_until(sequence.rounds.board.posted)
 
     def _byte_pieces(self, arrays: Sequence[Any]) -> Iterator[tuple[int, memoryview]]:
-        """Yield each piece, and its place in the window."""
+        """Yield each piece, and where it is in the window."""
         number = 0
         for array in [raw(flat(array)) for array in arrays]:
             # Smaller ones where the array is small, so that the others read one while the next is
@@ -93,13 +94,13 @@ class SharedMemoryTransport(Transport):
     def _item_pieces(
         self, operands: Sequence[Operand], sequence: RoundSequence
     ) -> Iterator[_Piece]:
-        """Yield the pieces of all operands; all places of one fit into a buffer."""
+        """Yield the pieces of all operands; all parts of one fit into a buffer."""
         memory, members = self._window.memory, len(sequence.rounds.members)
-        room = len(memory) // _BUFFERS - (members + 1) * _LINE
+        space = len(memory) // _BUFFERS - (members + 1) * _LINE
         number = 0
         for operand in operands:
             mine, result = flat(operand.mine), flat(operand.result)
-            most = room // (members * mine.itemsize + result.itemsize)
+            most = space // (members * mine.itemsize + result.itemsize)
             for begin in range(0, len(mine), most):
                 part = Operand(mine[begin : begin + most], result[begin : begin + most])
                 yield _Piece(memory, members, sequence.index, number % _BUFFERS, part)
@@ -107,7 +108,7 @@ class SharedMemoryTransport(Transport):
 
 
 class _Piece:
-    """Some items of one array, and their places in the window."""
+    """Some items of one array, and where they are in the window."""
 
     def __init__(
         self, memory: memoryview, members: int, index: int, buffer: int, operand: Operand

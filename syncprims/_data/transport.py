@@ -148,7 +148,7 @@ class DeviceTransport(Transport):
 
 
 def _host_room(target: Any) -> Any:
-    """Return `target`, or, for one on a device, room for it in this host's memory."""
+    """Return `target`, or, for one on a device, an array for it in this host's memory."""
     return target.new_empty(target.shape, device="cpu") if is_on_device(target) else target
 
 

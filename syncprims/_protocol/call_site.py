@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from syncprims.errors import SyncWarning
 from syncprims.interface import Label, Note
 
 from .validation import check_name
@@ -48,6 +49,19 @@ def _describe(frame: FrameType) -> str:
     if relative.startswith(os.pardir):
         relative = os.path.basename(path)  # noqa: PTH119
     return f"{relative[-_LONGEST_PATH:]}:{frame.f_lineno}"
+
+
+def warn_user(message: str) -> None:
+    """Issue a `SyncWarning` at the user's line, as :func:`warnings.warn` does."""
+    import warnings  # slow to import
+
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_code.co_filename.startswith(_NOT_USERS) and frame.f_back:
+        frame = frame.f_back
+    at, names = (frame.f_code.co_filename, frame.f_lineno), frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    module = names.get("__name__") or "<unknown>"  # with None, Python would say nothing
+    warnings.warn_explicit(message, SyncWarning, *at, module, registry)
 
 
 class NoteCache:

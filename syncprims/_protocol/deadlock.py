@@ -5,17 +5,18 @@ rank 1, and rank 1 in the world's for rank 0, each board only shows a slow rank.
 waited for a second publishes where it waits and how many rounds it has posted at each board, and
 reads what the others published. A rank waits for *all* missing members and posts nothing until it
 has their notes, so a cycle of ranks that each lack the next one's note is a deadlock for good.
-(A rank that uses several threads may post while it waits; it takes no part.)
+(A rank with another thread that may make a call may post while it waits; it takes no part.)
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims import errors
 from syncprims.errors import CollectiveMismatch, SyncError, name_ranks, parse_ranks
+
+from .threads import threads_that_may_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -84,14 +85,18 @@ class DeadlockDetector:
     def __init__(self, backend: Backend) -> None:
         self.holds_verdict = False  #: this rank has found a deadlock, and still publishes that
         self._backend = backend
-        self._boards: list[tuple[Board, Callable[[], int]]] = []
+        self._boards: list[Board] = []
         self._waits = 0  # distinguishes one wait from the next, so that two looks can be compared
         self._published = False
         self._suspected: list[dict[str, Any]] = []
 
-    def add(self, board: Board, last_thread: Callable[[], int]) -> None:
-        """Count the rounds at `board`, where ``last_thread()`` called last, 0 for none."""
-        self._boards.append((board, last_thread))
+    def add(self, board: Board) -> None:
+        """Count the rounds at `board`."""
+        self._boards.append(board)
+
+    def remove(self, board: Board) -> None:
+        """Forget `board`, which is closed."""
+        self._boards = [one for one in self._boards if one is not board]
 
     def end_wait(self) -> None:
         """Withdraw what :meth:`search` has published: the wait is over."""
@@ -110,9 +115,8 @@ class DeadlockDetector:
         """Publish that this rank waits at `board`; return an error once a deadlock is certain."""
         if len(self._boards) < 2:
             return None  # no rank can wait elsewhere
-        threads = {last_thread() for _, last_thread in self._boards}
-        if len(threads - {0}) > 1 or (0 in threads and threading.active_count() > 1):
-            return None  # several threads: while one waits, another may post
+        if threads_that_may_call():
+            return None  # while this thread waits, another may post
         self._published = True
         self._publish(
             {
@@ -120,7 +124,7 @@ class DeadlockDetector:
                 "at": _place(board),
                 "members": errors.format_ranks(board.members),
                 "here": call,
-                "posted": {name_ranks(b.members): b.posted for b, _ in self._boards},
+                "posted": {name_ranks(b.members): b.posted for b in self._boards},
             }
         )
         word_of = functools.cache(self._read)

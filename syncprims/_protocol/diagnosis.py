@@ -13,25 +13,63 @@ from syncprims.errors import (
     SyncTimeout,
 )
 
+from .call_site import warn_user
+
 if TYPE_CHECKING:
     from syncprims.errors import SyncError
-    from syncprims.interface import Board, Status
+    from syncprims.interface import Board, BoardView, Label, Status
 
 _CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
     "a loop count that differs between ranks."
 )
+_CURE_SITES = (
+    "The calls are alike, have no name, and are on different lines: SYNCPRIMS_STRICT=1 refuses "
+    "that. If they belong together, give them one name=. Otherwise give each its own, and make "
+    "them in the same order."
+)
+#: Calls in which a rank may take the value of another call in silence.
+_WITH_VALUES = {"broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks", "trigger"}
 
 
-def mismatch_error(rank: int, number: int, calls: dict[int, str]) -> CollectiveMismatch:
+def mismatch_error(
+    rank: int, number: int, calls: dict[int, str], cure: str = _CURE_MISMATCH
+) -> CollectiveMismatch:
     """Return the error of ranks that met in different calls, a line for each."""
-    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
     return CollectiveMismatch(
-        f"ranks met in different calls (round {number}):\n{lines}\n{_CURE_MISMATCH}",
+        f"ranks met in different calls (round {number}):\n{_list_calls(calls)}\n{cure}",
         rank=rank,
         call=calls[rank],
         arrived=[rank for rank, call in calls.items() if call != "not here yet"],
     )
+
+
+def compare_sites(
+    rank: int, number: int, labels: dict[int, Label], *, strict: bool
+) -> CollectiveMismatch | None:
+    """Return the error of calls on different lines that no name makes one call, if `strict`.
+
+    Otherwise issue a `SyncWarning` if such calls carry values.
+    """
+    label = labels[rank]
+    # Without folders: ranks may have different working directories.
+    sites = {label.site.rpartition("/")[2] for label in labels.values()}
+    if label.name is not None or len(sites) == 1:
+        return None
+    calls = {member: str(label) for member, label in labels.items()}
+    if strict:
+        return mismatch_error(rank, number, calls, _CURE_SITES)
+    if label.kind in _WITH_VALUES:
+        warn_user(
+            f"ranks made the same call on different lines (round {number}):\n{_list_calls(calls)}\n"
+            f"If these are different calls, their values are mixed up. Give each call a name=: "
+            f"calls of different names never meet, and those of one name may stand on any line."
+        )
+    return None
+
+
+def _list_calls(calls: dict[int, str]) -> str:
+    return "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
 
 
 class Snapshot:
@@ -40,7 +78,9 @@ class Snapshot:
     Messages count rounds from the user's first: the `own` ones before it are the library's.
     """
 
-    def __init__(self, board: Board, rank: int, number: int, waited: float, own: int) -> None:
+    def __init__(
+        self, board: Board | BoardView, rank: int, number: int, waited: float, own: int
+    ) -> None:
         self._rank = rank
         self._number = number
         self._own = own
@@ -52,13 +92,13 @@ class Snapshot:
 
     @property
     def warning(self) -> str:
-        """The warning that a long wait logs."""
+        """What a long wait is for, in one line."""
         if not self.missing:
             return (
                 f"still at {self.call} after {self._waited:.0f} s: all ranks {list(self._seen)} "
                 f"have come, and the data is under way"
             )
-        last = "; ".join(self._last_seen(rank) for rank in self.missing[:8])
+        last = "; ".join(self.last_seen(rank) for rank in self.missing[:8])
         return (
             f"still waiting for ranks {self.missing} at {self.call} for {self._waited:.0f} s; "
             f"{last}"
@@ -117,7 +157,7 @@ class Snapshot:
                 f"it is only slow, allow more: timeout=, or SYNCPRIMS_TIMEOUT.",
                 **facts,
             )
-        lines = "\n".join(f"  {self._last_seen(rank)}" for rank in self.missing)
+        lines = "\n".join(f"  {self.last_seen(rank)}" for rank in self.missing)
         return SyncTimeout(
             f"{self.call} timed out after {self._waited:.1f} s: ranks {self.missing} did not "
             f"come, ranks {arrived} did\n{lines}\n"
@@ -127,7 +167,8 @@ class Snapshot:
             **facts,
         )
 
-    def _last_seen(self, rank: int) -> str:
+    def last_seen(self, rank: int) -> str:
+        """Return where a member was seen last, as messages show it."""
         label, state = self._seen[rank].label, self._seen[rank].state
         if label is not None and label.kind == "init":
             return f"rank {rank} has made no call since it joined"
@@ -157,5 +198,5 @@ class Snapshot:
                 f"Look at the output of rank {rank} and the system log (out of memory?), "
                 f"then restart the run."
             )
-        text = f"{what} {self.call}\n  {self._last_seen(rank)}\n{cure}"
+        text = f"{what} {self.call}\n  {self.last_seen(rank)}\n{cure}"
         return PeerLost(text, rank=rank, call=self.call)

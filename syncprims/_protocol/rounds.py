@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import sys
 import threading
 import time
 from threading import get_ident
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from syncprims import errors
-from syncprims.errors import ConcurrentCall, Failure, PeerFailed
-from syncprims.interface import Note
+from syncprims.errors import ConcurrentCall, Failure, PeerFailed, SyncError
+from syncprims.interface import Note, WaitView
 
 from .call_site import NoteCache
-from .diagnosis import Snapshot, mismatch_error
+from .diagnosis import Snapshot, compare_sites, mismatch_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncprims.errors import SyncError
     from syncprims.interface import Board, Label, Settings
 
     from .deadlock import DeadlockDetector
@@ -34,6 +35,9 @@ T = TypeVar("T")
 
 _FIRST_LOOK = 0.01  # seconds of waiting after which a rank asks why; the pauses then grow
 _LONGEST_PAUSE = 0.25
+#: Members up to which these hold. With more, all times grow: each rank looks at each, and if they
+#: share processors, the looks of all would take longer than what they wait for.
+_FEW_MEMBERS = 16
 #: Seconds after which differing labels are a mismatch even if some are still to come. The wait is
 #: worth it: then the message usually shows every rank's call.
 _EARLY_MISMATCH = 0.3
@@ -74,25 +78,42 @@ class Rounds:
         self.members = board.members
         self.settings = settings
         self._own = own
-        self._first_look = math.inf if board.virtual_time else _FIRST_LOOK
+        # In a test of threads, it warns of what would be wrong in silence elsewhere.
+        self._compares_sites = settings.strict or board.virtual_time
+        scale = max(1.0, len(board.members) / _FEW_MEMBERS)
+        self._first_look = math.inf if board.virtual_time else _FIRST_LOOK * scale
+        self._longest_pause = _LONGEST_PAUSE * scale
         self._deadlocks = deadlocks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         self.note = NoteCache().note  #: see there for what it asks of its caller
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
-        self._thread = 0  # that called last
-        # The calls under way. A dict, since one operation on it is atomic, also for an interrupt: a
-        # lock taken just before a `try` can stay taken for ever.
-        self._inside: dict[object, int] = {}
+        # The calls under way, and the thread of each. A call adds itself first and removes itself
+        # last, and only if this rank is still in step. So a call that an exception has ended is
+        # found by the next one, whatever interrupted its own handling of that exception. A dict,
+        # since one operation on it is atomic, also for an interrupt.
+        self._calls: dict[object, int] = {}
         #: Every later call raises ``closed()``: the world is closed, forked or broken.
         self.closed: Callable[[], SyncError] | None = None
         self._before = 0  # rounds posted to before the call under way
-        self.reported: BaseException | None = None  #: of the call under way: what the others know
-        deadlocks.add(board, lambda: self._thread)
+        #: An exception with which the call under way may end: this rank stays in step with all.
+        self.in_step: BaseException | None = None
+        deadlocks.add(board)
 
     # -- what the primitives use ------------------------------------------------------------
 
-    def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]:
+    @overload
+    def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]: ...
+    @overload
+    def meet(self, note: Note, timeout: float | None, read: Callable[[Sequence[Note]], T]) -> T: ...
+    def meet(
+        self,
+        note: Note,
+        timeout: float | None = None,
+        read: Callable[[Sequence[Note]], Any] | None = None,
+    ) -> Any:
         """Return the notes of the round that `note` is posted to, once all members have posted.
+
+        With `read`, return ``read(notes)``, which belongs to the call as in :meth:`atomic_call`.
 
         :raises PeerFailed: if another member's note says that it failed; the group stays whole.
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: if the group breaks, or was
@@ -101,18 +122,19 @@ class Rounds:
         # What `atomic_call`, `post` and `collect` do, written out: every barrier takes this path,
         # and the calls between them would make it slower by a third.
         board, token = self.board, object()
-        before = board.posted
+        before = collected = -1
         try:
-            thread = self._inside[token] = get_ident()
-            if len(self._inside) > 1 or self.closed is not None:
-                self._refuse(note.label)
-            self._thread, self.reported = thread, None
-            if before != board.collected:
+            self._calls[token] = get_ident()
+            if len(self._calls) > 1 or self.closed is not None:
+                self._refuse(token, note.label)
+            collected, before = board.collected, board.posted
+            self.in_step = None
+            if before != collected:
                 self.make_room(timeout)
             try:
                 board.post(note)
             except OSError as error:
-                self._post_failure(note, error)
+                self._post_failure(note, error, before)
                 raise
             while board.collected < before:  # older rounds first; there is nearly never one
                 self.collect(timeout)
@@ -120,22 +142,29 @@ class Rounds:
             if timeout is not None and timeout < limit:
                 limit = min(timeout, self.settings.warn_after)
             notes = board.collect(limit)
+            found = notes
             if notes is not None:
                 for other in notes:
                     if other is not note:
+                        found = None
                         break
-                else:  # all are this very note: there is nothing to check
-                    return notes
-            notes = self._check(notes, limit, timeout)
+            if found is None:  # else all are this very note: there is nothing to check
+                found = self._check(notes, limit, timeout)
+                for other in found:
+                    if other.failure and other is not note:
+                        self.raise_shared(found)
+            if read is not None:
+                found = read(found)
+            # The last act. Python runs no signal handler between here and the caller: it does so
+            # after calls into C, at jumps backwards, and at the start of functions.
+            del self._calls[token]
+            return found
         except BaseException as error:
-            self._break_off(error, before)
+            if before >= 0:
+                self._call_failed(error, before)
+            if self._is_in_step(error, before, collected) and token in self._calls:
+                del self._calls[token]
             raise
-        finally:
-            self._inside.pop(token, None)
-        for other in notes:
-            if other.failure and other is not note:
-                self.raise_shared(notes)
-        return notes
 
     def skip_barrier(self) -> None:
         """Do nothing: a barrier in a group of one needs no round.
@@ -151,70 +180,65 @@ class Rounds:
         gone on, and all later rounds would be paired wrongly.
         """
         board, token = self.board, object()
-        before = board.posted
+        before = collected = -1
         try:
-            thread = self._inside[token] = get_ident()
-            if len(self._inside) > 1 or self.closed is not None:
-                self._refuse(label)
-            self._thread, self.reported, self._before = thread, None, before
-            return steps()
+            self._calls[token] = get_ident()
+            if len(self._calls) > 1 or self.closed is not None:
+                self._refuse(token, label)
+            collected, before = board.collected, board.posted
+            self.in_step, self._before = None, before
+            result = steps()
+            del self._calls[token]  # the last act, as in `meet`
+            return result
         except BaseException as error:
-            self._call_failed(error, before)
-            self._break_off(error, before)
+            if before >= 0:
+                self._call_failed(error, before)
+            if self._is_in_step(error, before, collected) and token in self._calls:
+                del self._calls[token]
             raise
-        finally:
-            self._inside.pop(token, None)
 
-    def defer(
-        self, note: Note, timeout: float | None, before: PendingRound | None = None
-    ) -> PendingRound:
-        """Post `note` and return what :meth:`finish` collects; collect `before` on the way."""
+    def post_deferred(self, note: Note, timeout: float | None) -> PendingRound:
+        """Post `note` to a round that a later call collects; within :meth:`atomic_call`."""
+        self.post(note, timeout)
+        pending = self._pending[self.board.posted] = PendingRound(timeout)
+        return pending
 
-        def post() -> PendingRound:
-            self.post(note, timeout)
-            pending = self._pending[self.board.posted] = PendingRound(timeout)
-            if before is not None:
-                self._collect_pending(before)
-            return pending
-
-        return self.atomic_call(note.label, post)
-
-    def finish(self, pending: PendingRound) -> Sequence[Note]:
-        """Return the notes of a deferred round, as :meth:`meet` would have."""
-        if pending.notes is None:
-            self.atomic_call(None, lambda: self._collect_pending(pending))
-        if pending.error is not None:
-            raise pending.error
-        assert pending.notes is not None
-        return pending.notes
-
-    def _collect_pending(self, pending: PendingRound) -> None:
+    def collect_deferred(self, pending: PendingRound) -> Sequence[Note]:
+        """Return the notes of a deferred round as :meth:`meet`; within :meth:`atomic_call`."""
         while pending.notes is None:
             self.collect(pending.timeout)
+        if pending.error is not None:
+            self.raise_in_step(pending.error)
+        return pending.notes
 
     def fail(self, label: Label, error: BaseException) -> None:
         """Report to the others, in the round of `label`, that this rank raised `error`.
 
-        Never raises: the caller is about to raise `error` itself. Waits only if as many rounds
-        are outstanding as the board can hold.
+        Raises no exception of its own: the caller is about to raise `error`. Waits only if as many
+        rounds are outstanding as the board can hold.
         """
         if self.closed is not None:
             return  # the others have a verdict already
         # If the group is broken, or the disk full, what is about to be raised says enough.
-        with contextlib.suppress(errors.SyncError, OSError):
-            self.defer(self.failure_note(label, error), None)
+        with contextlib.suppress(Exception):
+            note = self.failure_note(label, error)
+            self.atomic_call(label, lambda: self.post(note, None))
 
     def failure_note(self, label: Label, error: BaseException) -> Note:
         """Return the note which says that this rank raised `error`."""
         failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(label))
         return Note(label, failure=errors.dump(failed))
 
-    def _refuse(self, label: Label | None) -> NoReturn:
-        """Raise why a call cannot be made: another is under way, or the group is closed."""
-        if len(self._inside) < 2:
-            assert self.closed is not None
+    def _refuse(self, token: object, label: Label | None) -> NoReturn:
+        """Raise why this call cannot be made: another is under way, or the group is closed."""
+        others = self._calls.copy()
+        del others[token]
+        if self.closed is None:
+            self._find_left_call(others)
+        if self.closed is not None:
             raise self.closed()
-        if len(set(self._inside.values())) > 1:
+        threads = others.values()
+        if not threads or any(thread != get_ident() for thread in threads):
             who = f"thread {threading.current_thread().name!r} comes with"
             what = "two threads call"
             cure = "make these calls from one thread; another may call a group of other members"
@@ -228,6 +252,13 @@ class Rounds:
             call=str(label),
         )
 
+    def _find_left_call(self, calls: dict[object, int]) -> None:
+        """Break the group if an exception has ended a call, and nothing could be done about it."""
+        left = [token for token, thread in calls.items() if not _is_running(token, thread)]
+        # One that has ended well meanwhile has removed itself.
+        if any(token in self._calls for token in left):
+            self._tear(None)
+
     def post(self, note: Note, timeout: float | None) -> None:
         """Post a note, after making room for it.
 
@@ -236,20 +267,23 @@ class Rounds:
         board = self.board
         if board.posted - board.collected >= board.depth:
             self.make_room(timeout)
+        before = board.posted
         try:
             board.post(note)
         except OSError as error:
-            self._post_failure(note, error)
+            self._post_failure(note, error, before)
             raise
 
-    def _post_failure(self, note: Note, error: OSError) -> None:
+    def _post_failure(self, note: Note, error: OSError, before: int) -> None:
         """Post why this rank cannot post `note`: the disk has no room for it."""
-        self.reported = error
+        if self.board.posted != before:
+            return  # the note is up: a signal handler has raised this
         # Short, so that it fits into the room that is set aside for every note.
         failure = Failure.of(self.rank, error)
         failure = failure._replace(message=failure.message[:150], traceback="")
         failed = PeerFailed.from_failure(failure, note.label.call)
         self.board.post(Note(note.label, failure=errors.dump(failed)))
+        self.in_step = error
 
     def here(self) -> str:
         """Return the call this rank is in, with its call site."""
@@ -285,6 +319,12 @@ class Rounds:
                 calls = {r: str(n.label) for r, n in zip(self.members, notes, strict=True)}
                 error = mismatch_error(self.rank, number - self._own, calls)
                 self._break_group(errors.dump(error))
+        if self._compares_sites and number > self._own:
+            labels = {r: n.label for r, n in zip(self.members, notes, strict=True)}
+            strict = self.settings.strict
+            refused = compare_sites(self.rank, number - self._own, labels, strict=strict)
+            if refused is not None:
+                self._break_group(errors.dump(refused))
         if self._deadlocks.holds_verdict:
             self._deadlocks.withdraw_verdict()
         if self._pending:
@@ -315,6 +355,7 @@ class Rounds:
         # Where time is virtual, a wait without a deadline lasts for ever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
         board.waits_until = deadline
+        board.publish_wait(WaitView(number, begin, not at_board))
         try:
             while True:
                 verdict = board.verdict()
@@ -335,7 +376,9 @@ class Rounds:
                 elif now >= warn_at:
                     import logging  # slow to import, and only a long wait needs it
 
-                    logging.getLogger("syncprims").warning(seen.warning)
+                    hint = f"; `syncprims who {os.getpid()}` shows what each rank does"
+                    hint = hint if board.seen_outside else ""
+                    logging.getLogger("syncprims").warning(seen.warning + hint)
                     warn_every *= 2
                     warn_at = now + warn_every
                 until = min(now + pause, warn_at, deadline if now < deadline else math.inf)
@@ -344,9 +387,10 @@ class Rounds:
                     return came
                 if board.now() < until and not board.virtual_time:
                     time.sleep(0.001)  # it gave up early: what it saw is seen here soon
-                pause = max(self._first_look, min(2 * pause, _LONGEST_PAUSE))
+                pause = max(self._first_look, min(2 * pause, self._longest_pause))
         finally:
             board.waits_until = None
+            board.publish_wait(WaitView(0))
             self._deadlocks.end_wait()
 
     def _explain(
@@ -383,43 +427,86 @@ class Rounds:
         """Raise what another member failed with in this round, if one did."""
         failed = self._shared_failure(notes)
         if failed is not None:
-            raise failed
+            self.raise_in_step(failed)
+
+    def raise_in_step(self, error: SyncError) -> NoReturn:
+        """Raise `error`, which all members raise in this round, or learn of in the next one."""
+        self.in_step = error
+        raise error
 
     def _break_group(self, verdict: bytes) -> NoReturn:
         """Break the group: this call raises the verdict, and so does every later one."""
         self.closed = lambda: errors.load(verdict)
         raise errors.load(verdict)
 
-    def _break_off(self, error: BaseException, before: int) -> None:
-        """Break the group after an exception in the middle of a call, unless all ranks have it.
+    def _is_in_step(self, error: BaseException, before: int, collected: int) -> bool:
+        """Return whether a call may end with `error`; if not, the group is broken.
 
-        This rank's note is up, and the others may have gone on: if it made the call again, all
-        later rounds would be paired off by one. So no rank passes another round. `before` rounds
-        were posted when the call began.
+        It may if all ranks have this error, or if nothing has happened: the call was refused, or no
+        round was posted or collected since there were so many. Otherwise the others may have gone
+        on: if this rank made the call again, all its later rounds would be paired off by one.
         """
-        if isinstance(error, errors.SyncError) or error is self.reported:
-            return
-        if self.board.posted <= before:
-            return
-        if self.closed is not None:
+        board = self.board
+        if before < 0 or error is self.in_step:
+            return True
+        if board.posted == before and board.collected == collected:
+            return True
+        if self.closed is None:
+            with contextlib.suppress(Exception):  # no memory or no stack: the next call does it
+                self._tear(error)
+        elif isinstance(error, (ValueError, OSError)) and not isinstance(error, SyncError):
             # A signal handler has shut the world down, or this is a child that it has forked: what
             # was waited on is closed. What the handler itself raised is not changed.
-            if isinstance(error, (ValueError, OSError)):
-                raise self.closed() from error
-            return
-        failed = PeerFailed.from_failure(Failure.of(self.rank, error), self.here())
-        verdict = errors.dump(failed)
-        self.closed = lambda: errors.load(verdict)
+            raise self.closed() from error
+        return False
+
+    def _tear(self, error: BaseException | None) -> None:
+        """Break the group, since `error` has ended a call of this rank alone."""
+        if error is None:
+            lost = "it was interrupted, and the text of the exception was lost"
+            failure = Failure(self.rank, "an exception", lost, "")
+        else:
+            failure = Failure.of(self.rank, error)
+        verdict = errors.dump(PeerFailed.from_failure(failure, self.here()))
+        standing: list[bytes] = []  # the verdict of the board, once it is known
+
+        def closed() -> SyncError:
+            if not standing:  # the first attempt was interrupted
+                standing.append(self._abort(verdict))
+            return errors.load(standing[0])
+
+        self.closed = closed
+        closed()
+
+    def _abort(self, verdict: bytes) -> bytes:
+        """Abort the board at this rank's oldest incomplete round; return the verdict that stands.
+
+        What cannot be reported here, the others learn when this process ends.
+        """
         board = self.board
-        # What cannot be reported here, the others learn when this process ends.
         for _ in range(board.depth + 1):
             with contextlib.suppress(Exception):
                 while board.collected < board.posted and board.collect(0.0) is not None:
                     pass  # complete, so that it can no longer be aborted
             with contextlib.suppress(Exception):
                 board.abort(verdict)
-                if board.verdict() is not None:
-                    break  # else the round has completed at this very moment: abort the next
+                found = board.verdict()
+                if found is not None:
+                    return found  # else the round has completed at this very moment
+        return verdict
+
+
+_CALLS = Rounds.meet.__code__, Rounds.atomic_call.__code__
+
+
+def _is_running(token: object, thread: int) -> bool:
+    """Return whether the call `token` is on the stack of its thread."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code in _CALLS and frame.f_locals.get("token") is token:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class RoundSequence:
@@ -456,9 +543,26 @@ class RoundSequence:
         try:
             self.post(self.rounds.failure_note(self.note.label, error))
         except OSError as full:
-            if full is not self.rounds.reported:
+            if full is not self.rounds.in_step:
                 raise  # else a shorter note has been posted
-        self.rounds.reported = error
+        self.rounds.in_step = error
+
+    def attempt(self, step: Callable[[], T]) -> T:
+        """Return ``step()``, after which all members meet again; they raise there what it raises.
+
+        The step itself has no rounds.
+        """
+        try:
+            return step()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def agree(self, step: Callable[[], T]) -> T:
+        """Return ``step()`` if it succeeds on all members; otherwise all raise."""
+        result = self.attempt(step)
+        self.meet()
+        return result
 
     def meet(self, note: Note | None = None) -> Sequence[Note]:
         """Return the notes of all members in the next round, to which this rank posts `note`.

@@ -1,7 +1,7 @@
 """The file in which one rank records its rounds, as they happen: ``docs/trace.md`` has the format.
 
 Written through mapped memory: what a rank has recorded is there whatever ends it, without a system
-call, a thread or a moment to flush. Room is given by the file system before it is mapped, so that a
+call, a thread or a moment to flush. Disk space is reserved before it is mapped, so that a
 full disk is an error at that point, which stops the record and nothing else. The file is a ring of
 segments, each of which can be read without the others: so it never grows beyond its limit, names
 that are made from a counter take no memory for ever, and what is damaged costs one segment.
@@ -40,7 +40,7 @@ _MOST_TEXTS = 1 << 16
 
 
 class Full(Exception):
-    """The segment has no room for another entry."""
+    """The segment has no space for another entry."""
 
 
 class Segment:
@@ -52,13 +52,18 @@ class Segment:
         self.tags: dict[int, int] = {}  #: by the identity of a label that is kept here
         self._kept: list[Label] = []
         self._texts: dict[str, int] = {}
+        self._numbers = itertools.count(1)  # of texts: two threads never take the same
 
-    def put(self, a: int, b: int, c: int, d: int, tag: int) -> None:
-        """Write an entry. The tag is its last word, so that a kill leaves it whole or unseen."""
+    def put(self, a: int, b: int, c: int, d: int, tag: int) -> int:
+        """Write an entry, and return where.
+
+        The tag is its last word, so that a kill leaves it whole or unseen.
+        """
         at = next(self.slots)
         if at > END:
             raise Full
         ENTRY.pack_into(self.memory, at, a, b, c, d, tag)
+        return at
 
     def tag(self, label: Label, group: str) -> int:
         """Return the tag of a round of `label`, having defined it here."""
@@ -74,7 +79,7 @@ class Segment:
         """Return the number of `text`, having written it here."""
         number = self._texts.get(text)
         if number is None:
-            number = len(self._texts) + 1
+            number = next(self._numbers)
             if number >= _MOST_TEXTS:
                 raise Full
             data = text.encode("utf-8", "backslashreplace")[: SEGMENT // 4]
@@ -96,7 +101,7 @@ class Recorder:
         """Record into `directory`, at most `limit` bytes of it."""
         self._directory = os.path.abspath(directory)  # noqa: PTH100 - pathlib is slow to import
         self._most = max(2, limit // SEGMENT)
-        self._topology = topology
+        self.topology = topology
         self.run = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.urandom(3).hex()}"  #: if rank 0's
         self.virtual = False  #: the clock is a test's
         self.segment = _in_memory()  #: where entries go now
@@ -120,31 +125,43 @@ class Recorder:
         flags: int = 0,
         outcome: str = "",
         kind: int = ROUND,
-    ) -> None:
+    ) -> tuple[Segment, int] | None:
         """Record a round: when it was posted, waited for since, and done; its outcome if bad.
 
-        Without a label, it is an event of another `kind`.
+        Without a label, it is an event of another `kind`. Returns where the entry is.
         """
-        for _ in range(4):
+        while True:
             segment = self.segment
             try:
                 tag = kind if label is None else segment.tag(label, group) - ROUND + kind
                 if outcome:
                     tag |= segment.text(outcome) << OUTCOME
-                segment.put(posted, since, done, number, tag | flags << FLAGS)
-                return
+                return segment, segment.put(posted, since, done, number, tag | flags << FLAGS)
             except Full:
-                self._turn(segment)
+                if not self._turn(segment):
+                    return None
 
-    def _turn(self, full: Segment) -> None:
-        """Continue in the next segment, unless another thread has done so already."""
-        # A signal handler may run inside of this, and an interrupt may have left the lock taken.
-        if self._turning.acquire(timeout=1.0):
-            try:
-                if self.segment is full:
-                    self.segment = _in_memory() if self._fd < 0 else self._next()
-            finally:
-                self._turning.release()
+    def update(self, entry: tuple[Segment, int] | None, done: int) -> bool:
+        """Change when an entry was done; return False where it can no longer be changed."""
+        if entry is None or entry[0] is not self.segment:
+            return False  # that part of the file may hold another segment
+        segment, at = entry
+        struct.pack_into("<Q", segment.memory, at + 16, done)  # its third word
+        return True
+
+    def _turn(self, full: Segment) -> bool:
+        """Continue in the next segment, unless another thread has done so; return False if stuck.
+
+        A signal handler may run inside of this, and an interrupt may have left the lock taken.
+        """
+        if not self._turning.acquire(timeout=1.0):
+            return False
+        try:
+            if self.segment is full:
+                self.segment = _in_memory() if self._fd < 0 else self._next()
+        finally:
+            self._turning.release()
+        return True
 
     # -- the file -----------------------------------------------------------------------------
 
@@ -152,9 +169,9 @@ class Recorder:
         """Continue in the file of `run`, or of a start that has failed."""
         if self._fd >= 0 or self._stopped:
             return
-        self.run = run or "failed-start-" + _safe(self._topology.run_id or self.run)
+        self.run = run or "failed-start-" + _safe(self.topology.run_id or self.run)
         folder = f"{self._directory}/{self.run}"
-        self._path = f"{folder}/rank-{self._topology.rank}.trace"
+        self._path = f"{folder}/rank-{self.topology.rank}.trace"
         try:
             os.makedirs(folder, exist_ok=True)  # noqa: PTH103
             if run is None:
@@ -178,7 +195,7 @@ class Recorder:
         at = self._count % self._most * SEGMENT
         try:
             if self._count < self._most:
-                _give_room(self._fd, at)
+                _reserve(self._fd, at)
             mapped = memoryview(mmap.mmap(self._fd, SEGMENT, offset=at))
         except (OSError, ValueError) as error:
             self._stop(error)
@@ -194,7 +211,7 @@ class Recorder:
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the whole record that stand in each segment."""
-        top = self._topology
+        top = self.topology
         host = os.uname().nodename
         return {
             "rank": top.rank,
@@ -217,9 +234,9 @@ class Recorder:
 
         self._close()
         logging.getLogger("syncprims").warning(
-            f"the trace of rank {self._topology.rank} ends here, and the run goes on without: "
-            f"cannot write {self._path}: {error}. Make room there, or let SYNCPRIMS_TRACE name a "
-            f"directory that can be written"
+            f"the trace of rank {self.topology.rank} ends here, and the run goes on without: "
+            f"cannot write {self._path}: {error}. Free some space there, or let SYNCPRIMS_TRACE "
+            f"name a directory that can be written"
         )
 
     def leave(self, error: BaseException | None, now: int) -> None:
@@ -255,7 +272,7 @@ def _in_memory() -> Segment:
     return Segment(memoryview(bytearray(SEGMENT)))
 
 
-def _give_room(fd: int, at: int) -> None:
+def _reserve(fd: int, at: int) -> None:
     """Reserve a segment's bytes on the disk at `at`.
 
     :raises OSError: if the disk is full.

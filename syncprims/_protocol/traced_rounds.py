@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, ForkedProcess, WorldClosed, format_ranks
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Label, Note
 
-    from .trace_file import Recorder
+    from .trace_file import Recorder, Segment
 
+T = TypeVar("T")
+
+_LONG_WAIT = 1.0  # seconds after which it is recorded for whom this rank waits
 _pack_into = ENTRY.pack_into
 #: With these a call is refused before its first round.
 _REFUSED = (ConcurrentCall, ForkedProcess, WorldClosed)
@@ -39,25 +42,43 @@ class TracedRounds(Rounds):
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
         self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
         self._label: Label | None = None  # of the note posted last
+        self._first: Label | None = None  # of the call's first note
+        self._meeting: tuple[Label, int] | None = None  # the round of `meet`, and since when
         self._now: Callable[[], int] = monotonic_ns
         board = self.board
         if board.virtual_time:
             recorder.virtual = True
             self._now = lambda: int(board.now() * 1e9)
 
-    def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]:
-        """Return the notes of the round that `note` is posted to, and record it."""
+    @overload
+    def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]: ...
+    @overload
+    def meet(self, note: Note, timeout: float | None, read: Callable[[Sequence[Note]], T]) -> T: ...
+    def meet(
+        self,
+        note: Note,
+        timeout: float | None = None,
+        read: Callable[[Sequence[Note]], Any] | None = None,
+    ) -> Any:
+        """Return the notes of the round that `note` is posted to, or what `read` makes of them.
+
+        The round is recorded as a part of the call: an exception in between breaks the group.
+        """
         board, label = self.board, note[0]
-        self._label = label
-        before, begin = board.posted, self._now()
+        self._label = self._first = label
+        self._before = board.posted
+        begin = self._now()
+        self._meeting = label, begin
+
+        def record(notes: Sequence[Note]) -> Any:
+            self._record(label, begin, self._now(), board.collected)
+            self._meeting = None
+            return notes if read is None else read(notes)
+
         try:
-            notes = Rounds.meet(self, note, timeout)
-        except BaseException as error:
-            if board.posted > before and not isinstance(error, _REFUSED):
-                self._write(label, begin, begin, self._now(), before + 1, 0, type(error).__name__)
-            raise
-        self._record(label, begin, self._now(), board.collected)
-        return notes
+            return Rounds.meet(self, note, timeout, record)
+        finally:
+            self._meeting = None
 
     def skip_barrier(self) -> None:
         """Record a barrier in a group of one, which needs no round: its number is 0.
@@ -73,9 +94,12 @@ class TracedRounds(Rounds):
         self.make_room(timeout)
         label, number = note[0], self.board.posted + 1
         self._label = label
-        if note[3] or number > self._before + 1:
+        if number == self._before + 1:
+            self._first = label
+        further = number > self._before + 1 and label == self._first
+        if note[3] or further:
             failed = self._failure(note) if note[3] else ""
-            self._odd[number] = FURTHER if number > self._before + 1 else 0, failed
+            self._odd[number] = FURTHER if further else 0, failed
         self._open[number] = label, self._now()
         Rounds.post(self, note, timeout)
 
@@ -103,12 +127,46 @@ class TracedRounds(Rounds):
 
     def _wait_is_long(self, waited: float) -> None:
         """Record what this rank waits for: that is known even if the rank is killed meanwhile."""
+        if not self.board.virtual_time:
+            self._write_wait(self._now() - int(waited * 1e9), 0)
+
+    def wait(
+        self,
+        attempt: Callable[[float], T | None],
+        timeout: float | None,
+        begin: float,
+        *,
+        at_board: bool = True,
+    ) -> T:
+        """Wait as `Rounds` does; record for which ranks, and when this rank was last seen waiting.
+
+        So a trace says who made others wait in a round that never completes.
+        """
         board = self.board
-        if not board.virtual_time:
-            number, since = board.collected + 1, self._now() - int(waited * 1e9)
-            label = self._open[number][0] if number in self._open else self._label
-            if label is not None:
-                self._write(label, since, since, 0, number, kind=WAITING)
+        since = self._now() - int((board.now() - begin) * 1e9)
+        seen: tuple[str, tuple[Segment, int] | None] = "", None
+
+        def watched(seconds: float) -> T | None:
+            nonlocal seen
+            found = attempt(seconds)
+            now = self._now()
+            if found is None and now - since > _LONG_WAIT * 1e9:
+                number = board.collected + 1
+                missing = [rank for rank in self.members if board.status(rank).rounds < number]
+                late = format_ranks(missing)
+                if late != seen[0] or not self._recorder.update(seen[1], now):
+                    seen = late, self._write_wait(since, now, late)
+            return found
+
+        chosen = watched if at_board and not board.virtual_time else attempt
+        return Rounds.wait(self, chosen, timeout, begin, at_board=at_board)
+
+    def _write_wait(self, since: int, now: int, late: str = "") -> tuple[Segment, int] | None:
+        number = self.board.collected + 1
+        label = self._open[number][0] if number in self._open else self._label
+        if label is None:
+            return None
+        return self._write(label, since, since, now, number, outcome=late, kind=WAITING)
 
     def _call_failed(self, error: BaseException, before: int) -> None:
         """Record the rounds that a call leaves behind when it raises, and with what."""
@@ -119,6 +177,11 @@ class TracedRounds(Rounds):
             for number in [number for number in kept if number > self.board.posted]:
                 del kept[number]  # it was about to be posted
         now = self._now()
+        if self._meeting is not None:
+            if self.board.posted > before:
+                label, posted = self._meeting
+                self._write(label, posted, posted, now, first, 0, type(error).__name__)
+            return
         left = [number for number in self._open if number >= first]
         for number in left:
             label, posted = self._open.pop(number)

@@ -1,1 +1,1 @@
-"""The world of this process: its place, its backend, its groups, its start and end."""
+"""The world of this process: its topology, its backend, its groups, its start and end."""

@@ -11,32 +11,30 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
-from syncprims._data import codec, objects, reduction
+from syncprims._data import objects, reduction
 from syncprims._data.partition import split
 from syncprims._protocol.validation import seconds, whole_number
-from syncprims.errors import RankMismatch
-from syncprims.interface import Note
 
 from .sequential import InTurn, MainFirst
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextvars import Token
     from datetime import timedelta
 
+    from syncprims._data.reduction import Op
     from syncprims._protocol.rounds import Rounds
     from syncprims.errors import SyncError
+    from syncprims.interface import Note
 
     Seconds = float | timedelta | None
 
 T = TypeVar("T")
 
-#: The group whose ``with`` block this code runs in, if any. It belongs to a thread or task, not to
-#: the process.
-entered: ContextVar[Group | None] = ContextVar("syncprims_group", default=None)
+#: The groups whose ``with`` blocks this code runs in, the innermost last. They belong to a thread
+#: or task, not to the process or the group: blocks of several tasks may overlap.
+entered: ContextVar[tuple[Group, ...]] = ContextVar("syncprims_groups", default=())
 
 
 class Group:
@@ -48,13 +46,18 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, rounds: Rounds | None, timeout: float | None
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        rounds: Rounds | None,
+        timeout: float | None,
+        end: Callable[[], None] | None,
     ) -> None:
         self.ranks = tuple(ranks)  #: world ranks of the members, ascending
         self._rank = rank
         self._member = rounds
         self._timeout = timeout
-        self._tokens: list[Token[Group | None]] = []
+        self._end = end  # None: it lasts as long as the world
         #: True for the only member of an open group: it waits for no other rank.
         self._alone = rounds is not None and len(self.ranks) == 1
         # A plain barrier of one needs no round, in an open world. It does nothing, or calls this
@@ -70,11 +73,16 @@ class Group:
 
     def __enter__(self) -> Group:
         self._rounds  # noqa: B018 - raises for a rank that is no member
-        self._tokens.append(entered.set(self))
+        entered.set((*entered.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        entered.reset(self._tokens.pop())
+        groups = list(entered.get())
+        # Blocks of generators may end in another order than they began, and in another context.
+        if self in groups:
+            groups.reverse()
+            groups.remove(self)
+            entered.set(tuple(reversed(groups)))
 
     @property
     def _rounds(self) -> Rounds:
@@ -102,7 +110,13 @@ class Group:
         rounds.meet(rounds.note("barrier", name), timeout)
 
     def broadcast(
-        self, obj: T, src: int | None = None, *, out: Any = None, timeout: Seconds = None
+        self,
+        obj: T,
+        src: int | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
     ) -> T:
         """As :func:`syncprims.broadcast`, among the members; `src` is by default the lowest."""
         if src is None:
@@ -113,90 +127,125 @@ class Group:
             raise ValueError(
                 f"src={src}: the group has ranks {list(self.ranks)}; src is a world rank in it"
             )
-        value = _broadcast(self, "broadcast", obj, src, out, timeout)
-        if out is not None and out is not value:
-            value = reduction.copy_into(out, value)
-        return value
+        return _broadcast(self, "broadcast", name, obj, src, out, timeout)
 
-    def all_gather(self, obj: T, *, timeout: Seconds = None) -> list[T]:
+    def all_gather(self, obj: T, *, name: str | None = None, timeout: Seconds = None) -> list[T]:
         """As :func:`syncprims.all_gather`, among the members."""
-        return gather_as(self, "all_gather", obj, timeout)
+        return gather_as(self, "all_gather", obj, timeout, name=name)
 
+    @overload
     def all_reduce(
-        self, value: T, op: str = "sum", *, out: Any = None, timeout: Seconds = None
-    ) -> T:
+        self,
+        value: int,
+        op: Literal["mean"],
+        *,
+        name: str | None = None,
+        out: None = None,
+        timeout: Seconds = None,
+    ) -> float: ...
+    @overload
+    def all_reduce(
+        self,
+        value: bool,
+        op: Literal["sum", "prod"] = "sum",
+        *,
+        name: str | None = None,
+        out: None = None,
+        timeout: Seconds = None,
+    ) -> int: ...
+    @overload
+    def all_reduce(
+        self,
+        value: T,
+        op: Op = "sum",
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
+    ) -> T: ...
+    def all_reduce(
+        self,
+        value: Any,
+        op: Op = "sum",
+        *,
+        name: str | None = None,
+        out: Any = None,
+        timeout: Seconds = None,
+    ) -> Any:
         """As :func:`syncprims.all_reduce`, among the members."""
         reduction.check_op(op)
-        note = self._rounds.note("all_reduce", op=op)
+        note = self._rounds.note("all_reduce", name, op=op)
         limit = self._seconds(timeout)
-        result: T = objects.all_reduce(self._rounds, note, value, op, out, limit)
-        if out is not None and out is not result:
-            result = reduction.copy_into(out, result)
-        return result
+        return objects.all_reduce(self._rounds, note, value, op, out, limit)
 
-    def any_rank(self, flag: object, *, timeout: Seconds = None) -> bool:
+    def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
         rounds = self._rounds
-        note = rounds.note("any_rank", flag=bool(flag))
-        # A loop, since `any` over a generator takes as long as all the rest of this method.
-        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
-            if other.flag:
-                return True
-        return False
+        note = rounds.note("any_rank", name, flag=bool(flag))
+        return rounds.meet(note, self._seconds(timeout), _has_flag)
 
-    def all_ranks(self, flag: object, *, timeout: Seconds = None) -> bool:
+    def all_ranks(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
         rounds = self._rounds
-        note = rounds.note("all_ranks", flag=bool(flag))
-        for other in rounds.meet(note, self._seconds(timeout)):  # noqa: SIM110
-            if not other.flag:
-                return False
-        return True
+        note = rounds.note("all_ranks", name, flag=bool(flag))
+        return rounds.meet(note, self._seconds(timeout), _have_all_flags)
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
         """As :func:`syncprims.assert_same`, among the members."""
-        import hashlib  # slow to import
+        from syncprims._data import comparison  # not before it is asked for
 
         rounds = self._rounds
         label = rounds.note("assert_same", name).label
-        data = objects.encode(rounds, label, value, canonical=True)
-        digest = hashlib.blake2b(data, digest_size=16).digest()
-        limit = self._seconds(timeout)
-        seen = [note.payload for note in rounds.meet(Note(label, payload=digest), limit)]
-        if all(other == digest for other in seen):
-            return
-        # Equal objects may have different pickles: those are sent, to be compared themselves.
-        mine = _shorten(value), None if codec.is_plain(value) else value
-        shown = objects.gather(rounds, label, mine, limit)
-        if not _all_equal([pickled for _, pickled in shown]):
-            lines = "\n".join(
-                f"  rank {rank}: {text}  (digest {other.hex()[:8]})"
-                for rank, (text, _), other in zip(self.ranks, shown, seen, strict=True)
-            )
-            raise RankMismatch(
-                f"{name} differs between ranks, at {label}:\n{lines}\n"
-                f"Make it the same everywhere: equal seeds and inputs, or broadcast it.",
-                call=str(label),
-                arrived=list(self.ranks),
-            )
+        comparison.assert_same(rounds, label, value, name, self._seconds(timeout))
 
     def main_first(self, *, name: str | None = None, timeout: Seconds = None) -> MainFirst:
         """As :func:`syncprims.main_first`, among the members: the lowest one goes first."""
         return MainFirst(self._rounds, name, seconds(timeout))
 
-    def in_turn(self, *, timeout: Seconds = None) -> InTurn:
+    def in_turn(self, *, name: str | None = None, timeout: Seconds = None) -> InTurn:
         """As :func:`syncprims.in_turn`, among the members."""
-        return InTurn(self._rounds, self._seconds(timeout))
+        return InTurn(self._rounds, name, self._seconds(timeout))
 
+    @overload
+    def split(self, items: range, *, pad: Literal[False] = False) -> range: ...
+    @overload
+    def split(self, items: range, *, pad: bool) -> range | list[int]: ...
+    @overload
+    def split(self, items: tuple[T, ...], *, pad: bool = False) -> tuple[T, ...]: ...
+    @overload
+    def split(self, items: T, *, pad: bool = False) -> T: ...
     def split(self, items: Any, *, pad: bool = False) -> Any:
         """As :func:`syncprims.split`, among the members."""
         return split(items, self.ranks.index(self._rounds.rank), len(self.ranks), pad=pad)
+
+    def close(self, *, timeout: Seconds = None) -> None:
+        """Free the descriptors and the memory that this group holds, when every member has arrived.
+
+        Every member calls it; on other ranks nothing happens. Later calls of this group raise
+        `WorldClosed`, and :func:`syncprims.group` makes it again. Without this call a group lasts
+        as long as the world.
+
+        :raises ValueError: if it is the group of all ranks.
+        :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
+        """
+        if self._end is None:
+            raise ValueError("the group of all ranks ends with the world: call shutdown()")
+        if self._member is not None:
+            note = self._member.note("close")
+            self._member.meet(note, self._seconds(timeout))
+            self._end()
 
     def _seconds(self, timeout: Seconds) -> float | None:
         return self._timeout if timeout is None else seconds(timeout)
 
 
 # -- for the rest of the library -----------------------------------------------------------------
+
+
+def innermost_group() -> Group | None:
+    """Return the group whose ``with`` block this is; None outside of all."""
+    groups = entered.get()
+    return groups[-1] if groups else None
 
 
 def rounds_of(group: Group) -> Rounds:
@@ -218,40 +267,48 @@ def close_group(group: Group, why: Callable[[], SyncError]) -> None:
 class SharedResult(NamedTuple):
     """A result that rank `src` of a group sends to the others, in the call that the user wrote.
 
-    The block computes it, and gets the function that sends it. If the block raises, the others
-    raise `PeerFailed` where they wait for the result.
+    The block computes it, and :meth:`send` sends it. If the block raises, the others raise
+    `PeerFailed` where they wait for the result.
     """
 
     group: Group
     call: str
+    name: str | None
     src: int
 
-    def __enter__(self) -> Callable[[Any], Any]:
-        """Return a function that returns the result of `src` everywhere, without a timeout."""
-        return partial(_broadcast, self.group, self.call, src=self.src, out=None, timeout=math.inf)
+    def __enter__(self) -> SharedResult:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             rounds = self.group._rounds
-            rounds.fail(rounds.note(self.call, src=self.src).label, error)
+            rounds.fail(rounds.note(self.call, self.name, self.src).label, error)
+
+    def send(self, result: Any) -> Any:
+        """Return the result of `src` on every member, without a timeout."""
+        return _broadcast(self.group, self.call, self.name, result, self.src, None, math.inf)
 
 
-def _broadcast(group: Group, kind: str, obj: T, src: int, out: Any, timeout: Seconds) -> T:
+def _broadcast(
+    group: Group, kind: str, name: str | None, obj: T, src: int, out: Any, timeout: Seconds
+) -> T:
     rounds = group._rounds
-    note = rounds.note(kind, src=src)
+    note = rounds.note(kind, name, src)
     limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
-        rounds.meet(note)
-        return obj
+        same: T = rounds.meet(note, None, lambda _: objects.copy_into(rounds, out, obj))
+        return same
     value: T = objects.broadcast(rounds, note, obj, src, out, limit)
     return value
 
 
-def gather_as(group: Group, kind: str, obj: T, timeout: Seconds = math.inf) -> list[T]:
+def gather_as(
+    group: Group, kind: str, obj: T, timeout: Seconds = math.inf, *, name: str | None = None
+) -> list[T]:
     """Gather under the name of the call `kind`; by default all members wait without a timeout."""
     rounds = group._rounds
-    note = rounds.note(kind)
+    note = rounds.note(kind, name)
     limit = group._seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
@@ -260,21 +317,19 @@ def gather_as(group: Group, kind: str, obj: T, timeout: Seconds = math.inf) -> l
     return objects.gather(rounds, note.label, obj, limit)
 
 
-def _all_equal(values: list[Any]) -> bool:
-    """Return whether all values were sent, and each says that it equals the first."""
-    try:
-        return all(value is not None and bool(value == values[0]) for value in values)
-    except Exception:  # a comparison is the object's own code: it may raise anything
-        return False
+def _has_flag(notes: Sequence[Note]) -> bool:
+    # A loop, since `any` over a generator takes as long as all the rest of the call.
+    for note in notes:  # noqa: SIM110
+        if note.flag:
+            return True
+    return False
 
 
-def _shorten(value: object) -> str:
-    """Return the value's repr on one line, without its middle where it is long."""
-    try:
-        text = " ".join(repr(value).split())
-    except Exception as broken:  # the object's own code: the others wait for what it is
-        text = f"<no text: its __repr__ raised {type(broken).__name__}>"
-    return text if len(text) <= 160 else f"{text[:120]} ... {text[-30:]}"
+def _have_all_flags(notes: Sequence[Note]) -> bool:
+    for note in notes:  # noqa: SIM110
+        if not note.flag:
+            return False
+    return True
 
 
 def _wait_for_device() -> None:

@@ -46,7 +46,7 @@ def find_shared_memory() -> Path:
 
 
 def count_free_bytes(path: Path) -> int | None:
-    """Return how many bytes the file system of `path` has room for; None if unknown."""
+    """Return how many bytes the file system of `path` has free; None if unknown."""
     try:
         return shutil.disk_usage(path).free
     except OSError:

@@ -1,9 +1,12 @@
 """Which rank is this process? A launcher's environment variables become a :class:`Topology`.
 
 Nothing here reads ``os.environ``: callers pass a mapping. All variables are taken from *one*
-launcher, the first of :data:`LAUNCHERS` that is present; variables of two launchers are never
-mixed. A second launcher must agree with the first, else the error names both: a rank with a wrong
-number makes the others hang.
+launcher; variables of two launchers are never mixed. Where two launchers say different things, the
+one that clearly started inside the other counts, else the error names both, and
+``SYNCPRIMS_LAUNCHER`` says which one counts: a rank with a wrong number makes the others hang.
+
+A number that the launcher does not say is :data:`UNKNOWN`, and never computed from the others by
+assuming that all nodes are equal. Who shares a host is known once the world has met.
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims.errors import ConfigurationError
-from syncprims.interface import Topology
+from syncprims.interface import UNKNOWN, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 class Launcher(NamedTuple):
-    """The variables in which one launcher gives a process its place; several are alternatives."""
+    """The variables in which one launcher describes a process; several are alternatives."""
 
     name: str
     rank: str
@@ -27,8 +30,14 @@ class Launcher(NamedTuple):
     local_world_size: str
     node_rank: str = ""
     num_nodes: tuple[str, ...] = ()
-    run_id: tuple[str, ...] = ()  #: together they identify this run and this restart
+    run_id: tuple[str, ...] = ()  #: together they identify this run
     needs: tuple[str, ...] = ()  #: the launcher is present only where one of these is set
+    agent: str = ""  #: a variable that the launcher itself sets, and users who set ranks do not
+
+    @property
+    def key(self) -> str:
+        """Its name as ``SYNCPRIMS_LAUNCHER`` takes it."""
+        return _key(self.name)
 
     @property
     def required(self) -> set[str]:
@@ -56,6 +65,7 @@ _OURS = Launcher(
     local_world_size="SYNCPRIMS_LOCAL_WORLD_SIZE",
     node_rank="SYNCPRIMS_GROUP_RANK",
     num_nodes=("SYNCPRIMS_GROUP_WORLD_SIZE",),
+    agent="SYNCPRIMS_RUN_ID",
 )
 _TORCHRUN = Launcher(
     "torchrun",
@@ -65,8 +75,11 @@ _TORCHRUN = Launcher(
     local_world_size="LOCAL_WORLD_SIZE",
     node_rank="GROUP_RANK",
     num_nodes=("GROUP_WORLD_SIZE",),
-    # The id is "none" unless the user has set one; then the rendezvous address identifies the run.
-    run_id=("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+    # The id is "none" unless the user has set one; then the port of the store identifies the run.
+    # Its address does not: agents may have different names for it. Nor does the number of restarts:
+    # each agent counts its own.
+    run_id=("TORCHELASTIC_RUN_ID", "MASTER_PORT"),
+    agent="TORCHELASTIC_RUN_ID",
 )
 _SLURM = Launcher(
     "SLURM",
@@ -124,15 +137,34 @@ LAUNCHERS = (
 )
 
 
+class Detection(NamedTuple):
+    """Which launcher counts, and what the variables of each one are to it."""
+
+    topology: Topology
+    roles: dict[str, str]  #: by name, of the launchers that are present
+
+
 def detect(environ: Mapping[str, str]) -> Topology:
-    """Return this process's place, as the innermost launcher in `environ` gives it.
+    """Return this process's topology, as the launcher that counts gives it.
 
     Without a launcher it is a world of one.
 
     :raises ConfigurationError: if a launcher's set is incomplete or not made of numbers, or if two
         launchers contradict each other.
     """
+    return explain(environ).topology
+
+
+def explain(environ: Mapping[str, str]) -> Detection:
+    """Return what :func:`detect` does, and why.
+
+    :raises ConfigurationError: as :func:`detect`.
+    """
+    asked = environ.get("SYNCPRIMS_LAUNCHER") or None
+    if asked is not None:
+        return _detect_named(environ, asked)
     chosen: tuple[Launcher, Topology] | None = None
+    roles: dict[str, str] = {}
     seen: set[str] = set()  # PALS gives its size in MPICH's variable, which is no half of MPICH's
     for launcher in _find_launchers(environ):
         if launcher.required & environ.keys() <= seen:
@@ -141,26 +173,56 @@ def detect(environ: Mapping[str, str]) -> Topology:
         found = launcher, _read_topology(launcher, environ)
         if chosen is None:
             chosen = found
-        elif chosen[0] is _SLURM and _started_one_per_node(chosen[1], found[1]):
-            chosen = found  # mpirun starts its daemons as a SLURM step, one per node
-        else:
-            _check_agreement(environ, *chosen, *found)
+            continue
+        if _agree(chosen[1], found[1]):
+            roles[launcher.name] = "says the same"
+            continue
+        inner, outer = chosen, found
+        if not _is_inside(environ, *inner, *outer):
+            inner, outer = found, chosen
+            if not _is_inside(environ, *inner, *outer):
+                raise _contradict(environ, chosen[0], launcher)
+        chosen = inner
+        roles[outer[0].name] = f"started {inner[0].name}, which started this process"
     if chosen is None:
-        return Topology(run_id=environ.get("SYNCPRIMS_RUN_ID") or None)
-    return chosen[1]
+        return Detection(_alone(environ), {})
+    return Detection(chosen[1], roles | {chosen[0].name: "decides"})
 
 
-def is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Return whether SLURM has started this process as one of its tasks."""
-    return _SLURM in _find_launchers(environ)
+def _detect_named(environ: Mapping[str, str], asked: str) -> Detection:
+    names = [one.key for one in LAUNCHERS]
+    why = f"SYNCPRIMS_LAUNCHER={asked} decides"
+    if _key(asked) == "none":
+        return Detection(_alone(environ), {})
+    if _key(asked) not in names:
+        raise ConfigurationError(
+            f"SYNCPRIMS_LAUNCHER={asked!r} is no launcher; it takes {', '.join(names)}, or none"
+        )
+    launcher = LAUNCHERS[names.index(_key(asked))]
+    if not launcher.required & environ.keys():
+        raise ConfigurationError(
+            f"SYNCPRIMS_LAUNCHER={asked}, and {launcher.name} has not started this process: "
+            f"{launcher.rank} and {launcher.world_size[0]} are not set; start it with "
+            f"{launcher.name}, or unset SYNCPRIMS_LAUNCHER"
+        )
+    return Detection(_read_topology(launcher, environ), {launcher.name: why})
+
+
+def _alone(environ: Mapping[str, str]) -> Topology:
+    return Topology(run_id=environ.get("SYNCPRIMS_RUN_ID") or None)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace(" ", "").replace("_", "").replace("-", "")
 
 
 def list_rank_variables() -> set[str]:
-    """Return every variable in which any launcher gives a process its place.
+    """Return every variable in which any launcher describes a process.
 
     What only describes the job is not among them: users' scripts read it.
     """
-    names = {"SYNCPRIMS_RUN_ID", *_TORCHRUN.run_id, *_TORCHRUN.num_nodes}
+    names = {"SYNCPRIMS_RUN_ID", "SYNCPRIMS_LAUNCHER", *_TORCHRUN.run_id, *_TORCHRUN.num_nodes}
+    names |= {"MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"}
     return names.union(*({*one.required, one.node_rank} for one in LAUNCHERS)) - {""}
 
 
@@ -180,9 +242,69 @@ def make_rank_variables(rank: int, world_size: int, num_nodes: int = 1) -> dict[
 
 def find_world_sizes(environ: Mapping[str, str]) -> dict[str, int]:
     """Return every world size above one that a launcher's variable claims, by its name."""
-    names = [name for launcher in _find_launchers(environ) for name in launcher.world_size]
+    asked = _key(environ.get("SYNCPRIMS_LAUNCHER") or "")
+    count = [one for one in _find_launchers(environ) if asked in ("", one.key)]
+    names = [name for launcher in count for name in launcher.world_size]
     sizes = {name: int(environ[name]) for name in names if environ.get(name, "").isdecimal()}
     return {name: size for name, size in sizes.items() if size > 1}
+
+
+def find_spread(environ: Mapping[str, str], topology: Topology) -> str:
+    """Return what says that the ranks are on several hosts; empty if nothing does."""
+    if topology.num_nodes > 1:
+        return f"{topology.launcher} started {topology.num_nodes} nodes"
+    if 0 < topology.local_world_size < topology.world_size:
+        return (
+            f"{topology.launcher} started {topology.local_world_size} of {topology.world_size} "
+            f"ranks on this one, so there are at least 2 nodes"
+        )
+    if topology.num_nodes == UNKNOWN and topology.launcher == _TORCHRUN.name:
+        # Kubernetes starts one rank in each pod.
+        pods, address = environ.get("PET_NNODES", ""), environ.get("MASTER_ADDR", "localhost")
+        if pods.isdecimal() and int(pods) > 1:
+            return f"PET_NNODES={pods}"
+        if "KUBERNETES_SERVICE_HOST" in environ and address not in ("localhost", "127.0.0.1"):
+            return f"this is a pod of Kubernetes, and MASTER_ADDR={address}"
+    return ""
+
+
+#: Variables that say that there is a job of several processes, and what starts these.
+_JOBS = (
+    ("SLURM_NTASKS", "srun"),
+    ("SLURM_JOB_NUM_NODES", "srun"),
+    ("PET_NNODES", "torchrun, which reads it"),
+    ("PET_NPROC_PER_NODE", "torchrun, which reads it"),
+    ("OMPI_UNIVERSE_SIZE", "mpirun; a container gets its variables only if they are passed on"),
+    ("LSB_DJOB_NUMPROC", "jsrun"),
+)
+
+
+def find_half_world(environ: Mapping[str, str], topology: Topology) -> str:
+    """Return which variables speak of more ranks than a world of one has, and what is missing."""
+    if environ.get("SYNCPRIMS_LAUNCHER") or topology.launcher in (_OURS.name, "torch.distributed"):
+        return ""
+    if topology.launcher == "none":
+        for name, starter in _JOBS:
+            value = environ.get(name, "1")
+            if value not in ("1", "0", "1:1", "cpu", "auto"):
+                return f"{name}={value} is set, and this process was not started by {starter}"
+        if environ.get("PMIX_RANK", "0") != "0":
+            return (
+                f"PMIX_RANK={environ['PMIX_RANK']} is set, and nothing says how many ranks there "
+                f"are: pass on the launcher's other variables, or use srun without --mpi"
+            )
+        if "JOB_COMPLETION_INDEX" in environ:
+            return (
+                f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} is set, and Kubernetes "
+                f"does not say how many ranks there are: set RANK, WORLD_SIZE, MASTER_ADDR and "
+                f"MASTER_PORT, or start torchrun in each pod"
+            )
+        return ""
+    sizes = find_world_sizes(environ)
+    if sizes:
+        shown = " and ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"{topology.launcher} says so, and {shown}; SYNCPRIMS_LAUNCHER says which counts"
+    return ""
 
 
 def read_number(environ: Mapping[str, str], name: str) -> int:
@@ -207,7 +329,7 @@ def _find_launchers(environ: Mapping[str, str]) -> list[Launcher]:
 
 
 def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
-    """Return what `launcher` says; local numbers that it leaves out mean a single host."""
+    """Return what `launcher` says."""
 
     def number(*names: str) -> int | None:
         return next((read_number(environ, name) for name in names if name in environ), None)
@@ -219,50 +341,87 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
         present = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
         raise ConfigurationError(
             f"half a set of {launcher.name} variables: {present} without {' and '.join(absent)}; "
-            f"set {' and '.join(absent)} too, or unset the others"
+            f"set {' and '.join(absent)} too, or unset the others. If the program starts the other "
+            f"ranks itself, it has to initialize torch.distributed before the first call"
         )
     rank, world_size = read_number(environ, launcher.rank), read_number(environ, size_name)
+    per_pod = environ.get("PET_NPROC_PER_NODE", "1")
+    by_hand = launcher is _TORCHRUN and not {launcher.agent, launcher.local_rank} & environ.keys()
+    if by_hand and per_pod not in ("0", "1") and per_pod.isdecimal():
+        raise ConfigurationError(
+            f"PET_NPROC_PER_NODE={per_pod} and {size_name}={world_size} count {per_pod} ranks in "
+            f"each pod, and this process is the only one of its pod: start it with torchrun, which "
+            f"reads these variables"
+        )
     node_rank, num_nodes = number(launcher.node_rank), number(*launcher.num_nodes)
     if launcher is _SLURM:
-        local_world_size = _read_tasks_on_node(environ, node_rank or 0)
+        local_world_size = _read_tasks_on_node(environ, node_rank)
     else:
         local_world_size = number(launcher.local_world_size)
-    if local_world_size is None:
-        local_world_size = -(-world_size // max(1, num_nodes or 1))
-    per_node = max(1, local_world_size)
     local_rank = number(launcher.local_rank)
-    if num_nodes is None:
-        num_nodes = max(-(-world_size // per_node), (node_rank or 0) + 1)
-    place = Topology(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank % per_node if local_rank is None else local_rank,
-        local_world_size=local_world_size,
-        node_rank=min(rank // per_node, num_nodes - 1) if node_rank is None else node_rank,
-        num_nodes=num_nodes,
-        launcher=launcher.name,
-        run_id=_read_run_id(launcher, environ),
-    )
+    if local_world_size is None and num_nodes == 1:
+        local_world_size = world_size
+    if world_size == 1 or local_world_size == world_size:  # then all ranks share this host
+        local_rank = rank if local_rank is None else local_rank
+        local_world_size = world_size if local_world_size is None else local_world_size
+        node_rank = 0 if node_rank is None else node_rank
+        num_nodes = 1 if num_nodes is None else num_nodes
+    said = rank, world_size, local_rank, local_world_size, node_rank, num_nodes
+    _check_numbers(launcher, environ, *said)
+    local = (_or_unknown(local_rank), _or_unknown(local_world_size))
+    nodes = (_or_unknown(node_rank), _or_unknown(num_nodes))
+    run_id = _read_run_id(launcher, environ)
+    return Topology(rank, world_size, *local, *nodes, launcher.name, run_id)
+
+
+def _or_unknown(number: int | None) -> int:
+    return UNKNOWN if number is None else number
+
+
+def _check_numbers(
+    launcher: Launcher,
+    environ: Mapping[str, str],
+    rank: int,
+    world_size: int,
+    local_rank: int | None,
+    local_world_size: int | None,
+    node_rank: int | None,
+    num_nodes: int | None,
+) -> None:
+    """Accept numbers of which each is possible, and which fit together."""
+
+    def says(field: str, number: int | None) -> str:
+        """Return ``RANK=3``; a number that no variable gives has its name in `Topology`."""
+        names: str | tuple[str, ...] = getattr(launcher, field)
+        found = [
+            name for name in ((names,) if isinstance(names, str) else names) if name in environ
+        ]
+        return f"{found[0]}={environ[found[0]]}" if found else f"{field}={number}"
+
     for index, i, size, n in (
-        ("rank", place.rank, "world_size", place.world_size),
-        ("local_rank", place.local_rank, "local_world_size", place.local_world_size),
-        ("node_rank", place.node_rank, "num_nodes", place.num_nodes),
+        ("rank", rank, "world_size", world_size),
+        ("local_rank", local_rank, "local_world_size", local_world_size),
+        ("node_rank", node_rank, "num_nodes", num_nodes),
     ):
-        if not 0 <= i < n:
+        size, n = ("world_size", world_size) if n is None else (size, n)
+        if i is not None and not 0 <= i < n:
+            a, b = says(index, i), says(size, n)
             raise ConfigurationError(
-                f"{place.launcher} says {index}={i} and {size}={n}: {index} must be from 0 to "
-                f"{size} - 1; correct its variables"
+                f"{launcher.name} says {a} and {b}: {a.partition('=')[0]} must be at least 0 and "
+                f"less than {b.partition('=')[0]}; correct them"
             )
-    if max(place.local_world_size, place.num_nodes) > place.world_size:
+    on_one_host = local_world_size == world_size
+    if max(local_world_size or 1, num_nodes or 1) > world_size or (
+        num_nodes is not None and (num_nodes == 1) != on_one_host
+    ):
         raise ConfigurationError(
-            f"{place.launcher} says local_world_size={place.local_world_size} and "
-            f"num_nodes={place.num_nodes}, which do not fit into world_size={place.world_size}; "
-            f"correct its variables"
+            f"{launcher.name} says {says('local_world_size', local_world_size)} and "
+            f"{says('num_nodes', num_nodes)}, which do not fit into "
+            f"{says('world_size', world_size)}; correct them"
         )
-    return place
 
 
-def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int) -> int | None:
+def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int | None) -> int | None:
     """Return how many tasks SLURM has started on a node, if it says so.
 
     It writes ``2(x3),1`` for three nodes with two tasks each, and then one with one.
@@ -280,41 +439,53 @@ def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int) -> int | Non
                 f"{_SLURM.local_world_size}={value!r} is no list of task counts as in '2(x3),1'"
             )
         counts += [int(match[1])] * int(match[2] or 1)
+    if node_rank is None:
+        return counts[0] if len(set(counts)) == 1 else None
     return counts[node_rank] if node_rank < len(counts) else None
 
 
 def _read_run_id(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return what identifies this run: the user's own id, or all that the launcher knows."""
     own = environ.get("SYNCPRIMS_RUN_ID") or None
-    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if own is not None:
-        return f"{own}-{restart}" if restart != "0" else own
+        return own
     parts = [environ[name] for name in launcher.run_id if name in environ]
     return f"{launcher.name}-{'-'.join(parts)}" if parts else None
 
 
-def _started_one_per_node(outer: Topology, inner: Topology) -> bool:
-    """Return whether `outer` may have started one task on each node of `inner`.
-
-    Resource managers are used that way, to start another launcher; the first two start the ranks.
-    """
-    starts_ranks = outer.launcher in (_OURS.name, _TORCHRUN.name)
-    return not starts_ranks and outer.world_size == inner.num_nodes
+def _agree(a: Topology, b: Topology) -> bool:
+    return (a.rank, a.world_size) == (b.rank, b.world_size)
 
 
-def _check_agreement(
+def _is_inside(
     environ: Mapping[str, str], inner: Launcher, a: Topology, outer: Launcher, b: Topology
-) -> None:
-    """Accept an outer launcher that says the same, or that started one task per node."""
-    if (a.rank, a.world_size) == (b.rank, b.world_size) or _started_one_per_node(b, a):
-        return
+) -> bool:
+    """Return whether `inner` was clearly started by a task of `outer`, and started this process."""
+    has_agent = inner.agent in environ  # then nobody has set its variables by hand
+    if outer in (_OURS, _TORCHRUN):  # which start ranks, and no other launchers in several tasks
+        return b.world_size == 1 and (has_agent or outer.agent not in environ)
+    if b.world_size == 1 or b.world_size == a.num_nodes:
+        return True
+    if UNKNOWN in (a.local_rank, a.local_world_size):
+        return False
+    one_per_node = b.local_world_size == 1 and b.num_nodes in (UNKNOWN, b.world_size)
+    if has_agent:
+        # Agents of one run are the tasks of one step; or each task has a run of its own.
+        return a.num_nodes == 1 or (one_per_node and a.num_nodes <= b.world_size)
+    # Daemons. Open MPI starts none on its own node, so there may be fewer than nodes.
+    return one_per_node and a.world_size > 1
 
+
+def _contradict(
+    environ: Mapping[str, str], first: Launcher, second: Launcher
+) -> ConfigurationError:
     def says(launcher: Launcher) -> str:
         names = (launcher.rank, *launcher.world_size)
-        return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        shown = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        return f"{launcher.name} says {shown}"
 
-    raise ConfigurationError(
-        f"two launchers contradict each other: {inner.name} says {says(inner)}, "
-        f"{outer.name} says {says(outer)}; unset the variables of the one that did not start this "
-        f"process"
+    return ConfigurationError(
+        f"two launchers contradict each other: {says(first)}, {says(second)}; unset the variables "
+        f"of the one that did not start this process, or name the one that did: "
+        f"SYNCPRIMS_LAUNCHER={first.key} or {second.key}"
     )

@@ -12,15 +12,17 @@ a shared disk, reading them at every start would open a flood of small files.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
 from syncprims.interface import Backend, Topology
 
-from .launchers import find_world_sizes
+from .launchers import find_spread, find_world_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from syncprims.interface import Settings, WorldReader
 
 _BUILT_IN = {
     "file": "syncprims.backends.file.backend:FileBackend",
@@ -33,11 +35,12 @@ _BUILT_IN = {
 
 
 class Choice(NamedTuple):
-    """A backend, what decided it, and this process's place."""
+    """A backend, what decided it, and this process's topology."""
 
     backend: str
     chosen_by: str
     topology: Topology
+    spread: str = ""  #: what says that the ranks are on several hosts, if anything does
 
     def load(self) -> type[Backend]:
         """Return the class of the backend.
@@ -50,12 +53,10 @@ class Choice(NamedTuple):
         except SyncError as error:
             error.args = (f"{error} (chosen by {self.chosen_by})",)
             raise
-        nodes = self.topology.num_nodes
-        if nodes > 1 and not cls.spans_hosts:
+        if self.spread and not cls.spans_hosts:
             raise ConfigurationError(
                 f"backend {self.backend!r} (chosen by {self.chosen_by}) joins the ranks of one "
-                f"host, and {self.topology.launcher} started {nodes} nodes; choose one that spans "
-                f"hosts"
+                f"host, and {self.spread}; choose one that spans hosts"
             )
         return cls
 
@@ -85,7 +86,7 @@ def choose_backend(
     if name == "auto":
         name = "torch" if topology.world_size > 1 else "single"
         chosen_by += f", which takes {name!r} for world_size={topology.world_size}"
-    return Choice(name, chosen_by, topology)
+    return Choice(name, chosen_by, topology, find_spread(environ, topology))
 
 
 def load_backend(name: str) -> type[Backend]:
@@ -104,6 +105,29 @@ def load_backend(name: str) -> type[Backend]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BackendUnavailable(f"backend {name!r}: {target} is not a syncprims Backend class")
+    return found
+
+
+def find_worlds(
+    settings: Settings, *, pids: Sequence[int] | None = None, path: str | None = None
+) -> tuple[Sequence[WorldReader], Sequence[str]]:
+    """Return readers of running worlds of this host, and the directories that may not be read.
+
+    With `pids`, of the worlds that these processes are ranks of. With `path`, of those in this
+    directory.
+
+    :raises BackendUnavailable: on a system where worlds cannot be read from outside.
+    """
+    try:
+        views: Any = importlib.import_module("syncprims.backends.views")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"worlds cannot be read from outside here: {error}. The file and torch backends need "
+            f"Linux or macOS"
+        ) from error
+    found: tuple[Sequence[WorldReader], Sequence[str]] = views.find_worlds(
+        settings, pids=pids, path=path
+    )
     return found
 
 

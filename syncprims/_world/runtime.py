@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.validation import seconds
 from syncprims.errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed, dump, load
-from syncprims.interface import Topology
+from syncprims.interface import UNKNOWN, Topology
 
 from .exit_hooks import ExitHooks, reason
 from .group import entered
-from .launchers import detect, list_rank_variables
+from .launchers import detect, find_half_world, list_rank_variables
+from .nodes import place_on_nodes
 from .registry import choose_backend
-from .settings import read_settings
+from .settings import derive_store, find_misspelt, read_settings
 from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from .group import Group
 
     MakeBackend = Callable[[type[Backend], Topology, Settings], Backend]
+
+_C10D = "torch.distributed.distributed_c10d"
+_modules = sys.modules
 
 
 class _State:
@@ -50,8 +54,11 @@ class _State:
         self.topology: Topology | None = None  # of a world that has ended
         self.starting = threading.RLock()  # two threads may make the first call
         self.aside: World | None = None  # the process's world, while threads are ranks
-        self.rank_threads = 0  # how many threads are
+        self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
+        self.warned = False  # that this world may be smaller than meant
+        self.checked_names = False  # of variables
+        self.process_group: Any = None  # torch's, that was last compared with the world
 
     @property
     def running(self) -> World | None:
@@ -69,7 +76,7 @@ class _State:
         return world
 
 
-_state = _State(os.environ, lambda cls, place, settings: cls(place, settings))  # of this process
+_state = _State(os.environ, lambda cls, top, settings: cls(top, settings))  # of this process
 _thread_state: ContextVar[_State | None] = ContextVar("syncprims_thread_state", default=None)
 
 
@@ -100,6 +107,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
                 raise _forked()
             return _start(state, backend, limit)
         if not state.provided:
+            _check_process_group(state)
             _check_same(running, backend, limit)
         elif limit is not None:
             set_world_timeout(running, limit)
@@ -145,24 +153,61 @@ def shutdown() -> None:
 
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else that of all ranks."""
-    return entered.get() or (_state.world or current(timeout)).group
+    # Every call comes here, and few programs have such a group: the name is looked up first.
+    if _C10D in _modules and _get_process_group() is not _state.process_group:
+        _check_process_group(_state)
+    groups = entered.get()
+    return groups[-1] if groups else (_state.world or current(timeout)).group
+
+
+def get_settings() -> Settings:
+    """Return what the user has set for this process, whether it is a rank or not.
+
+    :raises ConfigurationError: if a variable's value is not what it takes.
+    """
+    return read_settings(_get_state().environ)
 
 
 def get_topology() -> Topology:
-    """Return this process's place, from the world if there is or was one, else the environment.
+    """Return this process's topology, from the world if there is or was one, else the environment.
 
-    :raises ConfigurationError: in a thread that is no rank, while other threads are (in a test).
+    What a launcher does not say about hosts is unknown until the world has met.
+
+    :raises ConfigurationError: if a group of ``torch.distributed`` contradicts the world; and in a
+        thread that is no rank, while other threads are (in a test).
     """
     world = _state.world
     if world is not None:
+        if _get_process_group() is not _state.process_group:
+            _check_process_group(_state)
         return world.topology
     state = _get_state()
     _check_is_rank(state)
     return state.topology or _find_topology(state.environ)
 
 
+def get_host_number(name: str) -> int:
+    """Return a number of :func:`get_topology` about hosts; where it is unknown, start the world."""
+    topology = get_topology()
+    if getattr(topology, name) == UNKNOWN:
+        topology = _find_one_host(topology) or current().topology
+    number: int = getattr(topology, name)
+    return number
+
+
+def _find_one_host(topology: Topology) -> Topology | None:
+    """Return `topology` on the one host that the named backend joins; None if it spans hosts."""
+    state = _get_state()
+    if state.running is not None or not state.environ.get("SYNCPRIMS_BACKEND"):
+        return None
+    choice = choose_backend(state.environ, None, grouped=False, find_topology=lambda: topology)
+    if choice.load().spans_hosts:
+        return None
+    return place_on_nodes(topology, [(0, rank) for rank in range(topology.world_size)])
+
+
 def _check_is_rank(state: _State) -> None:
-    if state is _state and state.rank_threads:
+    if state is _state and state.thread_worlds:
         raise ConfigurationError(
             "ranks of this process are threads, in a test, and this thread is none of them; call "
             "from a rank's own thread, or pass on its context: contextvars.copy_context().run(...)"
@@ -170,22 +215,61 @@ def _check_is_rank(state: _State) -> None:
 
 
 def _find_topology(environ: Mapping[str, str]) -> Topology:
-    """Return this process's place by its launcher, else by the group it has initialized itself."""
-    place = detect(environ)
-    distributed = _find_process_group() if place.launcher == "none" else None
-    if distributed is None:
-        return place
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    # Which ranks share a host is not known before they have met.
-    return Topology(rank, size, rank, size, launcher="torch.distributed", run_id=place.run_id)
+    """Return this process's topology by its launcher, or by the group it has initialized itself.
+
+    Which of them says so depends on their sizes alone, which are the same on all ranks. If the
+    group is smaller, the backend refuses it: each of the launcher's ranks may have one of its own.
+    """
+    group = _get_process_group()
+    if group is None:
+        return detect(environ)
+    try:
+        topology = detect(environ)
+        if topology.world_size > group.size():
+            return topology
+        if topology.world_size == group.size() and topology.launcher != "none":
+            if topology.rank == group.rank():
+                return topology
+            return topology._replace(rank=group.rank(), local_rank=UNKNOWN, node_rank=UNKNOWN)
+    except ConfigurationError:
+        if environ.get("SYNCPRIMS_LAUNCHER"):
+            raise
+    run_id = environ.get("SYNCPRIMS_RUN_ID") or None
+    hosts = (0, 1, 0, 1) if group.size() == 1 else (UNKNOWN,) * 4
+    return Topology(group.rank(), group.size(), *hosts, "torch.distributed", run_id)
 
 
-def _find_process_group() -> Any:
-    """Return ``torch.distributed`` if the program has initialized its default group, else None."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+def _get_process_group() -> Any:
+    """Return the default group of ``torch.distributed``, if the program has initialized it."""
+    try:
+        return _modules[_C10D].group.WORLD
+    except (KeyError, AttributeError):  # not imported; or another thread is importing it
         return None
-    return distributed
+
+
+def _check_process_group(state: _State) -> None:
+    """Compare the world with the default group of ``torch.distributed``, once for each group.
+
+    If they contradict each other, this rank leaves the world: its numbers are wrong.
+
+    :raises ConfigurationError: if they do.
+    """
+    world, group = state.running, _get_process_group()
+    if state is not _state or world is None:
+        return
+    state.process_group = group
+    topology = world.topology
+    if group is None or (group.rank(), group.size()) == (topology.rank, topology.world_size):
+        return
+    error = ConfigurationError(
+        f"torch.distributed says rank={group.rank()} and world_size={group.size()}, and the world "
+        f"of this process, which was started before, says rank={topology.rank} and "
+        f"world_size={topology.world_size}: make the first call of syncprims after "
+        f"init_process_group(), or call init() after it",
+        rank=topology.rank,
+    )
+    _fail(state, error)
+    raise error
 
 
 # -- for tests: ranks that are threads, and backends that are observed -----------------------------
@@ -199,26 +283,37 @@ def clean_environ() -> dict[str, str]:
 
 
 @contextlib.contextmanager
+def threads_as_ranks() -> Generator[None]:
+    """Set the process's own world aside within the block, in which threads are ranks.
+
+    It is not the threads that do this: one that never ends must not keep the world.
+    """
+    with _state.starting:
+        if not _state.thread_worlds:
+            _state.aside, _state.world = _state.world, None
+        _state.thread_worlds += 1
+    try:
+        yield
+    finally:
+        with _state.starting:
+            _state.thread_worlds -= 1
+            if not _state.thread_worlds:
+                _state.world, _state.aside = _state.aside, None
+
+
+@contextlib.contextmanager
 def thread_as_rank(environ: Mapping[str, str], make: MakeBackend) -> Generator[None]:
     """Make this thread, or task, a rank of its own, with these variables, within the block.
 
-    `make` makes its backend. The process's own world is set aside meanwhile.
+    `make` makes its backend. :func:`threads_as_ranks` surrounds all ranks.
     """
     _exit_hooks.watch_forks()
     token = _thread_state.set(_State(environ, make))
-    with _state.starting:
-        if not _state.rank_threads:
-            _state.aside, _state.world = _state.world, None
-        _state.rank_threads += 1
     try:
         with provided_world():
             yield
     finally:
         _thread_state.reset(token)
-        with _state.starting:
-            _state.rank_threads -= 1
-            if not _state.rank_threads:
-                _state.world, _state.aside = _state.aside, None
 
 
 @contextlib.contextmanager
@@ -266,29 +361,73 @@ def _start(
                 f"drop one of them"
             )
         settings = settings._replace(timeout=timeout)
-    grouped = _find_process_group() is not None
+    grouped = _get_process_group() is not None
     choice = choose_backend(
         environ, backend, grouped=grouped, find_topology=lambda: _find_topology(environ)
     )
-    made = state.make(choice.load(), choice.topology, settings)
-    place = made.topology  # it may know more of hosts than the launcher says
+    topology = choice.topology
+    if settings.store is None:
+        settings = settings._replace(store=derive_store(environ, topology))
+    _warn_of_misspelt(state, topology)
+    made = state.make(choice.load(), topology, settings)
     try:
-        world = World(made, choice.backend, settings, place, end=_end_block)
+        world = World(made, choice.backend, settings, topology, end=_end_block)
         if state is _state:
             _exit_hooks.install()
-        state.world, state.ended, state.topology = world, None, place
+            _warn_of_half_a_world(state, topology)
+        state.world, state.ended, state.topology = world, None, topology
         join_world(world)
+        state.topology = world.topology
+        _check_process_group(state)
     except BaseException as error:
-        met = state.world is not None
-        _end(state, error) if met else made.close(None)
         # It never ran, and `init` may try again. But where ranks may have met already, a mere call
         # does not: it would take the place of the one that failed, out of step.
-        state.ended = state.topology = None
-        if met and isinstance(error, SyncError):
-            verdict = dump(error)
-            state.ended = lambda: load(verdict)
+        if state.world is None:
+            made.close(None)
+            state.ended = state.topology = None
+        else:
+            _fail(state, error)
         raise
     return world
+
+
+def _warn_of_misspelt(state: _State, topology: Topology) -> None:
+    """Log once, on one rank of each node, which variables with our prefix are never read."""
+    if state is not _state or state.checked_names or topology.local_rank:
+        return
+    state.checked_names = True
+    for name, nearest in find_misspelt(state.environ).items():
+        import logging  # slow to import
+
+        hint = f": did you mean {nearest}?" if nearest else "."
+        logging.getLogger("syncprims").warning(
+            f"{name} is set, and nothing reads it{hint} `syncprims env` lists the variables that "
+            f"are read"
+        )
+
+
+def _warn_of_half_a_world(state: _State, topology: Topology) -> None:
+    """Log once if variables say that there should be more ranks than this one."""
+    if topology.world_size > 1 or state.warned:
+        return
+    missing = find_half_world(state.environ, topology)
+    if missing:
+        import logging  # slow to import
+
+        state.warned = True
+        logging.getLogger("syncprims").warning(
+            f"this is a world of one: {missing}. If it is meant to be alone, set "
+            f"SYNCPRIMS_LAUNCHER=none"
+        )
+
+
+def _fail(state: _State, error: BaseException) -> None:
+    """Leave the world because of `error`; every later call raises it, until `init`."""
+    _end(state, error)
+    state.ended = state.topology = None
+    if isinstance(error, SyncError):
+        verdict = dump(error)
+        state.ended = lambda: load(verdict)
 
 
 def _end(state: _State, error: BaseException | None) -> None:
@@ -320,7 +459,7 @@ def _on_fork() -> None:
         _state.topology = thread.topology or detect(thread.environ)
         _state.ended = thread.ended or _forked
     _leave_to_parent(_state)
-    _state.rank_threads = 0
+    _state.thread_worlds = 0
 
 
 def _leave_to_parent(state: _State) -> None:

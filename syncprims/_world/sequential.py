@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from syncprims._protocol.rounds import RoundSequence
 from syncprims.interface import Note
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class MainFirst:
         if not self._leads or self._label is None:
             return
         self._rounds.inside_main_first -= 1
-        if error is not None and not isinstance(error, GeneratorExit):
+        if error is not None:
             self._rounds.fail(self._label, error)
         else:
             self._rounds.meet(Note(self._label), self._timeout)
@@ -55,23 +56,30 @@ class InTurn:
     last. If a block raises, no later one runs, and all ranks raise.
     """
 
-    def __init__(self, rounds: Rounds, timeout: float | None) -> None:
+    def __init__(self, rounds: Rounds, name: str | None, timeout: float | None) -> None:
         self._rounds = rounds
+        self._name = name
         self._timeout = timeout
         self._index = rounds.members.index(rounds.rank)
         self._labels: list[Label] = []
 
     def __enter__(self) -> None:
         rounds = self._rounds
-        self._labels = [rounds.note("in_turn", src=member).label for member in rounds.members]
+        self._labels = [
+            rounds.note("in_turn", self._name, member).label for member in rounds.members
+        ]
         self._pass(self._labels[: self._index])
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, GeneratorExit):
+        if error is not None:
             self._rounds.fail(self._labels[self._index], error)
         else:
             self._pass(self._labels[self._index :])
 
     def _pass(self, labels: list[Label]) -> None:
-        for label in labels:
-            self._rounds.meet(Note(label), self._timeout)
+        def meet_each(sequence: RoundSequence) -> None:
+            for label in labels:
+                sequence.meet(Note(label))
+
+        if labels:
+            RoundSequence.run(self._rounds, Note(labels[0]), self._timeout, meet_each)

@@ -5,12 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncprims.errors import ConfigurationError
-from syncprims.interface import Settings
+from syncprims.interface import Settings, Topology
 
-from .launchers import is_slurm_step, read_number
+from .launchers import LAUNCHERS, read_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_PREFIX = "SYNCPRIMS_"
+#: Every variable with our prefix that is read, without the prefix.
+_OURS = {
+    "BACKEND",
+    "DIR",
+    "ERROR_FILE",
+    "HEARTBEAT",
+    "JOIN_TIMEOUT",
+    "LAUNCHER",
+    "MIXED_PRECISION",
+    "PICKLE",
+    "RUN_ID",
+    "STRICT",
+    "TIMEOUT",
+    "TRACE",
+    "TRACE_LIMIT",
+    "WARN_AFTER",
+    *(name.removeprefix(_PREFIX) for name in LAUNCHERS[0].variables),
+}
+_FIRST_PORT, _PORTS = 15000, 17000  # that are derived; systems assign those from 32768 up
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -19,16 +40,14 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     :raises ConfigurationError: if a value is not what its variable takes.
     """
     default = Settings()
-    pickle = environ.get("SYNCPRIMS_PICKLE", "1")
-    if pickle not in ("0", "1"):
-        raise ConfigurationError(f"SYNCPRIMS_PICKLE={pickle!r}: it takes 0 or 1")
     return Settings(
         timeout=_read_seconds(environ, "SYNCPRIMS_TIMEOUT"),
         join_timeout=_read_seconds(environ, "SYNCPRIMS_JOIN_TIMEOUT") or default.join_timeout,
         warn_after=_read_seconds(environ, "SYNCPRIMS_WARN_AFTER") or default.warn_after,
         directory=environ.get("SYNCPRIMS_DIR") or None,
         runtime_directory=environ.get("XDG_RUNTIME_DIR") or None,
-        pickle=pickle == "1",
+        pickle=_read_switch(environ, "SYNCPRIMS_PICKLE", default=True),
+        strict=_read_switch(environ, "SYNCPRIMS_STRICT", default=False),
         store=_read_store(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         heartbeat=_read_seconds(environ, "SYNCPRIMS_HEARTBEAT") or default.heartbeat,
@@ -38,6 +57,25 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         trace_limit=_read_mebibytes(environ, "SYNCPRIMS_TRACE_LIMIT") or default.trace_limit,
         mixed_precision=environ.get("SYNCPRIMS_MIXED_PRECISION") or None,
     )
+
+
+def find_misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables with our prefix that are never read, and the nearest that is."""
+    names = [name.removeprefix(_PREFIX) for name in environ if name.startswith(_PREFIX)]
+    unknown = sorted(name for name in names if name not in _OURS)
+    if not unknown:
+        return {}
+    import difflib  # slow to import
+
+    nearest = {name: difflib.get_close_matches(name, _OURS, 1, 0.7) for name in unknown}
+    return {_PREFIX + name: _PREFIX + best[0] if best else None for name, best in nearest.items()}
+
+
+def _read_switch(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = environ.get(name) or str(int(default))
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"{name}={value!r}: it takes 0 or 1")
+    return value == "1"
 
 
 def _read_seconds(environ: Mapping[str, str], name: str) -> float | None:
@@ -64,18 +102,43 @@ def _read_mebibytes(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _read_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where ranks of several hosts meet: what torch's variables say, or SLURM's imply."""
+    """Return where ranks of several hosts meet, if torch's variables say it."""
+    port = read_number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    address = environ.get("MASTER_ADDR")
+    return (address, port) if address and port is not None else None
+
+
+def derive_store(environ: Mapping[str, str], topology: Topology) -> tuple[str, int] | None:
+    """Return where ranks of several hosts meet in a job of SLURM that says nothing else.
+
+    That is on the first node, where rank 0 is, on a port that follows from the run id. None without
+    such a job, and where ranks share a host: they meet there.
+
+    :raises ConfigurationError: on rank 0, if it is on another node.
+    """
+    own_step = topology.launcher == "SLURM"
+    names = ("SLURM_STEP_NODELIST",) if own_step else ()  # of others: what started their daemons
+    names = (*names, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environ[name] for name in names if environ.get(name)), None)
+    if (
+        topology.num_nodes == 1
+        or nodes is None
+        or topology.launcher in ("none", "torch.distributed")
+    ):
+        return None
+    first, here = _find_first_node(nodes), environ.get("SLURMD_NODENAME")
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if not (address and port):
-        names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        nodes = next((environ[name] for name in names if environ.get(name)), None)
-        job = environ.get("SLURM_JOB_ID", "0")
-        if nodes is None or not job.isdecimal() or not is_slurm_step(environ):
-            return None
-        address = address or _find_first_node(nodes)
-        if not port:  # one for each job on a node, below those that systems assign
-            return address, 15000 + int(job) % 10000
-    return address, read_number(environ, "MASTER_PORT")
+    if topology.rank == 0 and not address and here not in (None, first):
+        raise ConfigurationError(
+            f"rank 0 is on node {here}, and the ranks of this run would meet on node {first}, the "
+            f"first of {nodes}: set MASTER_ADDR={here} on all ranks, or start rank 0 on {first}"
+        )
+    if port:
+        return address or first, read_number(environ, "MASTER_PORT")
+    import zlib  # slow to import, and only SLURM needs it
+
+    run = f"{topology.run_id} {environ.get('SLURM_JOB_ID')}"
+    return address or first, _FIRST_PORT + zlib.crc32(run.encode()) % _PORTS
 
 
 def _find_first_node(nodes: str) -> str:

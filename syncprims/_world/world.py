@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
@@ -22,11 +23,13 @@ from syncprims.errors import (
     PeerFailed,
     SyncError,
     SyncTimeout,
+    WorldClosed,
     name_ranks,
 )
 from syncprims.interface import Note
 
 from .group import Group, close_group, rounds_of
+from .nodes import SaidPlace, identify_host, number_nodes, place_on_nodes
 from .version import version
 
 if TYPE_CHECKING:
@@ -34,14 +37,14 @@ if TYPE_CHECKING:
 
     from syncprims._protocol.trace_file import Recorder
     from syncprims._protocol.traced_rounds import TracedRounds
-    from syncprims.interface import Backend, Settings, Topology
+    from syncprims.interface import Backend, Board, Settings, Topology
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
 
 
 class World:
-    """All ranks of one run, and this process's place among them. Made by :func:`init`."""
+    """All ranks of one run, and this process's numbers among them. Made by :func:`init`."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class World:
         self._backend = backend
         self._deadlocks = DeadlockDetector(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._kept_boards: dict[tuple[int, ...], Board] = {}  # of closed groups
         self._traced: list[TracedRounds] = []
         self._recorder: Recorder | None = None
         if settings.trace is not None:
@@ -136,11 +140,22 @@ class World:
         members = tuple(ranks)
         if members not in self._groups:
             rounds = self._make_rounds(members) if self.rank in members else None
-            self._groups[members] = Group(members, self.rank, rounds, self.timeout)
+            all_ranks = len(members) == self.world_size
+            end = None if all_ranks else partial(self._end_group, members)
+            self._groups[members] = Group(members, self.rank, rounds, self.timeout, end)
         return self._groups[members]
 
+    def _end_group(self, members: tuple[int, ...]) -> None:
+        """Release what the group holds, after its last round."""
+        group = self._groups.pop(members)
+        rounds = rounds_of(group)
+        close_group(group, partial(_group_closed, members))
+        self._deadlocks.remove(rounds.board)
+        if not self._backend.close_board(rounds.board):
+            self._kept_boards[members] = rounds.board
+
     def _make_rounds(self, members: tuple[int, ...]) -> Rounds:
-        board = self._backend.board(members)
+        board = self._kept_boards.pop(members, None) or self._backend.board(members)
         # The first round of all ranks is the start, which no user has asked for.
         own = int(len(members) == self.world_size)
         facts = board, self.rank, self.settings, self._deadlocks, self.local_rank, own
@@ -151,6 +166,13 @@ class World:
         rounds = TracedRounds(self._recorder, *facts)
         self._traced.append(rounds)
         return rounds
+
+
+def _group_closed(members: Sequence[int]) -> SyncError:
+    ranks = name_ranks(members)
+    return WorldClosed(
+        f"the group of ranks {ranks} is closed; group({ranks}) makes it again, on every rank"
+    )
 
 
 # -- for the rest of the library -----------------------------------------------------------------
@@ -171,10 +193,15 @@ def join_world(world: World) -> None:
         "world size": top.world_size,
         "run id": top.run_id,
         "SYNCPRIMS_PICKLE": world.settings.pickle,
+        "SYNCPRIMS_STRICT": world.settings.strict,
     }
     rounds = rounds_of(world.group)
     trace = recorder.run if recorder is not None else None
-    payload = json.dumps([mine, top.node_rank, trace]).encode()
+    backend = world._backend
+    host = ""  # where no backend and no second rank has to know it
+    if backend.spans_hosts and top.world_size > 1:
+        host = backend.host or identify_host()
+    payload = json.dumps([mine, [host, top.local_rank, top.node_rank], trace]).encode()
     note = Note(rounds.note("init").label, payload=payload)
     try:
         notes = rounds.meet(note, world.settings.join_timeout)
@@ -188,7 +215,6 @@ def join_world(world: World) -> None:
         error.args = (f"{error}\n{more}",)
         raise
     joined = [json.loads(other.payload) for other in notes]
-    world._nodes = [node for _, node, _ in joined]
     for fact, value in mine.items():
         values = [facts[fact] for facts, *_ in joined]
         if any(other != value for other in values):
@@ -200,13 +226,21 @@ def join_world(world: World) -> None:
                 call=str(note.label),
                 arrived=list(range(world.world_size)),
             )
+    nodes = number_nodes([SaidPlace(*said) for _, said, _ in joined])
+    world._nodes = [node for node, _ in nodes]
+    world.topology = place_on_nodes(top, nodes)
+    backend.set_topology(world.topology)
+    rounds.local_rank = world.local_rank
     if recorder is not None:
+        recorder.topology = world.topology
         # One name for all: that of the first rank that has one.
         recorder.open(next(run for *_, run in joined if run is not None))
 
 
 def make_group(world: World, ranks: Sequence[int]) -> Group:
     """Return the group of `ranks`, having met all ranks of the world: the same for the same."""
+    if not hasattr(ranks, "__iter__"):
+        raise TypeError(f"group({ranks!r}): a group takes a list of ranks, as group([0, 1])")
     members = sorted(whole_number(r, "a group is made of ranks, whole numbers") for r in ranks)
     size = world.world_size
     if not members or len(set(members).intersection(range(size))) != len(members):
@@ -218,13 +252,8 @@ def make_group(world: World, ranks: Sequence[int]) -> Group:
     note = rounds.note("group", name_ranks(members))
 
     def make(sequence: RoundSequence) -> Group:
-        try:
-            group = world._make_group(members)
-        except (OSError, SyncError) as error:  # or the others would wait for this rank in it
-            sequence.fail(error)
-            raise
-        sequence.meet()
-        return group
+        # If one rank cannot make it, the others would wait for that rank in it.
+        return sequence.agree(lambda: world._make_group(members))
 
     return RoundSequence.run(rounds, note, world.timeout, make)
 

@@ -61,9 +61,10 @@ def refusal(key: str) -> str:
 
 
 def suggest(key: str, known: Sequence[str]) -> str:
-    """Return ``; did you mean X?`` for the known name nearest to `key`, else ``;``."""
-    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ";"
+    """Return ``; did you mean X?`` for a known name that is near to `key`, else ``;``."""
+    names = {name.lstrip("-"): name for name in known}  # or all flags are alike in their dashes
+    found = difflib.get_close_matches(key.lstrip("-"), names, n=1, cutoff=0.7)
+    return f"; did you mean {names[found[0]]}?" if found else ";"
 
 
 def _no_equivalent(what: str, why: str) -> ConfigurationError:

@@ -90,8 +90,8 @@ def _place_rows(first: dict[str, Any]) -> list[tuple[str, str]]:
     if first["meeting_place"]:
         kind = f" ({first['file_system']})" if first["file_system"] else ""
         rows.append(("meeting place", first["meeting_place"] + kind))
-    if first["room"] is not None:
-        rows.append(("room there", _size(first["room"])))
+    if first["free"] is not None:
+        rows.append(("free there", _size(first["free"])))
     versions = [f"python {first['python']}"]
     versions += [f"{name} {release or 'none'}" for name, release in first["versions"].items()]
     return [*rows, ("rank 0 has", ", ".join(versions))]

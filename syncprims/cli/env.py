@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import platform
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 from syncprims._world.host import count_processors
-from syncprims._world.launchers import LAUNCHERS, detect
+from syncprims._world.launchers import LAUNCHERS, explain, find_half_world
 from syncprims._world.registry import choose_backend
-from syncprims._world.settings import read_settings
+from syncprims._world.settings import derive_store, find_misspelt, read_settings
 from syncprims._world.version import version
 from syncprims.errors import SyncError
-from syncprims.interface import Settings, Topology
+from syncprims.interface import UNKNOWN, Settings, Topology
 
 from .console import CommandParser, Style, table
 
@@ -46,8 +45,7 @@ SETTINGS = (
     ("CUDA_VISIBLE_DEVICES", "all devices"),
     ("XDG_RUNTIME_DIR", "shared memory"),
 )
-_PREFIX = "SYNCPRIMS_"
-_NAMES = ["SYNCPRIMS_BACKEND", *(name for name, _ in SETTINGS)]
+_NAMES = ["SYNCPRIMS_BACKEND", "SYNCPRIMS_LAUNCHER", *(name for name, _ in SETTINGS)]
 
 
 @dataclass
@@ -56,7 +54,9 @@ class WorldPreview:
 
     backend: str | None
     chosen_by: str = ""
-    place: Topology | None = None
+    topology: Topology | None = None
+    roles: dict[str, str] = field(default_factory=dict[str, str])  #: of launchers, by name
+    half: str = ""  #: what speaks of more ranks than this world of one has
     settings: Settings | None = None
     error: SyncError | None = None
 
@@ -80,9 +80,14 @@ def preview(environ: Mapping[str, str]) -> WorldPreview:
     world = WorldPreview(environ.get("SYNCPRIMS_BACKEND") or None)
     try:
         world.settings = read_settings(environ)
-        world.place = detect(environ)
-        choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
+        topology, world.roles = explain(environ)
+        world.topology = topology
+        choice = choose_backend(environ, None, grouped=False, find_topology=lambda: topology)
         world.backend, world.chosen_by = choice.backend, choice.chosen_by
+        if topology.world_size == 1:
+            world.half = find_half_world(environ, topology)
+        if world.settings.store is None:
+            world.settings = world.settings._replace(store=derive_store(environ, topology))
         choice.load().check(choice.topology, world.settings)
     except SyncError as error:
         world.error = error
@@ -94,80 +99,107 @@ def preview(environ: Mapping[str, str]) -> WorldPreview:
 
 def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> list[str]:
     """Return the lines of the report."""
-    place = world.place
+    topology = world.topology
     if world.error is not None:
         lines = [style("red", "No world would start: " + type(world.error).__name__)]
         lines += [f"  {line}" for line in str(world.error).splitlines()]
-    elif place is None or place.world_size == 1:
+    elif topology is None or topology.world_size == 1:
         lines = [style("bold", f"A world of one would start: backend {world.backend}.")]
+        lines += [style("yellow", f"  But {world.half}.")] if world.half else []
     else:
-        first = f"Rank {place.rank} of {place.world_size} would start: backend {world.backend}"
-        lines = [style("bold", f"{first}, started by {place.launcher}.")]
+        first = (
+            f"Rank {topology.rank} of {topology.world_size} would start: backend {world.backend}"
+        )
+        lines = [style("bold", f"{first}, started by {topology.launcher}.")]
     rows: list[tuple[str, str, str]] = []
     if world.chosen_by:
         rows.append(("backend", world.backend or "auto", f"chosen by {world.chosen_by}"))
-    if place is not None:
+    if topology is not None:
         known_by = "no launcher's variables are set"
-        if place.launcher != "none":
-            launcher = next(one for one in LAUNCHERS if one.name == place.launcher)
+        if topology.launcher != "none":
+            launcher = next(one for one in LAUNCHERS if one.name == topology.launcher)
             names = (launcher.rank, *launcher.world_size)
             found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-            known_by = f"{place.launcher} says {found}"
-        here = f"local rank {place.local_rank} of {place.local_world_size}"
+            known_by = f"{topology.launcher} says {found}"
         use = "the same on all ranks of one run"
-        if place.run_id is None:
-            use = "no other rank to meet" if place.world_size == 1 else "set SYNCPRIMS_RUN_ID"
+        if topology.run_id is None:
+            use = "no other rank to meet" if topology.world_size == 1 else "set SYNCPRIMS_RUN_ID"
         rows += [
-            ("rank", f"{place.rank} of {place.world_size}", known_by),
-            ("node", f"{place.node_rank} of {place.num_nodes}", here),
-            ("run id", place.run_id or "none", use),
+            ("rank", f"{topology.rank} of {topology.world_size}", known_by),
+            (
+                "local rank",
+                _number(topology.local_rank, topology.local_world_size),
+                _hosts(topology),
+            ),
+            ("node", _number(topology.node_rank, topology.num_nodes), _hosts(topology)),
+            ("run id", topology.run_id or "none", use),
         ]
+        if topology.world_size > 1 and world.settings is not None:
+            rows += [("store", *_store(world.settings, environ))]
     lines += ["", *table(rows)] if rows else []
     lines += ["", style("bold", "The deciding variables")]
-    lines += table([("SYNCPRIMS_BACKEND", _shown(environ, "SYNCPRIMS_BACKEND", "auto"))])
-    lines += _launchers(place, environ)
+    deciding = (("SYNCPRIMS_BACKEND", "auto"), ("SYNCPRIMS_LAUNCHER", "found by its variables"))
+    lines += table([(name, _shown(environ, name, default)) for name, default in deciding])
+    lines += _launchers(world, environ)
     lines += ["", style("bold", "Settings")]
     lines += table([(name, _shown(environ, name, default)) for name, default in SETTINGS])
-    if unknown := misspelt(environ):
+    if unknown := find_misspelt(environ):
         lines += ["", style("yellow", "Set, but never read")]
         lines += table([(n, f"did you mean {m}?" if m else "") for n, m in unknown.items()])
     lines += ["", style("bold", "Here"), *table(list(_here().items()))]
     return lines
 
 
-def _launchers(place: Topology | None, environ: Mapping[str, str]) -> list[str]:
+def _number(number: int, count: int) -> str:
+    known = ["not known" if n == UNKNOWN else str(n) for n in (number, count)]
+    return "not known" if number == count == UNKNOWN else " of ".join(known)
+
+
+def _hosts(topology: Topology) -> str:
+    if UNKNOWN in (
+        topology.local_rank,
+        topology.local_world_size,
+        topology.node_rank,
+        topology.num_nodes,
+    ):
+        return "known once the ranks have met: the launcher does not say all"
+    return "as the launcher says; once the ranks have met, as they share hosts"
+
+
+def _store(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
+    if settings.store is None:
+        return "none", "ranks of one host need none"
+    names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
+    derived = "SLURM's first node and the run id" if len(names) < 2 else ""
+    served = "torchrun's agent serves it" if settings.agent_store else "rank 0 serves it"
+    return ":".join(map(str, settings.store)), f"{' and '.join([*names, derived][:2])}; {served}"
+
+
+def _launchers(world: WorldPreview, environ: Mapping[str, str]) -> list[str]:
+    topology = world.topology
     rows: list[tuple[str, str, str]] = []
     for launcher in LAUNCHERS:
         names = launcher.variables
         found = [f"{name}={environ[name]}" for name in names if name in environ]
-        if place is not None and place.launcher == launcher.name:
-            state = "decides"
+        if launcher.name in world.roles:
+            state = world.roles[launcher.name]
         elif not launcher.is_present(environ):
             state = "is unused"
-        elif place is None:
+        elif topology is None:
             state = "is set"
-        else:  # SLURM's variables are in every shell of a job, too
-            state = "is no step" if place.launcher == "none" else "has to agree"
+        elif environ.get("SYNCPRIMS_LAUNCHER"):
+            state = "does not count"
+        else:  # SLURM's variables are in every shell of a job, and PALS uses some of MPICH's
+            state = "is no step" if launcher.name == "SLURM" else "says no more"
         absent = [name for name in names[:2] if name not in environ]
         not_set = [f"{', '.join(absent)} not set"] if absent else []
         rows.append((launcher.name, state, "; ".join([*found, *not_set])))
-    return ["  launchers, the first whose variables are set decides:", *table(rows, "    ")]
+    head = "  launchers; if two differ, the one that started inside the other decides:"
+    return [head, *table(rows, "    ")]
 
 
 def _shown(environ: Mapping[str, str], name: str, default: str) -> str:
     return f"= {environ[name]}" if environ.get(name) else f"not set: {default}"
-
-
-def misspelt(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables with our prefix that are not ours, and the nearest that is."""
-    ours = [*_NAMES, *LAUNCHERS[0].variables]
-    known = [name.removeprefix(_PREFIX) for name in ours if name.startswith(_PREFIX)]
-    found: dict[str, str | None] = {}
-    for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in (*ours, "SYNCPRIMS_ERROR_FILE"):
-            nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
-            found[name] = _PREFIX + nearest[0] if nearest else None
-    return found
 
 
 def _here() -> dict[str, str]:
@@ -190,10 +222,12 @@ def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "backend": world.backend,
         "chosen_by": world.chosen_by,
-        "place": world.place._asdict() if world.place is not None else None,
+        "topology": world.topology._asdict() if world.topology is not None else None,
+        "launchers": world.roles,
+        "half_world": world.half or None,
         "settings": world.settings._asdict() if world.settings is not None else None,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
-        "misspelt": misspelt(environ),
+        "misspelt": find_misspelt(environ),
         "here": _here(),
     }

@@ -30,11 +30,12 @@ from syncprims._world.launchers import make_rank_variables
 from syncprims.errors import describe_exit
 
 from .plan import LaunchPlan, launch_environment
+from .who import print_table
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
 STOP_GRACE = 30.0  # between a signal to the launcher and SIGKILL
 _POLL_INTERVAL = 0.02
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
@@ -50,7 +51,24 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
         common.setdefault("SYNCPRIMS_DIR", str(scratch / "board"))
         common["MASTER_ADDR"] = "127.0.0.1"
         common["MASTER_PORT"] = str(free_port())
-        return _LaunchedRun(plan, common, scratch, received).wait()
+        with _table_on_quit(common["SYNCPRIMS_RUN_ID"]):
+            return _LaunchedRun(plan, common, scratch, received).wait()
+
+
+@contextlib.contextmanager
+def _table_on_quit(run_id: str) -> Generator[None]:
+    """Print what the ranks do on SIGQUIT, which Ctrl-Backslash sends, and let them go on."""
+
+    def show(*_: object) -> None:
+        print_table(run_id, sys.stderr)
+
+    before = signal.getsignal(signal.SIGQUIT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, show)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGQUIT, before)
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ def plan_launch(
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of torchrun, and what the ranks' environments have in common.
 
-    An outer launcher's variables say the place of this process, not that of the ranks.
+    An outer launcher's variables describe this process, not the ranks.
     """
     outer = list_rank_variables() - {"SYNCPRIMS_RUN_ID"}
     return {**{k: v for k, v in environ.items() if k not in outer}, **plan.variables}
@@ -196,8 +196,8 @@ def _backend(
             f"that spans hosts, as torch does"
         )
     launcher = "syncprims run" if nodes == 1 else "torchrun"
-    place = Topology(0, ranks * nodes, 0, ranks, 0, nodes, launcher, run_id="to be named")
-    cls.check(place, read_settings(environ))
+    topology = Topology(0, ranks * nodes, 0, ranks, 0, nodes, launcher, run_id="to be named")
+    cls.check(topology, read_settings(environ))
     return name
 
 

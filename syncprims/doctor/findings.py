@@ -11,7 +11,7 @@ from syncprims.errors import format_ranks
 
 Rows = list[dict[str, Any]]
 
-_LITTLE_ROOM = 64 << 20  # bytes: a container's shared memory by default
+_LITTLE_SPACE = 64 << 20  # bytes: a container's shared memory by default
 _SLOW_BARRIER = 200.0  # microseconds, of ranks that share memory and have a processor each
 _SLOW_NETWORK_BARRIER = 20_000.0  # microseconds, over hosts
 _SLOW_MEMORY, _SLOW_NETWORK = 0.2, 0.1  # GB/s
@@ -104,12 +104,12 @@ def _nodes(ranks: Rows) -> Iterator[Finding]:
 
 
 def _room(ranks: Rows) -> Iterator[Finding]:
-    little = [one for one in ranks if one["room"] is not None and one["room"] < _LITTLE_ROOM]
+    little = [one for one in ranks if one["free"] is not None and one["free"] < _LITTLE_SPACE]
     if little:
-        one = min(little, key=lambda facts: facts["room"])
+        one = min(little, key=lambda facts: facts["free"])
         where = one["meeting_place"] if one["file_system"] else one["shared_memory"]["path"]
         yield _problem(
-            f"{_names(little)} {'have' if len(little) > 1 else 'has'} {one['room'] >> 20} MB left "
+            f"{_names(little)} {'have' if len(little) > 1 else 'has'} {one['free'] >> 20} MB left "
             f"where ranks meet ({where}): objects and arrays of that size cannot pass",
             "give the container more (docker run --shm-size=1g), or set SYNCPRIMS_DIR to a "
             "directory with more",

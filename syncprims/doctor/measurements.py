@@ -72,7 +72,7 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "gpus": host.find_visible_gpus(environ),
         "meeting_place": meeting_place,
         "file_system": host.find_file_system(place) if place else None,
-        "room": host.count_free_bytes(existing),
+        "free": host.count_free_bytes(existing),
         "shared_memory": {"path": str(memory), "free": host.count_free_bytes(memory)},
     }
 

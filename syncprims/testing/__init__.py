@@ -5,22 +5,37 @@ No other part of the library imports this package.
 
 from __future__ import annotations
 
-from .contract import BackendContract as BackendContract
-from .errors import DeadlockError as DeadlockError
-from .errors import FaultMissed as FaultMissed
-from .errors import RankDied as RankDied
-from .errors import StallError as StallError
-from .errors import UncontrolledError as UncontrolledError
-from .errors import UnequalRounds as UnequalRounds
-from .faults import Delay as Delay
-from .faults import Fault as Fault
-from .faults import Kill as Kill
-from .faults import Raise as Raise
-from .faults import Stop as Stop
-from .faults import sleep as sleep
-from .once_per_session import once_per_session as once_per_session
-from .worlds import Explored as Explored
-from .worlds import Point as Point
-from .worlds import every_point as every_point
-from .worlds import explore as explore
-from .worlds import run_world as run_world
+from .contract import BackendContract
+from .errors import (
+    DeadlockError,
+    FaultMissed,
+    RankDied,
+    StallError,
+    UncontrolledError,
+    UnequalRounds,
+)
+from .faults import Delay, Fault, Kill, Raise, Stop, sleep
+from .once_per_session import once_per_session
+from .worlds import Explored, Point, every_point, explore, run_world
+
+__all__ = [
+    "BackendContract",
+    "DeadlockError",
+    "Delay",
+    "Explored",
+    "Fault",
+    "FaultMissed",
+    "Kill",
+    "Point",
+    "Raise",
+    "RankDied",
+    "StallError",
+    "Stop",
+    "UncontrolledError",
+    "UnequalRounds",
+    "every_point",
+    "explore",
+    "once_per_session",
+    "run_world",
+    "sleep",
+]

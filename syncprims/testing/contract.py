@@ -430,7 +430,7 @@ class BackendContract:
     def test_shared_failure_leaves_all_in_step(self) -> None:
         """What fails in `main_first` fails on all ranks, and they can continue."""
         with contextlib.suppress(OSError, sp.PeerFailed), sp.main_first():
-            raise OSError("no room")
+            raise OSError("no space")
         assert sp.all_reduce(1) == self.ranks
 
     def test_worlds_follow_each_other(self) -> None:

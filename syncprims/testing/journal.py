@@ -12,9 +12,13 @@ import functools
 import math
 import os
 import pickle
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from syncprims._protocol.deadlock import Wait
+from syncprims._protocol.threads import threads_that_may_call
 
 from .exception_transport import pack_exception
 from .faults import Fault, Kill, Stop
@@ -29,7 +33,8 @@ class JournalWriter(Observer):
         self._fd = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._verdict = verdict
         self._faults = faults
-        self._waits: tuple[Any, ...] | None = None
+        self._waits: dict[int, tuple[RecordedCall, int, bool]] = {}  # by thread
+        self._written: tuple[Any, ...] = ((), False)  # the last event about waits
 
     def on_call(self, rank: int, call: RecordedCall) -> None:
         """Write the call."""
@@ -45,17 +50,22 @@ class JournalWriter(Observer):
 
     def on_wait(self, rank: int, call: RecordedCall, number: int, until: float) -> bytes | None:
         """Write where it waits, once for each wait; return the parent's verdict."""
-        waits = (call, number, until < math.inf)
-        if waits != self._waits:
-            self._waits = waits
-            self._write("wait", *waits)
+        self._waits[threading.get_ident()] = call, number, until < math.inf
+        self._write_waits()
         return self._verdict.read_bytes() if self._verdict.exists() else None
 
     def on_wait_end(self, rank: int) -> None:
         """Write that the wait is over."""
-        if self._waits is not None:
-            self._waits = None
-            self._write("wait end")
+        if self._waits.pop(threading.get_ident(), None) is not None:
+            self._write_waits()
+
+    def _write_waits(self) -> None:
+        """Write where the threads of the rank wait, and whether another may still make a call."""
+        waits = dict(self._waits)
+        event = tuple(waits.values()), bool(waits and threads_that_may_call() - waits.keys())
+        if event != self._written:
+            self._written = event
+            self._write("waits", *event)
 
     def on_end(self, outcome: RankOutcome) -> None:
         """Write how the rank has ended, and its result; what the journal has is not repeated."""
@@ -88,8 +98,8 @@ class Journal:
     def __init__(self, path: Path, rank: int, faults: Sequence[Fault]) -> None:
         self.outcome = RankOutcome(rank)
         self.posted: dict[tuple[int, ...], int] = {}  #: number of rounds, by members of the board
-        self.number = 0  #: of the round that it waits for
-        self.has_deadline = False  #: does the wait end by itself?
+        self._waits: Sequence[tuple[RecordedCall, int, bool]] = ()
+        self._may_go_on = False  # a thread that does not wait may make a call
         path.touch()
         self._path = path
         self._offset = 0
@@ -110,7 +120,6 @@ class Journal:
 
     def _take(self, event: str, *facts: Any) -> None:
         outcome = self.outcome
-        outcome.waits = None
         match event, facts:
             case "call", (call,):
                 outcome.calls.append(_load_call(call))
@@ -121,8 +130,9 @@ class Journal:
                 outcome.struck.append(fault)
                 if isinstance(fault, Kill | Stop):
                     outcome.end = "killed" if isinstance(fault, Kill) else "stopped"
-            case "wait", (call, number, has_deadline):
-                outcome.waits, self.number, self.has_deadline = call, number, has_deadline
+            case "waits", (waits, may_go_on):
+                self._waits, self._may_go_on = waits, may_go_on
+                outcome.waits = waits[0][0] if waits else None
             case "end", (ended, error):
                 result, raised = pickle.loads(ended.result), error and error.unpack()
                 self.outcome = dataclasses.replace(
@@ -131,8 +141,19 @@ class Journal:
             case _:
                 pass
 
-    def missing(self, journals: Mapping[int, Journal]) -> set[int]:
-        """Return the ranks that have not posted to the round that this one waits for."""
-        assert self.outcome.waits is not None
-        board = self.outcome.waits.members
-        return {rank for rank in board if journals[rank].posted.get(board, 0) < self.number}
+    @property
+    def only_waits(self) -> bool:
+        """Whether the rank waits, and does nothing else until a note comes or it is ended."""
+        ends_by_itself = self._may_go_on or any(deadline for *_, deadline in self._waits)
+        return bool(self._waits) and not ends_by_itself and self.outcome.end == "left"
+
+    def waits(self, journals: Mapping[int, Journal]) -> list[Wait]:
+        """Return the waits of the rank's threads, each with the ranks that have not posted."""
+        return [
+            Wait(
+                str(call.label),
+                str([*call.members]),
+                {r for r in call.members if journals[r].posted.get(call.members, 0) < number},
+            )
+            for call, number, _ in self._waits
+        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import Wait, deadlock_error, find_any_cycle
+from syncprims._protocol.threads import threads_that_may_call
 from syncprims.errors import TORN, SyncError, dump
 from syncprims.interface import Label
 
@@ -58,11 +60,27 @@ class RankOutcome:
         """The last call it came to."""
         return self.calls[-1] if self.calls else None
 
-    def run_program(self, fn: Callable[[], Any], world: AbstractContextManager[object]) -> None:
-        """Run ``fn()`` as the program of this rank in `world`, and record how it ended."""
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it was in a call to the end; not if it has raised another error after it."""
+        raised = self.end == "raised" and not isinstance(self.error, SyncError)
+        return self.end != "returned" and self.waits is not None and not raised
+
+    def run_program(
+        self,
+        fn: Callable[[], Any],
+        world: AbstractContextManager[object],
+        await_threads: Callable[[], None],
+    ) -> None:
+        """Run ``fn()`` as the program of this rank in `world`, and record how it ended.
+
+        As when Python exits, its threads may still make calls before the rank leaves:
+        ``await_threads()`` returns when they have ended.
+        """
         try:
             with world:
                 self.result = fn()
+                await_threads()
             self.end = "returned"
         except WorldAborted:
             pass
@@ -108,15 +126,16 @@ class WorldRun:
     steps: int = 0  #: decisions of the schedule
     trace: list[tuple[int, RecordedCall]] = field(default_factory=list[tuple[int, RecordedCall]])
 
-    def find_deadlock(self, waits: Mapping[int, Wait]) -> bytes | None:
+    def find_deadlock(self, waits: Mapping[int, Sequence[Wait]]) -> bytes | None:
         """Return the verdict for ranks that all wait, if some wait for each other, and record it.
 
-        None if there is no cycle among them.
+        A rank has a wait for each of its threads. None if there is no cycle among them.
         """
-        if not find_any_cycle(waits):
+        merged = {rank: _merge(waits[rank]) for rank in sorted(waits)}
+        if not find_any_cycle(merged):
             return None
         self.has_cycle = True
-        return dump(deadlock_error(dict(sorted(waits.items())), min(waits)))
+        return dump(deadlock_error(merged, min(waits)))
 
     def stopped(self, ranks: Sequence[int]) -> None:
         """Record that the world was given up because faults have stopped these ranks."""
@@ -150,6 +169,23 @@ class WorldRun:
     def path(self) -> list[tuple[int, tuple[int, ...], bytes]]:
         """Return which rank posted what, in order: equal for equal runs."""
         return [(rank, call.members, call.label.encode()) for rank, call in self.trace]
+
+
+def _merge(waits: Sequence[Wait]) -> Wait:
+    """Return the waits of one rank's threads as one."""
+    *others, last = waits
+    text = "".join(f"{wait.call} in group {wait.group}, and another thread: " for wait in others)
+    return Wait(text + last.call, last.group, {rank for wait in waits for rank in wait.missing})
+
+
+def await_threads() -> None:
+    """Return when no thread of this process is left for which Python would wait at its exit."""
+    while any(
+        thread.ident in threads_that_may_call() and not thread.daemon
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+    ):
+        time.sleep(0.005)
 
 
 # -- exceptions ------------------------------------------------------------------------------------

@@ -6,19 +6,21 @@ numpy.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import inspect
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
 from .once_per_session import SessionValues, current_session
 from .rank_output import PrefixedOutput, RankOutput
 from .scheduler import Seed
-from .world_spec import TestContext, test_context
+from .world_spec import TestContext, WorldSpec, choose_seed, test_context
 from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
@@ -90,23 +92,33 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test for each world that the marker names, if there are several."""
     mark = metafunc.definition.get_closest_marker("world")
-    worlds = _worlds(mark) if mark is not None else {}
+    worlds: dict[str, dict[str, Any]] = {}
+    if mark is not None:
+        with contextlib.suppress(TypeError, ValueError):  # the test itself fails with this
+            worlds = _worlds(mark)
     if len(worlds) > 1:
         metafunc.fixturenames.append(_ARGUMENT)
         metafunc.parametrize(_ARGUMENT, [*worlds.values()], ids=[*worlds])
 
 
 def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
-    """Return the options of each world that a test is to run in, by name."""
+    """Return the options of each world that a test is to run in, by name.
+
+    :raises TypeError: if the marker takes no such argument, or no such value.
+    :raises ValueError: if there is no such world.
+    """
     options: dict[str, Any] = {**dict(zip(_OPTIONS, mark.args, strict=False)), **mark.kwargs}
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown or len(mark.args) > 1:
-        what = f"no {unknown[0]!r}" if unknown else "only ranks without its name"
-        raise pytest.UsageError(f"pytest.mark.world takes {', '.join(_OPTIONS)}, and {what}")
+    for name in options:
+        if name not in _OPTIONS:
+            nearest = difflib.get_close_matches(name, _OPTIONS, 1, 0.7)
+            hint = f"did you mean {nearest[0]}=?" if nearest else f"it takes {', '.join(_OPTIONS)}"
+            raise TypeError(f"there is no argument {name}=; {hint}")
+    if len(mark.args) > 1:
+        raise TypeError("only ranks can be given without its name")
     ranks, kinds = _several(options.pop("ranks", 4)), _several(options.pop("kind", "threads"))
     backends, tried = _several(options.pop("backend", None)), _several(options.pop("schedules", 1))
     if any(type(count) is not int or count < 1 for count in tried):
-        raise pytest.UsageError(f"{mark}: schedules= is how many to try, at least 1")
+        raise ValueError("schedules= is how many to try, at least 1")
     found: dict[str, dict[str, Any]] = {}
     for kind, count in itertools.product(kinds, ranks):
         # Without the options of the other kind of world: they would make the same test again.
@@ -115,8 +127,18 @@ def _worlds(mark: pytest.Mark) -> dict[str, dict[str, Any]]:
             name = f"{kind}-{count}" + (f"-{value}" if len(values) > 1 else "")
             found[name] = {**options, "ranks": count, "kind": kind, option: value}
     if not found:
-        raise pytest.UsageError(f"{mark}: no world to run in")
+        raise ValueError("there is no world to run in")
+    for chosen in found.values():
+        spec = {name: value for name, value in chosen.items() if name != "schedules"}
+        spec["seed"] = choose_seed(spec.get("seed"))
+        WorldSpec(lambda: None, **spec)
     return found
+
+
+def _text(mark: pytest.Mark) -> str:
+    """Return the marker as it is written in a test."""
+    named = [f"{name}={value!r}" for name, value in mark.kwargs.items()]
+    return f"pytest.mark.world({', '.join([*map(repr, mark.args), *named])})"
 
 
 def _several(value: Any) -> Sequence[Any]:
@@ -135,10 +157,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
         cls: Any = getattr(item, "cls", None)
         if not isinstance(item, pytest.Function) or (cls and issubclass(cls, unittest.TestCase)):
-            pytest.fail(  # it would run once, and not once per rank
+            _refuse(  # it would run once, and not once per rank
                 "pytest.mark.world runs functions, and methods of plain classes: in a "
-                "unittest.TestCase, call syncprims.testing.run_world",
-                pytrace=False,
+                "unittest.TestCase, call syncprims.testing.run_world"
             )
     reads_output = {"capsys", "capfd", "capsysbinary", "capfdbinary"} & {
         *getattr(item, "fixturenames", ())
@@ -168,12 +189,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if mark is None:
         return None
     if inspect.iscoroutinefunction(pyfuncitem.obj):
-        raise pytest.UsageError("pytest.mark.world runs plain functions: call asyncio.run inside")
+        _refuse("pytest.mark.world runs plain functions: call asyncio.run inside")
+    try:
+        first = next(iter(_worlds(mark).values()))
+    except (TypeError, ValueError) as error:
+        _refuse(f"{_text(mark)}: {error}")
     names = pyfuncitem._fixtureinfo.argnames  # pyright: ignore[reportPrivateUsage]
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     callspec = getattr(pyfuncitem, "callspec", None)
     chosen: dict[str, Any] | None = callspec.params.get(_ARGUMENT) if callspec else None
-    (first, *_) = _worlds(mark).values()
     options = dict(chosen or first)
     kind, schedules = options.pop("kind"), options.pop("schedules", 1)
     # A test for both kinds of world may have options that only one of them takes.
@@ -184,6 +208,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     else:
         run_world(body, kind=kind, **options)
     return True
+
+
+def _refuse(why: str) -> NoReturn:
+    """Fail the test that runs, with this one line."""
+    raise pytest.fail.Exception(why, pytrace=False) from None
 
 
 def _without_result(body: Callable[..., Any], arguments: dict[str, Any]) -> None:

@@ -83,11 +83,21 @@ class ProbedBackend(Backend):
     def __init__(self, inner: Backend, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
         self._probe = probe
+        self._closed: dict[tuple[int, ...], int] = {}  # rounds at closed boards of these members
 
     def board(self, members: Sequence[int]) -> Board:
         """Return the board of `members`, probed."""
         self._probe.check_alive()
-        return ProbedBoard(self.inner.board(members), self._probe)
+        earlier = self._closed.get(tuple(members), 0)
+        return ProbedBoard(self.inner.board(members), self._probe, earlier)
+
+    def close_board(self, board: Board) -> bool:
+        """Release a board that this backend has returned."""
+        assert isinstance(board, ProbedBoard)
+        closed = self.inner.close_board(board.inner)
+        if closed:
+            self._closed[board.members] = board.earlier + board.posted
+        return closed
 
     def close(self, failure: bytes | None = None) -> None:
         """Leave the world."""
@@ -99,8 +109,9 @@ class ProbedBoard(Board):
 
     posts_alone = True
 
-    def __init__(self, inner: Board, probe: Probe) -> None:
+    def __init__(self, inner: Board, probe: Probe, earlier: int = 0) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
+        self.earlier = earlier  # rounds that the observer knows of, at closed boards
         self._members = inner.members
         self._virtual_time = inner.virtual_time
         self._probe = probe
@@ -117,7 +128,7 @@ class ProbedBoard(Board):
             self._recorded = inner.posted + 1
             probe.record_call(self._last)
         inner.post(note)
-        probe.observer.on_post(probe.rank, self._last, inner.posted)
+        probe.observer.on_post(probe.rank, self._last, self.earlier + inner.posted)
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Collect; the observer is asked meanwhile whether the round can never complete."""
@@ -134,7 +145,7 @@ class ProbedBoard(Board):
 
     def _ask_observer(self, until: float) -> None:
         assert self._last is not None
-        rank, number = self._probe.rank, self.inner.collected + 1
+        rank, number = self._probe.rank, self.earlier + self.inner.collected + 1
         verdict = self._probe.observer.on_wait(rank, self._last, number, until)
         if verdict is not None:
             self.inner.abort(verdict)

@@ -102,16 +102,14 @@ class ProcessWorld:
         """
         living = {r: j for r, j in self._journals.items() if r not in self._exit_codes}
         stopped = [r for r, journal in living.items() if journal.outcome.end == "stopped"]
-        waits: dict[int, Wait] = {}
+        waits: dict[int, list[Wait]] = {}
         for rank in living.keys() - stopped:
-            journal = living[rank]
-            call = journal.outcome.waits
-            if call is None or journal.has_deadline or journal.outcome.end != "left":
+            if not living[rank].only_waits:
                 return False
-            missing = journal.missing(self._journals)
-            if not missing or missing - living.keys():
-                return False  # its round is complete, or lacks an ended rank: it is about to return
-            waits[rank] = Wait(str(call.label), str([*call.members]), missing)
+            waits[rank] = living[rank].waits(self._journals)
+            for wait in waits[rank]:
+                if not wait.missing or set(wait.missing) - living.keys():
+                    return False  # it is complete, or lacks an ended rank: it is about to return
         verdict = self._worker_spec.folder / "verdict"
         if not waits or verdict.exists():
             return False  # they are about to read it

@@ -5,6 +5,11 @@ who is next: the thread wakes that rank and sleeps, which is one thread switch p
 there is no thread above the ranks. As only one rank runs, nothing here needs a lock, and passing
 the turn orders the memory accesses of both threads, also without a global interpreter lock.
 
+A rank may have threads of its own, which run when they like. Such a thread has a turn too, but only
+inside a call of the library. It takes the turn from a rank that is busy elsewhere, since that may
+be waiting for it. So with them a seed does not decide the order. While one that waits nowhere may
+still make a call, no rank counts as stuck, and time stands still.
+
 Time is virtual: it stands still while any rank can continue, and else jumps to the next deadline.
 If there is no deadline either, no rank can ever continue, for certain.
 
@@ -22,11 +27,19 @@ import contextlib
 import math
 import random
 import re
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from syncprims._protocol.threads import threads_that_may_call
+
 from .errors import WorldAborted
+
+_PATIENCE = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
+_HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
+_LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
 
 
 class RandomSchedule:
@@ -94,22 +107,46 @@ class Seed(NamedTuple):
         return RandomSchedule(self.number)
 
 
-class _RankTurn:
-    """What the scheduler knows of one rank."""
+class RankThread(threading.Thread):
+    """The thread of a rank."""
 
-    __slots__ = ("done", "lock", "ready", "until")
 
-    def __init__(self) -> None:
+class _Turn:
+    """What the scheduler knows of one thread, and the block in which this is inside a board."""
+
+    __slots__ = ("_depth", "_scheduler", "done", "lock", "own", "rank", "ready", "until", "waits")
+
+    def __init__(self, scheduler: Scheduler, rank: int, *, own: bool) -> None:
+        self._scheduler = scheduler
+        self.rank = rank
+        self.own = own  #: the rank's own thread, and not one that the program has started
         self.lock = threading.Lock()
-        self.lock.acquire()  # released when the rank gets the turn
+        self.lock.acquire()  # released when the thread gets the turn
+        self.waits = own  #: for the turn; a rank's own thread begins with that
         self.ready: Callable[[], bool] | None = None
         self.until = math.inf
         self.done = False
+        self._depth = 0
+
+    @property
+    def inside(self) -> bool:
+        return self._depth > 0
 
     def able(self, now: float) -> bool:
-        if self.done:
+        if not self.waits:
             return False
         return self.ready is None or self.until <= now or self.ready()
+
+    def __enter__(self) -> _Turn:
+        if not self._depth:
+            self._scheduler.come(self)
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth and not self.own:
+            self._scheduler.go(self)
 
 
 class Scheduler:
@@ -129,10 +166,17 @@ class Scheduler:
         self.turn = 0  #: the rank that runs
         self.aborted = False
         self.finished = threading.Event()
-        self._turns = [_RankTurn() for _ in range(ranks)]
+        self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
+        self._by_thread: dict[tuple[int, int], _Turn] = {}  # by rank and thread identifier
+        self._holder: _Turn | None = None  # of the turn; None while no thread can have it
+        self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
         self._break_standstill = break_standstill
         self._now = 0.0
+        # What runs in this process beside the world, and is not part of it.
+        self._strangers = {*threading.enumerate()}
+        known = {thread.ident for thread in self._strangers}
+        self._foreign = set(sys._current_frames()) - known  # pyright: ignore[reportPrivateUsage]
 
     # -- called by boards ---------------------------------------------------------------------
 
@@ -140,78 +184,190 @@ class Scheduler:
         """Return the virtual time in seconds."""
         return self._now
 
+    def inside(self, rank: int) -> _Turn:
+        """Return a context in which this thread of `rank` has the turn, unless it waits."""
+        key = rank, threading.get_ident()
+        turn = self._by_thread.get(key)
+        if turn is None:
+            turn = self._by_thread[key] = _Turn(self, rank, own=False)
+            self._turns.append(turn)
+        return turn
+
     def step(self, rank: int) -> None:
         """Give the turn to the rank that the schedule picks, and return when it is back."""
-        if self.aborted:
-            raise WorldAborted
-        chosen = self._choose(rank)
-        if chosen != rank:
-            self._wake(chosen)
-            self.enter(rank)
+        self.wait(rank, None, math.inf)
 
-    def wait(self, rank: int, ready: Callable[[], bool], until: float) -> None:
+    def wait(self, rank: int, ready: Callable[[], bool] | None, until: float) -> None:
         """Return when ``ready()`` is true or the virtual time is `until`; other ranks run."""
-        turn = self._turns[rank]
-        turn.ready, turn.until = ready, until
-        try:
-            self.step(rank)
-        finally:
-            turn.ready, turn.until = None, math.inf
+        with self.inside(rank) as turn:
+            if self.aborted:
+                raise WorldAborted
+            turn.ready, turn.until, turn.waits = ready, until, True
+            try:
+                chosen = self._choose(turn)
+                if chosen is turn:
+                    turn.waits = False
+                else:
+                    self._pass_to(chosen)
+                    self._await(turn, -1 if turn.own else _PATIENCE)
+            finally:
+                turn.ready, turn.until, turn.waits = None, math.inf, False
 
     def sleep(self, rank: int, seconds: float) -> None:
         """Return after so many seconds of virtual time; other ranks run meanwhile."""
         self.wait(rank, lambda: False, self._now + seconds)
 
+    def await_threads(self, rank: int) -> None:
+        """Return when `rank` has no thread left for which Python would wait at its exit."""
+        if self._guests():
+            self.wait(rank, lambda: not self._has_threads(rank), math.inf)
+
+    # -- threads that the program has started ----------------------------------------------------
+
+    def come(self, turn: _Turn) -> None:
+        """Return when this thread, which is outside of all boards, has the turn."""
+        if self._holder is not turn:
+            turn.waits = True
+            self._await(turn, _PATIENCE)
+
+    def _take_from_busy(self, turn: _Turn, steps: int) -> None:
+        """Pass the turn on if it is with a thread outside, and has been there since `steps`.
+
+        That one is busy elsewhere, and may wait for the thread that calls this.
+        """
+        with self._passing:
+            holder = self._holder
+            if holder in (None, turn) or holder.inside or steps != self.steps:
+                return
+            if not any(other.able(self._now) for other in self._turns):
+                return
+            self._holder = None
+        self._pass_on()
+
+    def go(self, turn: _Turn) -> None:
+        """Pass the turn on, where a thread that has it leaves the boards."""
+        if not self._give_up(turn):
+            return
+        if any(other.able(self._now) for other in self._turns):
+            self._pass_on()
+            return
+        # This thread must not wait here: others may wait for what it does next.
+        threading.Thread(target=self._pass_on, name=_HELPER, daemon=True).start()
+
+    def _give_up(self, turn: _Turn) -> bool:
+        """Return whether this thread has the turn; then it has it no more, and must pass it on."""
+        with self._passing:
+            if self._holder is not turn or self.aborted:
+                return False
+            self._holder = None
+            return True
+
+    def _pass_on(self) -> None:
+        with contextlib.suppress(WorldAborted):
+            self._pass_to(self._choose(None))
+
+    def _guests(self) -> set[int]:
+        """Return the threads that the ranks have started, and that may make a call."""
+        others = {t.ident for t in threading.enumerate() if isinstance(t, RankThread)}
+        others |= {t.ident for t in self._strangers}
+        me = threading.get_ident()
+        helper = threading.current_thread().name.startswith(
+            _HELPER
+        )  # with the number of an ended thread
+        mine = {me for _, ident in self._by_thread if ident == me and not helper}
+        return (threads_that_may_call() | mine) - others - self._foreign
+
+    def _may_come(self) -> bool:
+        """Return whether a thread that waits nowhere may still make a call."""
+        if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
+            return True  # it has lost the turn, since it was busy elsewhere
+        waiting = {ident for (_, ident), turn in self._by_thread.items() if turn.waits}
+        return bool(self._guests() - waiting)
+
+    def _has_threads(self, rank: int) -> bool:
+        ranks: dict[int, set[int]] = {}
+        for of, ident in self._by_thread:
+            ranks.setdefault(ident, set()).add(of)
+        guests = self._guests()
+        return any(
+            not thread.daemon and rank in ranks.get(thread.ident, {rank})
+            for thread in threading.enumerate()
+            if thread.ident in guests
+        )
+
     # -- called by the threads of a world -------------------------------------------------------
 
     def begin(self) -> None:
         """Give the first turn to a rank; called from outside the world."""
-        self._wake(self._choose(None))
+        self._pass_to(self._choose(None))
 
     def enter(self, rank: int) -> None:
-        """Return when `rank` has the turn."""
-        self._turns[rank].lock.acquire()
-        if self.aborted:
-            raise WorldAborted
+        """Return when `rank` has the turn; called once, by its own thread."""
+        turn = self._by_thread[rank, threading.get_ident()] = self._turns[rank]
+        self._await(turn, -1)
 
     def leave(self, rank: int) -> None:
-        """End the turns of `rank`."""
-        self._turns[rank].done = True
-        with contextlib.suppress(WorldAborted):
-            if not self.aborted:
-                self._wake(self._choose(None))
+        """End the turns of `rank`; called by its own thread."""
+        turn = self._turns[rank]
+        turn.done = True
+        turn.waits = False
+        if self._give_up(turn):
+            self._pass_on()
 
     def abort(self) -> None:
         """Raise `WorldAborted` on every rank, now or at its next call of the scheduler."""
         self.aborted = True
-        for rank in range(len(self._turns)):
-            self._wake(rank)
+        for turn in self._turns:
+            self._release(turn)
         self.finished.set()
 
     # -- passing the turn -----------------------------------------------------------------------
 
-    def _wake(self, rank: int | None) -> None:
-        if rank is None:
+    def _pass_to(self, turn: _Turn | None) -> None:
+        if turn is None:
             self.finished.set()
             return
-        with contextlib.suppress(RuntimeError):  # it is awake already: the world is given up
-            self._turns[rank].lock.release()
+        with self._passing:
+            self._holder, turn.waits = turn, False
+        self._release(turn)
 
-    def _choose(self, current: int | None) -> int | None:
-        """Return the rank that has the turn now, or None when all are done."""
+    def _release(self, turn: _Turn) -> None:
+        with contextlib.suppress(RuntimeError):  # it is awake already: the world is given up
+            turn.lock.release()
+
+    def _await(self, turn: _Turn, patience: float) -> None:
+        """Return when `turn` comes; after `patience` seconds, if any, see who has it."""
+        steps = self.steps
+        while not turn.lock.acquire(timeout=patience):
+            if not self.aborted:
+                self._take_from_busy(turn, steps)
+            steps = self.steps
+        if self.aborted:
+            raise WorldAborted
+
+    def _choose(self, current: _Turn | None) -> _Turn | None:
+        """Return the thread that has the turn now, or None when all are done."""
         while True:
             now = self._now
-            able = [rank for rank, turn in enumerate(self._turns) if turn.able(now)]
+            able = [turn for turn in self._turns if turn.able(now)]
             if able:
                 self.steps += 1
-                self.turn = self._schedule.pick(able, current if current in able else None)
-                return self.turn
-            live = [turn for turn in self._turns if not turn.done]
-            if not live:
+                ranks = sorted({turn.rank for turn in able})
+                self.turn = self._schedule.pick(
+                    ranks, current.rank if current is not None and current in able else None
+                )
+                return next(turn for turn in able if turn.rank == self.turn)
+            if self.aborted:
+                raise WorldAborted
+            waiting = [turn for turn in self._turns if turn.waits]
+            if self._may_come():
+                time.sleep(_LOOK_EVERY)
+            elif not waiting:
                 return None
-            self._now = max(now, min(turn.until for turn in live))
-            if self._now == math.inf:
-                self._now = now
-                if not self._break_standstill():
-                    self.abort()
-                    raise WorldAborted
+            else:
+                self._now = max(now, min(turn.until for turn in waiting))
+                if self._now == math.inf:
+                    self._now = now
+                    if not self._break_standstill():
+                        self.abort()
+                        raise WorldAborted

@@ -8,7 +8,6 @@ import ctypes
 import math
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Generator
@@ -19,7 +18,7 @@ from syncprims._protocol.deadlock import Wait
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import load_backend
-from syncprims._world.runtime import clean_environ, thread_as_rank
+from syncprims._world.runtime import clean_environ, thread_as_rank, threads_as_ranks
 from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
@@ -27,7 +26,7 @@ from .faults import FaultTarget, current_target
 from .outcomes import RankOutcome, RecordedCall, WorldRun, trim_stack
 from .probe import JOIN, Observer, Probe, ProbedBackend
 from .rank_output import RankOutput, capture_ranks, set_writer
-from .scheduler import Scheduler
+from .scheduler import RankThread, Scheduler
 from .world_spec import WorldSpec
 
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
@@ -43,8 +42,8 @@ class _ThreadTarget(FaultTarget):
         self._outcome = outcome
 
     def kill(self) -> None:
-        for room in self._world.rooms:
-            room.lose(self._outcome.rank, "killed by SIGKILL")
+        for world in self._world.shared_worlds:
+            world.lose(self._outcome.rank, "killed by SIGKILL")
         self._outcome.end = "killed"
         raise Killed
 
@@ -69,12 +68,14 @@ class ThreadWorld(Observer):
         self.scheduler = Scheduler(
             spec.ranks, spec.seed.schedule(spec.ranks), self._break_standstill
         )
-        self.rooms: list[Any] = []  # one, unless the program ends its world and starts another
+        self.shared_worlds: list[
+            Any
+        ] = []  # one, unless the program ends its world and starts another
         self._worlds_begun = [0] * spec.ranks
         self._outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
         self._run = WorldRun(self._outcomes, spec.faults, spec.seed)
         self._threads = [
-            threading.Thread(
+            RankThread(
                 target=contextvars.copy_context().run,
                 args=(self._run_rank, rank),
                 name=f"rank {rank} of {spec.ranks}",
@@ -86,7 +87,11 @@ class ThreadWorld(Observer):
     def run(self) -> WorldRun:
         """Return how it went."""
         run = self._run
-        with capture_ranks(self._output), _one_processor(self._spec.seed.number):
+        with (
+            threads_as_ranks(),
+            capture_ranks(self._output),
+            _one_processor(self._spec.seed.number),
+        ):
             try:
                 for thread in self._threads:
                     thread.start()
@@ -112,23 +117,27 @@ class ThreadWorld(Observer):
 
     def _run_rank(self, rank: int) -> None:
         spec, outcome = self._spec, self._outcomes[rank]
-        entered.set(None)
+        entered.set(())
         current_target.set(_ThreadTarget(self, outcome))
         set_writer(self._output, rank)
         environ = {**self._environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}
         try:
             with contextlib.suppress(WorldAborted):
                 self.scheduler.enter(rank)
-                outcome.run_program(spec.fn, thread_as_rank(environ, self._make_backend))
+                outcome.run_program(
+                    spec.fn,
+                    thread_as_rank(environ, self._make_backend),
+                    lambda: self.scheduler.await_threads(rank),
+                )
         finally:
             self.scheduler.leave(rank)
 
     def _make_backend(self, cls: type[Backend], place: Topology, settings: Settings) -> Backend:
         number = self._worlds_begun[place.rank]
         self._worlds_begun[place.rank] += 1
-        if number == len(self.rooms):
-            self.rooms.append(self._backend.room(self.scheduler, self._spec.ranks))
-        backend = self.rooms[number].backend(place, settings)
+        if number == len(self.shared_worlds):
+            self.shared_worlds.append(self._backend.shared_world(self.scheduler, self._spec.ranks))
+        backend = self.shared_worlds[number].backend(place, settings)
         probe = Probe(self._outcomes[place.rank], self._spec.faults, self)
         return ProbedBackend(backend, probe)
 
@@ -138,17 +147,17 @@ class ThreadWorld(Observer):
         If there are none, the others wait for a rank that a fault has stopped. A rank that waits
         for one that has ended does not come here: its board says so, and the call raises.
         """
-        boards = {rank: board for room in self.rooms for rank, board in room.waiting.items()}
-        verdict = self._run.find_deadlock(
-            {
-                rank: Wait(str(board.status(rank).label), str([*board.members]), board.missing())
-                for rank, board in boards.items()
-            }
-        )
+        waiting = [board for world in self.shared_worlds for board in world.waiting]
+        waits: dict[int, list[Wait]] = {}
+        for board in waiting:
+            call = str(board.status(board.rank).label)
+            wait = Wait(call, str([*board.members]), board.missing())
+            waits.setdefault(board.rank, []).append(wait)
+        verdict = self._run.find_deadlock(waits) if waits else None
         if verdict is None:
             self._run.stopped([o.rank for o in self._outcomes if o.end == "stopped"])
             return False
-        for board in boards.values():
+        for board in waiting:
             board.abort(verdict)
         return True
 

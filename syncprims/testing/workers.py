@@ -31,7 +31,7 @@ from syncprims.interface import Backend, Settings, Topology
 
 from .faults import Fault, FaultTarget, current_target
 from .journal import JournalWriter
-from .outcomes import RankOutcome
+from .outcomes import RankOutcome, await_threads
 from .probe import Probe, ProbedBackend
 from .rank_output import set_writer
 from .world_spec import Start
@@ -82,7 +82,7 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
             return ProbedBackend(cls(place, settings), Probe(outcome, spec.faults, journal))
 
         become_rank(make_backend)
-        outcome.run_program(fn, provided_world())
+        outcome.run_program(fn, provided_world(), await_threads)
         journal.on_end(outcome)
         code = 0
     except BaseException:
@@ -112,7 +112,7 @@ def _set_up(spec: WorkerSpec, rank: int) -> None:
     os.environ.clear()
     os.environ.update(spec.environ)
     os.environ.update(make_rank_variables(rank, spec.ranks))
-    entered.set(None)
+    entered.set(())
     current_target.set(FaultTarget())  # not that of a forked thread
     set_writer(None, rank)
     torch = sys.modules.get("torch")
@@ -144,6 +144,12 @@ class PortableFunction:
                 f"{fn!r} cannot be sent to a process that starts a new Python: {error}. Define it "
                 f"at the top level of a file, or say start='fork'"
             ) from error
+        if self._module == "__main__" and self._file is None:
+            raise TypeError(
+                f"{fn!r} cannot be sent to a process that starts a new Python: it is defined in a "
+                f"notebook or an interactive session, and not in a file that the process could "
+                f"read. Move it to a file, or say start='fork'"
+            )
 
     def load(self) -> Callable[[], Any]:
         """Return the function, in the other Python."""

@@ -116,7 +116,7 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
 
 
 def _deadlock(run: WorldRun) -> DeadlockError:
-    waiting = [o.rank for o in run.outcomes if o.end != "returned" and o.waits is not None]
+    waiting = [o.rank for o in run.outcomes if o.is_waiting]
     done = [o.rank for o in run.outcomes if o.end == "returned"]
     verb = "waits" if len(waiting) == 1 else "wait"
     end = f"; {_named(done)} {'has' if len(done) == 1 else 'have'} finished" if done else ""
@@ -177,7 +177,7 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
     """Return where a rank is, or how it ended."""
     last = _last_round(outcome, run)
     after = f"after its {last}" if last else "before its first call"
-    if outcome.end == "raised" and outcome.error is not None and outcome.waits is None:
+    if outcome.end == "raised" and outcome.error is not None and not outcome.is_waiting:
         if last and isinstance(outcome.error, SyncError):
             return f"raised {_error_name(outcome)} in its {last}"
         if last and _is_injected(outcome):
@@ -189,7 +189,7 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
         return f"{outcome.end} by a fault at its {last}"
     if outcome.end == "died":
         return f"{outcome.detail or 'its process ended'}" + (f" {after}" if last else "")
-    if outcome.waits is not None and outcome.waits.label.kind != JOIN:
+    if outcome.is_waiting and outcome.waits is not None and outcome.waits.label.kind != JOIN:
         return f"waits in its {last}"
     return f"{'could go on, and is not on turn,' if outcome.idle else 'is busy'} {after}"
 

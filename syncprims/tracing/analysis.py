@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims._protocol.trace_file import ROUND
+from syncprims._protocol.trace_file import ROUND, WAITING
+from syncprims.errors import parse_ranks
 
 from .reading import RankTrace, TracedCall, TraceRun
 
@@ -20,6 +21,7 @@ _WINDOWS = 200  # of which each has its own alignment of clocks, at most
 _PER_WINDOW = 20  # rounds in each, at least
 START_KIND = "init"  # of the round in which a world starts: a rank that is late there started late
 _NEGLIGIBLE = 0.01  # share of the time: less waiting than that is not reported
+_AT_THE_END = 1e9  # ns before the last event: who was seen waiting then waits at the end
 
 
 class Alignment(NamedTuple):
@@ -36,6 +38,7 @@ class GroupRounds:
 
     group: int
     members: tuple[int, ...]
+    number: NDArray[Any]  #: of the round, at its group's board
     posted: NDArray[Any]  #: NaN where the member has no such round
     since: NDArray[Any]
     done: NDArray[Any]  #: NaN also where it never ended
@@ -55,6 +58,16 @@ class LateArrivals(NamedTuple):
     waited: float  #: seconds, the sum over all ranks that waited
     longest: float  #: seconds, of one rank in one round
     waiting: list[int]  #: ranks, those that waited longest first
+
+
+class OpenRound(NamedTuple):
+    """A round that some members have not come to when the trace ends, while others wait."""
+
+    call: TracedCall
+    missing: list[int]
+    waiting: list[int]
+    waited: float  #: seconds, the sum over all ranks that wait
+    longest: float  #: seconds, of one rank
 
 
 class RankSummary(NamedTuple):
@@ -98,6 +111,12 @@ def analyse(run: TraceRun) -> Analysis:
     late_arrivals = sorted(_late_arrivals(run, groups), key=lambda one: -one.waited)
     summaries = [_summary(run, rank, groups) for rank in run.ranks]
     conclusion, stragglers = _conclusion(run, late_arrivals, summaries)
+    open_rounds = _open_rounds(run, groups, stop)
+    if open_rounds:
+        history = conclusion
+        conclusion, stragglers = _hang(open_rounds)
+        if sum(one.waited for one in late_arrivals) > 2 * sum(one.waited for one in open_rounds):
+            conclusion = f"{conclusion} In all: {history}"
     return Analysis(
         run, alignment, groups, late_arrivals, summaries, start, stop, conclusion, stragglers
     )
@@ -220,6 +239,8 @@ def _group_rounds(run: TraceRun, group: int, members: tuple[int, ...]) -> GroupR
     call = np.full(shape, -1)
     failed, first = np.zeros((2, len(numbers)), bool)
     gone = np.zeros(shape, bool)  # the member's record ends before this round
+    seen = np.full(shape, np.nan)  # when the member was last seen waiting
+    never = np.zeros(shape, bool)  # the others wait for it, and the round never ends
     for index, rounds in found:
         at = np.searchsorted(numbers, rounds["number"])
         over = rounds["kind"] == ROUND
@@ -227,25 +248,65 @@ def _group_rounds(run: TraceRun, group: int, members: tuple[int, ...]) -> GroupR
         done[at[over], index] = rounds["done"][over]
         call[at, index] = rounds["call"]
         first[at] |= ~rounds["further"]
-        failed[at[rounds["outcome"] > 0]] = True
+        failed[at[(rounds["outcome"] > 0) & over]] = True
+        for row, waits in zip(at, rounds, strict=True) if (rounds["kind"] == WAITING).any() else ():
+            for missing in _missing(run, waits):
+                never[row, column[missing]] = True
+                seen[row, index] = waits["done"]
         gone[:, index] = numbers > rounds["number"].max(initial=0)
     arrival = np.where(np.isnan(posted), -np.inf, posted)
     late: NDArray[Any] = arrival.argmax(axis=1)
     last: NDArray[Any] = arrival.max(axis=1)
-    # If a round failed because a member never arrived, all waited for that one until the end.
-    absent = failed[:, None] & gone
-    never = absent.any(axis=1)
-    late = np.where(never, absent.argmax(axis=1), late)
-    ended: NDArray[Any] = np.where(np.isnan(done), -np.inf, done).max(axis=1)
-    last = np.where(never, ended, last)
-    waited = np.fmax(np.fmin(done, last[:, None]) - since, 0.0)
-    waited = np.where(np.isnan(done), 0.0, waited)
+    # If a member never arrived, all waited for that one until the round failed, or to the end.
+    absent = never | (failed[:, None] & gone)
+    late = np.where(absent.any(axis=1), absent.argmax(axis=1), late)
+    until = np.where(np.isnan(done), seen, done)
+    ended: NDArray[Any] = np.where(np.isnan(until), -np.inf, until).max(axis=1)
+    last = np.where(absent.any(axis=1), ended, last)
+    waited = np.fmax(np.fmin(until, last[:, None]) - since, 0.0)
+    waited = np.where(np.isnan(until), 0.0, waited)
     rows = np.arange(len(numbers))
     waited[rows, late] = 0.0
     late = np.where(waited.sum(axis=1) > 0, late, -1)
     known = call[rows, np.maximum(late, 0)]
     call = np.where(known >= 0, known, call.max(axis=1, initial=-1))
-    return GroupRounds(group, members, posted, since, done, call, first, late, waited, last)
+    return GroupRounds(
+        group, members, numbers, posted, since, done, call, first, late, waited, last
+    )
+
+
+def _missing(run: TraceRun, waits: Any) -> list[int]:
+    """Return for which ranks a rank waits in a round that it has not left, where known."""
+    if waits["kind"] != WAITING or not waits["done"]:
+        return []
+    members = run.names.groups[int(waits["group"])]
+    try:
+        missing = parse_ranks(run.names.outcomes[int(waits["outcome"])])
+    except ValueError:  # a damaged text
+        return []
+    return [rank for rank in missing if rank in members]
+
+
+def _open_rounds(run: TraceRun, groups: list[GroupRounds], stop: float) -> list[OpenRound]:
+    """Return the rounds in which ranks wait when the trace ends, the longest wait first."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for rank in run.ranks:
+        for waits in rank.rounds[rank.rounds["done"] >= stop - _AT_THE_END]:
+            if rank.left is None and (missing := _missing(run, waits)):
+                found.setdefault((int(waits["group"]), int(waits["number"])), set()).update(missing)
+    open_rounds: list[OpenRound] = []
+    for group in groups:
+        for (number, round_), absent in found.items():
+            if number == group.group:
+                row = int(np.searchsorted(group.number, round_))
+                seconds = (group.waited[row] / 1e9).tolist()
+                waited = dict(zip(group.members, seconds, strict=True))
+                waiting = [rank for rank in group.members if waited[rank] and rank not in absent]
+                open_rounds.append(OpenRound(
+                    run.names.calls[int(group.call[row])], sorted(absent), waiting,
+                    sum(waited.values()), max(waited.values()),
+                ))  # fmt: skip
+    return sorted(open_rounds, key=lambda one: -one.longest)
 
 
 def _late_arrivals(run: TraceRun, groups: list[GroupRounds]) -> list[LateArrivals]:
@@ -280,12 +341,12 @@ def _summary(run: TraceRun, rank: RankTrace, groups: list[GroupRounds]) -> RankS
     rounds = rank.rounds
     starts = [n for n, call in enumerate(run.names.calls) if call.kind == START_KIND]
     in_start = np.isin(rounds["call"], starts)
-    joined = rounds["done"][in_start & (rounds["done"] > 0)]
+    joined = rounds["done"][in_start & (rounds["kind"] == ROUND)]
     end = _last_event(rank)
     begin = joined.max() if len(joined) else rounds["posted"].min(initial=int(end))
     span = end - float(begin)
-    over = rounds[~in_start & (rounds["kind"] == ROUND)]
-    waiting = float((over["done"] - over["since"]).sum())
+    known = rounds[~in_start & (rounds["done"] > 0)]
+    waiting = float((known["done"] - known["since"]).sum())
     waited_for = 0.0
     for group in groups:
         if rank.rank in group.members:
@@ -303,10 +364,33 @@ def _describe_end(run: TraceRun, rank: RankTrace) -> str:
     open_rounds = rank.rounds[rank.rounds["kind"] != ROUND]
     if len(open_rounds):
         last = open_rounds[open_rounds["posted"].argmax()]
-        if not len(rank.rounds) or last["posted"] >= rank.rounds["done"].max():
+        over = rank.rounds[rank.rounds["kind"] == ROUND]
+        if last["posted"] >= over["done"].max(initial=0):
             call = run.names.calls[int(last["call"])]
             return f"killed, or still running: waits at {call} ({call.site})"
     return "killed, or still running"
+
+
+def _hang(open_rounds: list[OpenRound]) -> tuple[str, list[int]]:
+    """Return which ranks the others wait for when the trace ends, as a sentence, and these."""
+    waiting = sorted({rank for one in open_rounds for rank in one.waiting})
+    # A rank that waits itself is late because of another.
+    causes = sorted({rank for one in open_rounds for rank in one.missing} - {*waiting})
+    if not causes:
+        each = "; ".join(
+            f"{_names(one.waiting).lower()} in {one.call} ({one.call.site}) for "
+            f"{_names(one.missing).lower()}"
+            for one in open_rounds
+        )
+        return f"{_names(waiting)} wait for each other: {each}.", waiting
+    worst = next(one for one in open_rounds if set(one.missing) & set(causes))
+    late = [rank for rank in causes if rank in worst.missing]
+    verb = "has" if len(late) == 1 else "have"
+    count = f"{len(waiting)} ranks have" if len(waiting) > 1 else f"rank {waiting[0]} has"
+    return (
+        f"{_names(late)} {verb} not come to {worst.call} ({worst.call.site}); {count} waited "
+        f"{seconds_text(worst.longest)}."
+    ), causes
 
 
 def _conclusion(

@@ -84,7 +84,7 @@ def timeline(analysis: Analysis) -> Timeline:
     several_hosts = len({one.host for one in analysis.summaries}) > 1
     rows: list[TimelineRow] = []
     for rank, one in zip(analysis.run.ranks, analysis.summaries, strict=True):
-        rounds = rank.rounds[rank.rounds["kind"] == ROUND]
+        rounds = rank.rounds[rank.rounds["done"] > 0]
         own = np.stack([rounds["since"], rounds["done"], rounds["call"]]).astype(float)
         others = np.concatenate([np.empty((3, 0)), *late.get(rank.rank, [])], axis=1)
         share = one.waiting / one.span if one.span else 0.0
@@ -203,7 +203,7 @@ def _pixels(shown: Timeline) -> Any:
 
 
 def _add_labels(axes: Any, shown: Timeline, row_height: float) -> None:
-    """Name the calls with the longest waits above the rows, where there is room."""
+    """Name the calls with the longest waits above the rows, where there is space."""
     per_character = shown.length * 0.0078
     taken: list[list[tuple[float, float]]] = [[] for _ in range(_LANES)]
     for when, _, call in shown.marks:
@@ -273,7 +273,7 @@ def write_chrome_trace(analysis: Analysis, path: Path) -> int:
     :raises OSError: if it cannot be written.
     """
     rounds = np.concatenate([rank.rounds for rank in analysis.run.ranks])
-    waits = (rounds["done"] - rounds["since"])[rounds["kind"] == ROUND].astype(float)
+    waits = (rounds["done"] - rounds["since"])[rounds["done"] > 0].astype(float)
     left_out = max(0, len(waits) - MOST_SLICES)
     shortest = float(np.partition(waits, left_out - 1)[left_out - 1]) if left_out else -1.0
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -307,22 +307,25 @@ def _events(analysis: Analysis, shortest: float) -> Iterator[dict[str, Any]]:
 
 def _slices(analysis: Analysis, rank: RankTrace, shortest: float) -> Iterator[dict[str, Any]]:
     names, start, rounds = analysis.run.names, analysis.start, rank.rounds
-    chosen = rounds[(rounds["kind"] != ROUND) | (rounds["done"] - rounds["since"] > shortest)]
+    chosen = rounds[(rounds["done"] == 0) | (rounds["done"] - rounds["since"] > shortest)]
     for one in chosen[np.argsort(chosen["since"], kind="stable")]:
         call = names.calls[int(one["call"])]
         args: dict[str, Any] = {"where": call.site, "round": int(one["number"])}
         if one["since"] > one["posted"]:
             args["posted"] = _microseconds(float(one["posted"]) - start)
         if one["outcome"]:
-            args["error"] = names.outcomes[int(one["outcome"])]
+            what = "error" if one["kind"] == ROUND else "waits for ranks"
+            args[what] = names.outcomes[int(one["outcome"])]
         event: dict[str, Any] = {
             "name": str(call), "cat": call.kind, "pid": rank.rank, "tid": int(one["group"]),
             "ts": _microseconds(float(one["since"]) - start), "args": args,
         }  # fmt: skip
-        if one["kind"] == ROUND:
+        if one["kind"] != ROUND:
+            event["name"] = f"{call}, not over"
+        if one["done"]:
             yield {**event, "ph": "X", "dur": _microseconds(float(one["done"] - one["since"]))}
         else:
-            yield {**event, "ph": "i", "s": "t", "name": f"{call}, not over"}
+            yield {**event, "ph": "i", "s": "t"}
 
 
 def _arrows(analysis: Analysis) -> Iterator[dict[str, Any]]:

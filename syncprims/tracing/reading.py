@@ -20,7 +20,8 @@ _ENTRY = np.dtype(
     [(name, "<i8") for name in _WORDS]
     + [("kind", "u1"), ("flags", "u1"), ("outcome", "<u2"), ("label", "<u4")]
 )
-#: A round in memory. Times are in ns; `done` is 0 where it never was.
+#: A round in memory. Times are in ns; `done` is 0 where it is not known. Where a rank still waits,
+#: `done` is when it was last seen waiting, and the outcome is the ranks that it waits for.
 ROUNDS = np.dtype(
     [(name, "i8") for name in _WORDS]
     + [("group", "i4"), ("call", "i4"), ("outcome", "i4"), ("kind", "u1"), ("further", "?")]
@@ -243,7 +244,7 @@ def _read_segment(
         chosen = found["label"] == code
         rounds["call"][chosen] = names.number("call", call)
         rounds["group"][chosen] = names.number("group", members)
-    over = (rounds["kind"] == ROUND) | (rounds["kind"] == RESULT)
+    over = (rounds["kind"] == ROUND) | (rounds["kind"] == RESULT) | (rounds["done"] > 0)
     ordered = (rounds["posted"] <= rounds["since"]) & (rounds["since"] <= rounds["done"])
     sound = (rounds["posted"] >= 0) & (rounds["number"] >= 0) & (rounds["call"] >= 0)
     sound &= ordered | ~over

@@ -356,7 +356,7 @@ class _Join:
 
         :raises RuntimeError: on all ranks, if their events differ.
         """
-        sent = all_gather((event, value))
+        sent = all_gather((event, value), name="join_uneven_inputs")
         active = [rank for rank, (other, _) in enumerate(sent) if other != "done"]
         events = {sent[rank][0] for rank in active}
         if len(events) > 1:
@@ -399,7 +399,7 @@ class _Join:
         if accumulator.precision.scaler is not None:
             stateful.append(accumulator.precision)
         mine = [obj.state_dict() for obj in stateful]
-        for obj, state in zip(stateful, broadcast(mine, source), strict=True):
+        for obj, state in zip(stateful, broadcast(mine, source, name="states"), strict=True):
             if get_rank() != source:
                 obj.load_state_dict(state)
         # A rank that has not stepped has gradients that the others have cleared, or not yet used.

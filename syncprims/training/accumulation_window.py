@@ -313,7 +313,7 @@ class AccumulationWindow:
         :raises ValueError: if the same gradients hold sums that need another factor.
         """
         if self._weighted:
-            total = all_reduce(self.weights[number])
+            total = all_reduce(self.weights[number], name="weights")
             found = get_world_size() / total if total else 0.0
         else:
             found = 1.0 / (self._shared.steps if self._shared.divide_by_steps else self.count)
@@ -367,7 +367,7 @@ class AccumulationWindow:
         """
         waiting = bool(self.count) and not self.sync
         mine = (self._weighted, self.weights) if waiting else (None, [])
-        seen = [part for part in all_gather(mine) if part[1]]
+        seen = [part for part in all_gather(mine, name="flush") if part[1]]
         self.sync = bool(seen)
         if not seen:
             self.count = 0

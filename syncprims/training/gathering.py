@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,16 +12,19 @@ import syncprims
 from .gradient_sync import check_alike, describe
 from .pytree import has_only_tensors, map_tensors, named_leaves
 
+Reduction = Literal["sum", "mean", "min", "max", "prod", "none"]
+
 
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor is returned as it is."""
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: Any, *, name: str | None = None) -> Any:
     """Return all ranks' tensors, concatenated along the first dimension in rank order. Collective.
 
     `tensor` may also be lists, tuples and mappings of tensors; a tensor without dimensions counts
-    as one item. Only the first dimension may differ between ranks.
+    as one item. Only the first dimension may differ between ranks. `name` is that of the call, and
+    the same on all ranks; so it is in the functions below.
 
     :raises TypeError: if a leaf is no tensor.
     :raises RankMismatch: on all ranks, if structures, dtypes or other dimensions differ.
@@ -32,11 +35,11 @@ def gather(tensor: Any) -> Any:
         raise TypeError("gather() takes no nested tensors; convert them by to_padded_tensor()")
     mine = [(path, one.detach().reshape(one.shape or (1,))) for path, one in named_leaves(tensor)]
     kinds = [(path, str(one.dtype), list(one.shape[1:])) for path, one in mine]
-    rows = syncprims.all_gather((kinds, [one.cpu() for _, one in mine]))
+    rows = syncprims.all_gather((kinds, [one.cpu() for _, one in mine]), name=name)
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
         raise syncprims.RankMismatch(
-            f"gather() of tensors that differ in place, dtype, or beyond the first dimension:\n"
+            f"gather() of tensors that differ in structure, dtype, or beyond the first dimension:\n"
             f"{lines}\n"
             f"Pad them with pad_across_processes(), or gather objects."
         )
@@ -44,17 +47,19 @@ def gather(tensor: Any) -> Any:
     return map_tensors(lambda one: next(joined).to(one.device), tensor)
 
 
-def gather_for_metrics(tensor: Any, real: int | None, as_objects: bool) -> Any:
+def gather_for_metrics(
+    tensor: Any, real: int | None, as_objects: bool, *, name: str | None = None
+) -> Any:
     """Return what :func:`gather` does, without items that only pad the last batches. Collective.
 
     The first `real` items are no padding; None stands for all. Objects other than tensors are
     gathered into a list of all ranks' objects; lists are concatenated.
     """
     if as_objects or not has_only_tensors(tensor):
-        rows = syncprims.all_gather(tensor)
+        rows = syncprims.all_gather(tensor, name=name)
         joined: Any = [item for row in rows for item in row] if isinstance(tensor, list) else rows
     else:
-        joined = gather(tensor)
+        joined = gather(tensor, name=name)
     if real is None:
         return joined
     if isinstance(joined, list) and not has_only_tensors(joined):
@@ -62,7 +67,9 @@ def gather_for_metrics(tensor: Any, real: int | None, as_objects: bool) -> Any:
     return map_tensors(lambda one: one[:real], joined)
 
 
-def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+def reduce(
+    tensor: Any, reduction: Reduction = "sum", scale: float = 1.0, *, name: str | None = None
+) -> Any:
     """Return the tensors' ``sum``, ``mean``, ``min``, ``max`` or ``prod`` over all ranks, scaled.
 
     Collective, except with ``none``, which returns the tensors unchanged.
@@ -72,11 +79,11 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
     if reduction == "none":
         return tensor
     detached = map_tensors(lambda one: one.detach(), tensor)
-    reduced = syncprims.all_reduce(detached, reduction)
+    reduced = syncprims.all_reduce(detached, reduction, name=name)
     return reduced if scale == 1.0 else map_tensors(lambda one: one * scale, reduced)
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: Any, from_process: int = 0, *, name: str | None = None) -> Any:
     """Fill the tensors of `tensor` with those of one rank, and return `tensor`. Collective.
 
     A leaf may also be None on all ranks. The order of a mapping's keys does not matter.
@@ -99,15 +106,21 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
             )
     tensors = [leaf.detach() for _, leaf in leaves if leaf is not None]
     sends = syncprims.get_rank() == from_process
-    sent = syncprims.broadcast([t.cpu() for t in tensors] if sends else [], from_process)
+    mine = [t.cpu() for t in tensors] if sends else []
+    sent = syncprims.broadcast(mine, from_process, name=name)
     with torch.no_grad():
-        for mine, theirs in zip(tensors, sent, strict=True):
-            mine.copy_(theirs)
+        for own, theirs in zip(tensors, sent, strict=True):
+            own.copy_(theirs)
     return tensor
 
 
 def pad_across_processes(
-    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    name: str | None = None,
 ) -> Any:
     """Return the tensors, padded with `pad_index` in `dim` to the longest of all ranks. Collective.
 
@@ -119,7 +132,7 @@ def pad_across_processes(
     """
     named = [(path, leaf) for path, leaf in named_leaves(tensor) if isinstance(leaf, torch.Tensor)]
     mine = [(path, one.ndim, _length(one, dim)) for path, one in named]
-    rows = syncprims.all_gather(mine)
+    rows = syncprims.all_gather(mine, name=name)
     kinds = [[(path, ndim) for path, ndim, _ in row] for row in rows]
     if any(one != kinds[0] for one in kinds):
         lines = "\n".join(

@@ -39,14 +39,14 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return lists of parameters of one dtype and device, in the same order on all ranks."""
     buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    free: dict[tuple[torch.dtype, torch.device], int] = {}
     for p in parameters:
         kind = p.dtype, p.device
-        if p.nbytes > room.get(kind, 0):
+        if p.nbytes > free.get(kind, 0):
             buckets.setdefault(kind, []).append([])
-            room[kind] = BUCKET_BYTES
+            free[kind] = BUCKET_BYTES
         buckets[kind][-1].append(p)
-        room[kind] -= p.nbytes
+        free[kind] -= p.nbytes
     return [bucket for same_kind in buckets.values() for bucket in same_kind]
 
 
@@ -63,7 +63,7 @@ def _average(bucket: Sequence[nn.Parameter]) -> None:
         dense = [g.to_dense() if g.is_sparse else g for _, g in mine]
         torch._foreach_copy_([v for v, _ in mine], dense)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     present.copy_(torch.tensor(held))
-    all_reduce(flat, "mean", out=flat)
+    all_reduce(flat, "mean", out=flat, name="gradients")
     somewhere = (present != 0).tolist()
     for p, view, here, there in zip(bucket, views, held, somewhere, strict=True):
         if there and not here:
@@ -120,7 +120,7 @@ def _broadcast_tensors(tensors: Sequence[torch.Tensor], src: int) -> None:
     for same in kinds.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
         flat = flat.to(_transport_device(same[0]))
-        flat = broadcast(flat, src, out=flat)
+        flat = broadcast(flat, src, out=flat, name="model")
         with torch.no_grad():
             parts = torch.split(flat, [tensor.numel() for tensor in same])
             for tensor, part in zip(same, parts, strict=True):
@@ -133,10 +133,10 @@ def check_alike(what: str, mine: Sequence[str], advice: str) -> None:
     :raises RankMismatch: on all ranks, if it is not; the message shows the first line that differs.
     """
     # The lines are long and mostly equal, so they are sent only if their digests differ.
-    digests = all_gather(hashlib.sha256("\n".join(mine).encode()).digest())
+    digests = all_gather(hashlib.sha256("\n".join(mine).encode()).digest(), name=what)
     if len(set(digests)) == 1:
         return
-    columns = zip_longest(*all_gather(list(mine)), fillvalue="nothing more")
+    columns = zip_longest(*all_gather(list(mine), name=what), fillvalue="nothing more")
     first = next(parts for parts in columns if len(set(parts)) > 1)
     lines = "\n".join(f"  rank {rank}: {part}" for rank, part in enumerate(first))
     raise RankMismatch(f"{what} differs between ranks, first here:\n{lines}\n{advice}")

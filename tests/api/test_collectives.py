@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import dataclasses
 import math
+import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import several
+from conftest import in_processes, several
+from support.rank_worlds import PATIENCE
 
 import syncprims as sp
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from support.rank_worlds import Ranks
 
 VALUES: list[Any] = [
@@ -138,7 +145,7 @@ def test_all_gather_lists_by_rank_at_every_size(world: Ranks) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
-def test_all_reduce_of_numbers_is_exact(world: Ranks, op: str) -> None:
+def test_all_reduce_of_numbers_is_exact(world: Ranks, op: Any) -> None:
     big = 2**53
 
     def program() -> Any:
@@ -235,7 +242,7 @@ def test_mismatched_values_are_the_same_error_everywhere(world: Ranks) -> None:
 def test_reduce_refuses_what_it_cannot(world: Ranks) -> None:
     def program() -> None:
         with pytest.raises(ValueError, match="sum, mean, min, max, prod"):
-            sp.all_reduce(1, "minimum")
+            sp.all_reduce(1, "minimum")  # type: ignore[call-overload]
         with pytest.raises(TypeError, match=r"value\['a'\]\[0\] is a str"):
             sp.all_reduce({"a": ["text"]})
 
@@ -363,6 +370,140 @@ def test_cpu_tensors_travel(world: Ranks) -> None:
     world.run(program, SYNCPRIMS_PICKLE="0")
 
 
+@several(4)
+def test_a_closed_group_can_be_made_again(world: Ranks) -> None:
+    def program() -> None:
+        n, rank = sp.get_world_size(), sp.get_rank()
+        for turn in range(3):
+            pair, others = sp.group([0, n - 1]), sp.group(range(1, n))
+            assert sp.group([0, n - 1]) is pair
+            if rank in pair.ranks:
+                for _ in range(turn + 2):
+                    assert pair.all_gather(rank) == [0, n - 1]
+                assert pair.all_reduce(np.full(5000, rank)).tolist() == [n - 1] * 5000
+                assert pair.broadcast("x" * 10_000 * turn) == "x" * 10_000 * turn
+            pair.close()
+            if rank in pair.ranks:
+                again = r"the group of ranks \[0, \d\] is closed; group\(\[0, \d\]\) makes it"
+                for call in (pair.barrier, pair.close):
+                    with pytest.raises(sp.WorldClosed, match=again):
+                        call()
+            if rank:
+                assert others.all_reduce(1) == n - 1
+            others.close()
+        with pytest.raises(ValueError, match=r"call shutdown\(\)"):
+            sp.current().group.close()
+        sp.barrier("all are in step")
+
+    world.run(program)
+
+
+@several(2)
+def test_closed_groups_leave_no_descriptors_and_files(world: Ranks) -> None:
+    if world.kind.backend == "tiny":
+        pytest.skip("it cannot close a board")
+
+    def count() -> tuple[int, int]:
+        files = sum(len(names) for _, _, names in os.walk(world.directory))
+        return len(os.listdir("/dev/fd")), files  # noqa: PTH208
+
+    def program() -> list[tuple[int, int]]:
+        seen: list[tuple[int, int]] = []
+        for _ in range(4):
+            group = sp.group([0])
+            if sp.is_main():
+                group.broadcast(np.zeros(5000))
+            group.close()
+            sp.barrier()
+            seen.append(count())
+            sp.barrier()
+        return seen
+
+    for seen in world.run(program):
+        assert seen[3] <= seen[1]
+
+
+def test_blocks_of_a_group_may_overlap_in_tasks(world: Ranks) -> None:
+    async def block(group: sp.Group, begin: asyncio.Event, end: asyncio.Event) -> None:
+        with group:
+            begin.set()
+            await end.wait()
+            with sp.current().group:
+                await asyncio.sleep(0)
+            assert sp.split(list(group.ranks)) == [sp.get_rank()]
+
+    async def main(everyone: sp.Group, alone: sp.Group) -> None:
+        first, second = asyncio.Event(), asyncio.Event()
+        # The first block begins first and ends first: the second one is open meanwhile.
+        tasks = [
+            asyncio.create_task(block(group, begin, end))
+            for group, begin, end in ((everyone, first, second), (alone, second, first))
+        ]
+        tasks.append(asyncio.create_task(block(everyone, asyncio.Event(), first)))
+        await asyncio.gather(*tasks)
+
+    def program() -> None:
+        n = sp.get_world_size()
+        singles = [sp.group([rank]) for rank in range(n)]
+        asyncio.run(main(sp.group(range(n)), singles[sp.get_rank()]))
+        assert sp.split(list(range(n))) == [sp.get_rank()]
+
+    world.run(program)
+
+
+def test_a_block_of_a_group_may_end_in_another_order_and_place(world: Ranks) -> None:
+    def blocks(group: sp.Group) -> Generator[None]:
+        with group:
+            yield
+
+    def program() -> None:
+        n = sp.get_world_size()
+        singles = [sp.group([rank]) for rank in range(n)]
+        everyone, alone = sp.current().group, singles[sp.get_rank()]
+        outer, inner = blocks(everyone), blocks(alone)
+        next(outer)
+        next(inner)
+        outer.close()
+        assert sp.split(["mine"]) == ["mine"]  # still within the inner one
+        inner.close()
+        elsewhere = blocks(alone)
+        contextvars.copy_context().run(next, elsewhere)
+        elsewhere.close()
+        assert sp.split(list(range(n))) == [sp.get_rank()]
+
+    world.run(program)
+
+
+@in_processes
+def test_blocks_of_a_group_may_overlap_in_threads(world: Ranks) -> None:
+    def program() -> None:
+        n = sp.get_world_size()
+        alone = [sp.group([rank]) for rank in range(n)][sp.get_rank()]
+        meet = threading.Barrier(2)
+        raised: list[BaseException] = []
+
+        def block(*, first: bool) -> None:
+            try:
+                if first:
+                    meet.wait(PATIENCE)
+                with alone:
+                    if not first:
+                        meet.wait(PATIENCE)
+                    meet.wait(PATIENCE)
+                    sp.barrier()
+            except BaseException as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=block, kwargs={"first": first}) for first in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert raised == []
+
+    world.run(program)
+
+
 class Config(NamedTuple):
     steps: int
     rate: float
@@ -473,13 +614,15 @@ def test_arguments_of_other_types(world: Ranks) -> None:
             sp.barrier(timeout="30")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="whole number"):
             sp.group(["a"])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"group\(0\): a group takes a list of ranks"):
+            sp.group(0)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="whole number"):
-            sp.on_rank("a")  # type: ignore[arg-type]
+            sp.on_rank("a")  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="a reason is a str"):
             sp.Trigger().set(3)  # type: ignore[arg-type]
         assert sp.on_rank(n=0, default=1)(lambda: 1)() == 1
-        assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
-        assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[arg-type]
+        assert sp.on_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[call-overload]
+        assert sp.on_local_rank(np.int64(0), default=1)(lambda: 1)() == 1  # type: ignore[call-overload]
         assert sp.group(np.arange(1)) is sp.group([0])  # type: ignore[arg-type]
 
     world.run(program)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -113,21 +115,81 @@ def test_the_worlds_own_trigger(world: Ranks) -> None:
 
 
 @in_processes
-def test_a_signal_sets_it_and_a_second_one_acts(world: Ranks) -> None:
+def test_signals_at_one_time_set_it_and_a_later_one_acts(world: Ranks) -> None:
+    """A launcher and the system may each signal every process of a job."""
+
     def program() -> Any:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         stop = sp.Trigger()
         stop.set_on_signal(signal.SIGTERM)
         if sp.is_last():
             os.kill(os.getpid(), signal.SIGTERM)
-        seen = stop.check(), stop.ranks, stop.reason
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen = stop.check(), stop.ranks, stop.reason, stop.check()
         if sp.is_last():
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                while True:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.05)
         signal.signal(signal.SIGTERM, before)
         return seen
 
-    assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM")] * world.ranks
+    assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM", False)] * world.ranks
+
+
+def test_a_second_signal_while_python_ends_is_the_same_one() -> None:
+    code = (
+        "import os, signal, syncprims\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), signum=signal.SIGTERM):\n"
+        "        kill(pid, signum)\n"
+        "late = Late()  # it goes when Python has taken its handlers away\n"
+        "syncprims.Trigger().set_on_signal()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == 0
+
+
+def test_a_later_signal_ends_a_process_that_had_no_handler() -> None:
+    code = (
+        "import os, signal, time, syncprims\n"
+        "syncprims.Trigger().set_on_signal()\n"
+        "while True:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.05)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("signum", "kind", "text"),
+    [
+        ("TERM", TypeError, "signum takes a signal, as signal.SIGUSR1, and 'TERM' is a str"),
+        (0, ValueError, "signum=0: no program can catch such a signal"),
+        (999, ValueError, "signum=999: no program can catch such a signal"),
+        (signal.SIGKILL, ValueError, "signum=9: no program can catch such a signal"),
+    ],
+)
+def test_what_is_no_signal_is_refused(signum: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        sp.Trigger().set_on_signal(signum)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no real-time signals")
+def test_a_signal_without_a_name_works_too() -> None:
+    number = signal.SIGRTMIN + 1
+    before = signal.getsignal(number)
+    trigger = sp.Trigger()
+    trigger.set_on_signal(number)
+    os.kill(os.getpid(), number)
+    try:
+        assert run_world(lambda: (trigger.check(), trigger.reason), ranks=1) == [
+            (True, f"signal {number}")
+        ]
+    finally:
+        signal.signal(number, before)
 
 
 def test_none_is_lost_whenever_in_a_check_it_is_set() -> None:

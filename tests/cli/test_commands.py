@@ -252,7 +252,7 @@ def test_without_the_package_completion_says_what_to_install(
     )
 
 
-NAMES = ("run", "config", "env", "doctor", "trace", "completion")
+NAMES = ("run", "who", "config", "env", "doctor", "trace", "completion")
 
 
 def test_every_command_is_among_these_names() -> None:

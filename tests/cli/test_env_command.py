@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from support import ROOT
 from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
 
 from syncprims._world.launchers import list_rank_variables, make_rank_variables
+from syncprims._world.settings import find_misspelt
 from syncprims.cli import env
 from syncprims.cli.console import Style
 
@@ -23,22 +26,36 @@ def shown(environ: dict[str, str]) -> str:
 
 STARTS: list[tuple[str, dict[str, str], tuple[Any, ...], list[str]]] = [
     ("nothing", {}, ("single", 0, 1),
-     ["A world of one would start: backend single", "SYNCPRIMS_BACKEND  not set: auto",
+     ["A world of one would start: backend single", "SYNCPRIMS_BACKEND   not set: auto",
       "RANK, WORLD_SIZE not set", "SLURM_PROCID, SLURM_STEP_NUM_TASKS not set", "the default"]),
     ("torchrun", TORCHRUN, ("torch", 5, 8),
      ["Rank 5 of 8 would start: backend torch, started by torchrun", "RANK=5", "WORLD_SIZE=8",
       "torchrun says RANK=5 WORLD_SIZE=8", "takes 'torch' for world_size=8", "1 of 2"]),
     ("gloo under torchrun", {**TORCHRUN, "SYNCPRIMS_BACKEND": "gloo"}, ("gloo", 5, 8),
-     ["SYNCPRIMS_BACKEND  = gloo", "chosen by SYNCPRIMS_BACKEND=gloo"]),
+     ["SYNCPRIMS_BACKEND   = gloo", "chosen by SYNCPRIMS_BACKEND=gloo"]),
     ("file on one host",
      {"RANK": "1", "WORLD_SIZE": "2", "SYNCPRIMS_RUN_ID": "a", "SYNCPRIMS_BACKEND": "file",
       "SYNCPRIMS_TIMEOUT": "60"}, ("file", 1, 2),
-     ["run id   a", "SYNCPRIMS_TIMEOUT          = 60", "SYNCPRIMS_WARN_AFTER       not set: 30 s"]),
+     ["run id      a", "SYNCPRIMS_TIMEOUT          = 60",
+      "SYNCPRIMS_WARN_AFTER       not set: 30 s"]),
     ("a shell of SLURM", {**SHELL, "SLURM_JOB_NAME": "bash"}, ("single", 0, 1),
-     ["SLURM      is no step", "no launcher's variables"]),
+     ["SLURM      is no step", "no launcher's variables",
+                                                           "But SLURM_NTASKS=6 is set"]),
     ("two that agree",
      {**SLURM, "SLURM_STEP_NODELIST": "node[1-2]", "PMI_RANK": "5", "PMI_SIZE": "6"},
-     ("torch", 5, 6), ["SLURM      decides", "MPICH      has to agree"]),
+     ("torch", 5, 6), ["SLURM      decides", "MPICH      says the same",
+                       "store       node1:",
+                       "SLURM's first node and the run id; rank 0 serves it"]),
+    ("one inside the other",
+     {**TORCHRUN, **SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+      "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, ("torch", 5, 8),
+     ["SLURM      started torchrun, which started this process",
+      "store       10.0.0.1:29500", "MASTER_ADDR and MASTER_PORT", "1 of 4", "1 of 2"]),
+    ("a choice", {**TORCHRUN, **SLURM, "SYNCPRIMS_LAUNCHER": "torchrun"}, ("torch", 5, 8),
+     ["SYNCPRIMS_LAUNCHER  = torchrun", "torchrun   SYNCPRIMS_LAUNCHER=torchrun decides",
+      "SLURM      does not count"]),
+    ("hosts that nobody knows yet", {**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+     ("torch", 3, 4), ["1 of 2", "not known", "known once the ranks have met"]),
 ]  # fmt: skip
 
 
@@ -50,8 +67,8 @@ def test_the_world_and_the_variables_that_decide(
 ) -> None:
     world = env.preview(environ)
     assert world.error is None
-    assert world.place is not None
-    assert (world.backend, world.place.rank, world.place.world_size) == expected
+    assert world.topology is not None
+    assert (world.backend, world.topology.rank, world.topology.world_size) == expected
     text = shown(environ)
     for word in words:
         assert word in text
@@ -70,7 +87,8 @@ ERRORS: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("no name for the run", {"RANK": "0", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"},
      "ConfigurationError", ["set SYNCPRIMS_RUN_ID"]),
     ("nowhere to meet", {"RANK": "0", "WORLD_SIZE": "2"}, "ConfigurationError", ["MASTER_ADDR"]),
-    ("several nodes, nowhere to meet", OPEN_MPI, "ConfigurationError", ["2 nodes", "MASTER_ADDR"]),
+    ("several nodes, nowhere to meet", OPEN_MPI, "ConfigurationError",
+     ["several nodes", "MASTER_ADDR"]),
     ("a bad setting", {"SYNCPRIMS_TIMEOUT": "soon"}, "ConfigurationError", ["'soon'"]),
 ]  # fmt: skip
 
@@ -135,4 +153,11 @@ def test_what_the_library_and_its_launcher_read_is_known() -> None:
     rank = make_rank_variables(0, 2)
     read = {name for name in list_rank_variables() if name.startswith("SYNCPRIMS_")}
     environ = dict.fromkeys({*rank, *read, "SYNCPRIMS_ERROR_FILE", "SYNCPRIMS_TRACE_LIMIT"}, "1")
-    assert env.misspelt(environ) == {}
+    assert find_misspelt(environ) == {}
+
+
+def test_every_variable_that_the_code_names_is_known() -> None:
+    files = [*(ROOT / "syncprims").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
+    found = {name for file in files for name in re.findall(r"SYNCPRIMS_[A-Z_]+", file.read_text())}
+    assert "SYNCPRIMS_TIMEOUT" in found
+    assert find_misspelt(dict.fromkeys(found, "1")) == {}

@@ -66,6 +66,7 @@ WRONG: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["-n", "2"], {}, ["nothing to run"]),
     (["-n"], {}, ["-n needs a value"]),
     (["--rank", "2", "x"], {}, ["--rank;", "did you mean --ranks?"]),
+    (["--bogus", "x"], {}, ["there is no flag --bogus; `syncprims run --help`"]),
     (["--mulit_gpu", "x"], {}, ["--mulit_gpu", "--multi-gpu"]),
     (["--cpu=yes", "x"], {}, ["--cpu takes no value"]),
     (["-n", "2", "--use_deepspeed", "x"], {}, ["--use_deepspeed", "shards no model"]),

@@ -35,7 +35,7 @@ def rank(number: int, **more: Any) -> dict[str, Any]:
         "machine": f"machine{machine}", "memory": f"memory{machine}", "launcher": "torchrun",
         "python": "3.13.1", "versions": {"syncprims": "1.0", "torch": "2.9", "numpy": "2.4"},
         "processors": 16, "allowed": list(range(16)), "load": 1.0, "threads": 4, "gpus": None,
-        "meeting_place": "/dev/shm/run", "file_system": "tmpfs", "room": 8 * GB,
+        "meeting_place": "/dev/shm/run", "file_system": "tmpfs", "free": 8 * GB,
         "shared_memory": {"path": "/dev/shm", "free": 8 * GB}, **more,
     }  # fmt: skip
 
@@ -87,7 +87,7 @@ SICK: list[tuple[str, dict[str, Any], str, str, str]] = [
      "host host0 is busy with something else: a load of 40.0 on 16 processors", "look again"),
     ("a quota", job([rank(r, processors=2, threads=1) for r in range(4)]),
      "note", "ranks 0-3 share 2 processors", "fewer ranks"),
-    ("little room", job([rank(0), rank(1, room=20 << 20)]), "problem",
+    ("little space", job([rank(0), rank(1, free=20 << 20)]), "problem",
      "rank 1 has 20 MB left", "--shm-size"),
     ("slow barriers", job([rank(0), rank(1)], latency=[
         {"group": "world", "call": "barrier", "median_us": 900.0, "p99_us": 901.0}]),

@@ -97,7 +97,7 @@ def every_dtype_is_reduced_with_every_op() -> None:
         for size in (7, 100_000):
             mine = torch.full((size,), sp.get_rank() + 1, dtype=dtype, device=own)
             total = sum(range(1, n + 1))
-            expected = {"sum": total, "mean": total / n, "min": 1, "max": n}
+            expected: dict[Any, float] = {"sum": total, "mean": total / n, "min": 1, "max": n}
             for op, value in expected.items():
                 out = sp.all_reduce(mine, op)
                 assert out.device == own

@@ -20,7 +20,7 @@ from support import ROOT
 LAYERS = ["errors", "interface", "_protocol", "_data", "_world", "_api", ""]
 #: What stands on the layers, and which internals it may import. ``""`` is what users import.
 ROOMS = {
-    "doctor": {"errors", "interface", "_data", "_world", ""},
+    "doctor": {"errors", "interface", "_protocol", "_data", "_world", ""},
     "tracing": {"errors", "_protocol"},
     "testing": {"errors", "interface", "_protocol", "_data", "_world", ""},
     "training": {"errors", "_protocol", "_data", "_world", ""},
@@ -28,7 +28,13 @@ ROOMS = {
     "cli": {"errors", "interface", "_world", "", "doctor", "tracing"},
     "__main__": {"cli"},
 }
-BACKENDS = {"single": set[str](), "threads": set[str](), "file": set[str](), "torch": {"file"}}
+BACKENDS = {
+    "single": set[str](),
+    "threads": set[str](),
+    "file": set[str](),
+    "torch": {"file"},
+    "views": {"file", "torch"},
+}
 
 #: Libraries that nobody should pay for who does not use them, and the modules that exist for them.
 HEAVY = {"torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "rich", "matplotlib"}

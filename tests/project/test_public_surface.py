@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 import re
 
 import pytest
 
 pytest.importorskip("torch")  # syncprims.training is part of it
 from support.pages import ROOT
-from support.surface import GOLDEN, surface
+from support.surface import GOLDEN, MODULES, surface
 
 
 def test_the_public_surface_is_the_frozen_one() -> None:
@@ -32,6 +34,17 @@ def test_it_shows_functions_classes_and_their_members() -> None:
     assert any(line.startswith("barrier(name: str | None = None") for line in lines)
     assert "    world_size: property" in lines
     assert "    check(self) -> bool" in lines
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_star_import_gives_the_public_names_and_no_others(module: str) -> None:
+    given: dict[str, object] = {}
+    exec(f"from {module} import *", given)
+    del given["__builtins__"]
+    assert sorted(given) == sorted(set(importlib.import_module(module).__all__))
+    assert not [name for name, thing in given.items() if inspect.ismodule(thing)]
+    (section,) = [s for s in surface().split("\n\n") if s.startswith(f"[{module}]\n")]
+    assert set(re.findall(r"^(?:class )?([A-Za-z]\w*)", section, re.MULTILINE)) <= set(given)
 
 
 def test_every_public_name_is_in_the_reference() -> None:

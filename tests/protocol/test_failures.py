@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -499,8 +501,30 @@ def test_an_interrupted_wait_breaks_the_group(world: Ranks, tmp_path: Path) -> N
     assert world.run(program) == [[("PeerFailed", 0, True)] * 2] * 2
 
 
-def test_interrupts_at_any_moment_leave_nobody_inside(meeting_place: Path) -> None:
-    """A signal handler that raises, thousands of times: the next call never meets a ghost."""
+@in_processes
+@several(2)
+def test_a_call_in_a_signal_handler_breaks_the_group(world: Ranks, tmp_path: Path) -> None:
+    """Its error ends the call that it has interrupted, and is no error of all ranks."""
+    interrupted = tmp_path / "interrupted"
+
+    def program() -> Any:
+        sp.barrier()
+        if sp.is_main():
+            signal.signal(signal.SIGALRM, lambda *_: sp.barrier())
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(sp.ConcurrentCall, match="a signal handler calls"):
+                sp.all_gather(1)
+            interrupted.touch()
+        while not interrupted.exists():
+            time.sleep(0.001)
+        errors = [caught(lambda: sp.all_gather(2)) for _ in range(2)]
+        return [(type(e).__name__, e.rank, "ConcurrentCall" in str(e)) for e in errors]
+
+    assert world.run(program) == [[("PeerFailed", 0, True)] * 2] * 2
+
+
+def test_interrupts_at_any_moment_leave_no_call_open(meeting_place: Path) -> None:
+    """A signal handler that raises, thousands of times: the next call passes or says why not."""
 
     class Tick(Exception):
         pass
@@ -528,8 +552,8 @@ def test_interrupts_at_any_moment_leave_nobody_inside(meeting_place: Path) -> No
                             break
                         except Tick:
                             pass
-                group = sp.current().group
-                assert not group._rounds._inside
+                with contextlib.suppress(sp.PeerFailed):
+                    sp.barrier("again")
         return ticks
 
     (ticks,) = Ranks(Kind("single", 1), meeting_place).run_alone(program)
@@ -719,3 +743,45 @@ def test_a_thread_that_has_not_called_yet_is_no_deadlock(meeting_place: Path) ->
         return "passed"
 
     assert Ranks(Kind("file", 3), meeting_place).run(program) == ["passed"] * 3
+
+
+@pytest.mark.parametrize("start", ["pool", "timer"])
+def test_a_thread_that_calls_where_another_has_called_is_no_deadlock(
+    start: str, meeting_place: Path
+) -> None:
+    """The main thread has used every group. Then a thread comes late to one of them."""
+
+    def program() -> str:
+        pair = sp.group([0, 1])
+        if sp.get_rank() < 2:
+            pair.barrier("by the main thread")
+        if sp.get_rank() == 0:
+
+            def later() -> None:
+                time.sleep(2.5)  # long enough for the others to look around
+                pair.barrier("pair")
+
+            pool, timer = ThreadPoolExecutor(1), threading.Timer(2.5, pair.barrier, ("pair",))
+            pool.submit(later) if start == "pool" else timer.start()
+            sp.barrier("all")
+            pool.shutdown()
+        else:
+            if sp.get_rank() == 1:
+                pair.barrier("pair")
+            sp.barrier("all")
+        return "passed"
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == ["passed"] * 3
+
+
+def test_threads_that_have_nothing_to_do_hide_no_deadlock(meeting_place: Path) -> None:
+    def program() -> str:
+        pair = sp.group([0, 1])
+        pool = ThreadPoolExecutor(2)
+        pool.submit(int).result()
+        try:
+            return type(caught(pair.barrier if sp.is_main() else sp.barrier)).__name__
+        finally:
+            pool.shutdown()
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == ["CollectiveMismatch"] * 3

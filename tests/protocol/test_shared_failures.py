@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ pairs = several(2)
 HERE = r"tests/protocol/test_shared_failures\.py"
 
 
-NO_RESULT: list[tuple[Any, str, type[Exception]]] = [
+NO_RESULT: list[tuple[Any, Any, type[Exception]]] = [
     (1j, "max", TypeError),
     (10**400, "mean", OverflowError),
     (np.array([1, None], object), "sum", TypeError),
@@ -179,15 +180,150 @@ def test_an_object_that_cannot_travel_says_in_which_call(world: Ranks) -> None:
 
 
 @pairs
-def test_a_generator_that_is_left_early_has_not_failed(world: Ranks) -> None:
+def test_a_generator_that_is_closed_inside_has_not_finished_the_block(world: Ranks) -> None:
     def program() -> Any:
         def pieces() -> Any:
-            with sp.main_first():
+            with sp.main_first(name="prepare"):
                 yield from range(3)
 
-        for piece in pieces():
-            assert piece == 0
-            break
+        outcome = "left early"
+        try:
+            for _ in pieces():
+                break
+        except sp.PeerFailed as error:
+            outcome = error.failures[0].type
+        return outcome, sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [("left early", [0, 1]), ("GeneratorExit", [0, 1])]
+
+
+class Rude(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+@pairs
+def test_an_exception_whose_text_interrupts_arrives(world: Ranks) -> None:
+    def program() -> Any:
+        error: type[BaseException] = Rude if sp.is_main() else sp.PeerFailed
+        with pytest.raises(error) as caught, sp.main_first():
+            raise Rude
+        text = "" if sp.is_main() else str(caught.value)
+        return "its __str__ raised KeyboardInterrupt" in text, sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [(False, [0, 1]), (True, [0, 1])]
+
+
+class Picky:
+    """An object that only rank 0 can make."""
+
+    def __init__(self, raises: type[BaseException]) -> None:
+        self.raises = raises
+
+    def __reduce__(self) -> Any:
+        return _make_picky, (self.raises,)
+
+
+def _make_picky(raises: type[BaseException]) -> Picky:
+    if sp.get_rank():
+        raise raises("not here")
+    return Picky(raises)
+
+
+SHARED: dict[str, Callable[[Any], Any]] = {
+    "broadcast": sp.broadcast,
+    "broadcast beside an array": lambda value: sp.broadcast([value, np.ones(5000)]),
+    "all_gather": sp.all_gather,
+    "all_gather of much": lambda value: sp.all_gather([value, "x" * 100_000]),
+    "on_main": lambda value: sp.on_main(share=True)(lambda: value)(),
+}
+
+
+@several(2, 4)
+@pytest.mark.parametrize("call", SHARED)
+@pytest.mark.parametrize("raises", [ImportError, MemoryError, RecursionError, KeyboardInterrupt])
+def test_what_one_rank_cannot_make_fails_all(
+    world: Ranks, call: str, raises: type[BaseException]
+) -> None:
+    def program() -> Any:
+        kinds = sp.PeerFailed, sp.EncodingError, KeyboardInterrupt
+        with pytest.raises(kinds) as caught:
+            SHARED[call](Picky(raises))
+        return type(caught.value).__name__, str(caught.value), sp.all_gather(sp.get_rank())
+
+    everyone = list(range(world.ranks))
+    found = world.run(program)
+    own = "EncodingError" if issubclass(raises, Exception) else "KeyboardInterrupt"
+    for rank, (kind, text, after) in enumerate(found):
+        assert after == everyone
+        assert kind == (own if rank else "PeerFailed")
+        if rank == 0:
+            assert re.search(rf"rank \d failed in {call.split()[0]}.*\({HERE}:\d+\)", text)
+        elif own == "EncodingError":
+            assert re.match(rf"{call.split()[0]}.*\({HERE}:\d+\): what rank \d has sent: ", text)
+            assert f"{raises.__name__}: not here" in text
+
+
+class Stubborn:
+    """An object that cannot be sent."""
+
+    def __init__(self, raises: type[BaseException]) -> None:
+        self.raises = raises
+
+    def __reduce__(self) -> Any:
+        raise self.raises("never")
+
+
+SENDING: dict[str, Callable[[Any], Any]] = {
+    **SHARED,
+    "assert_same": lambda value: sp.assert_same(value, "v"),
+    "all_reduce": lambda value: sp.all_reduce({"a": Number(value.raises)}),
+}
+
+
+class Number(int):
+    raises: type[BaseException]
+
+    def __new__(cls, raises: type[BaseException]) -> Number:
+        made = super().__new__(cls)
+        made.raises = raises
+        return made
+
+    def __reduce__(self) -> Any:
+        raise self.raises("never")
+
+
+@pairs
+@pytest.mark.parametrize("call", SENDING)
+@pytest.mark.parametrize("raises", [ValueError, MemoryError, RecursionError, KeyboardInterrupt])
+def test_whatever_prevents_sending_fails_all(
+    world: Ranks, call: str, raises: type[BaseException]
+) -> None:
+    def program() -> Any:
+        value = Stubborn(raises) if sp.is_main() else Stubborn(ValueError)
+        kinds = sp.PeerFailed, sp.EncodingError, KeyboardInterrupt
+        with pytest.raises(kinds) as caught:
+            SENDING[call](value)
+        return type(caught.value).__name__, sp.all_gather(sp.get_rank())
+
+    first, second = world.run(program)
+    own = "EncodingError" if issubclass(raises, Exception) else "KeyboardInterrupt"
+    assert first == (own, [0, 1])
+    assert second in [("PeerFailed", [0, 1]), ("EncodingError", [0, 1])]
+
+
+@pairs
+def test_no_stack_left_for_a_value_fails_all(world: Ranks) -> None:
+    def program() -> Any:
+        value: Any = 1.0
+        for _ in range(100_000):
+            value = [value]
+        for call in (sp.all_reduce, sp.broadcast, sp.all_gather):
+            error: Any = (RecursionError, sp.EncodingError) if sp.is_main() else sp.PeerFailed
+            with pytest.raises(error):
+                call(value if sp.is_main() else 1.0)
+        while isinstance(value, list):
+            value = value[0]
         return sp.all_gather(sp.get_rank())
 
     assert world.run(program) == [[0, 1]] * 2

@@ -101,12 +101,12 @@ def masked(text: str, folder: str) -> str:
     text = re.sub(r'  \| +File "(?!train\.py).*\n(?:  \|     .*\n)*', "", text)
     # Messages of Python differ between versions.
     text = re.sub(r"(pickle says|are not an encoded object:|made here:) .*", r"\1 ...", text)
-    text = re.sub(r"(begins anew:) .*?\. (?=Define)", r"\1 .... ", text)
+    text = re.sub(r"(starts a new Python:) .*?\. (?=Define)", r"\1 .... ", text)
     text = re.sub(r"(is not valid toml:) .*", r"\1 ...", text)
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d-]+-[0-9a-f]{6}\b", "...", text)  # a traced run
     text = re.sub(r"<function <lambda> at 0x[0-9a-f]+>", "<function <lambda> at ...>", text)
     text = re.sub(r"\b[0-9a-f]{12,}\b", "...", text)
-    text = re.sub(r"(process|user|pid|thread|port:) \d+", r"\1 ...", text)
+    text = re.sub(r"(process|user|pid|thread|port:|syncprims who) \d+", r"\1 ...", text)
     text = re.sub(r"(?<=[:=-])\d{5}\b", "...", text)
     return re.sub(r"(timed out after|busy for|after) \d+\.\d s", r"\1 ... s", text).strip()
 

@@ -212,6 +212,9 @@ class Remains:
                 if alive and name in self.locked:
                     held.append(os.open(base / name, os.O_RDWR))
                     fcntl.flock(held[-1], fcntl.LOCK_EX)
+                if alive and Path(name).name == "locks":
+                    held.append(os.open(base / name, os.O_RDWR))
+                    fcntl.lockf(held[-1], fcntl.LOCK_EX, 1, 0)
             yield
         finally:
             for fd in held:

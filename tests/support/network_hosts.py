@@ -139,12 +139,15 @@ class Network:
         """Start `source` on all ranks of all hosts. `rank`, `report` and all names are there."""
         script = self.folder / "script.py"
         script.write_text(_HEAD.format(folder=str(self.folder)) + textwrap.dedent(source))
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.hosts)}"]
+        command += [f"--nproc-per-node={self._ranks}", f"--master-port={PORT}"]
+        command += [f"--master-addr={self.hosts[0].address}", "--node-rank={host}", str(script)]
+        self.start(command, **variables)
+
+    def start(self, command: list[str], **variables: str) -> None:
+        """Start a command on all hosts, with each host's number in place of ``{host}``."""
         for host in self.hosts:
-            command = [sys.executable, "-m", "torch.distributed.run"]
-            command += [f"--nnodes={len(self.hosts)}", f"--node-rank={host.number}"]
-            command += [f"--nproc-per-node={self._ranks}", f"--master-port={PORT}"]
-            command += [f"--master-addr={self.hosts[0].address}", str(script)]
-            host.start(command, variables)
+            host.start([word.replace("{host}", str(host.number)) for word in command], variables)
             self._plug_in(host)
         for host in self.hosts:
             host.go()
@@ -168,6 +171,10 @@ class Network:
     def cut(self, host: Host) -> None:
         """Cut the link of a host: what is sent there is lost, and no process is notified."""
         self._at_switch("link", "set", f"v{host.number}", "down")
+
+    def mend(self, host: Host) -> None:
+        """Restore the link of a host."""
+        self._at_switch("link", "set", f"v{host.number}", "up")
 
     def await_reports(self, *names: str) -> None:
         """Return when ranks have reported all these names."""

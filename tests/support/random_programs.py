@@ -31,6 +31,8 @@ from syncprims._world.registry import load_backend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from support.rank_worlds import ServedStore
+
 _PATIENCE = 30.0  # seconds after which a run counts as hanging
 _OPS = ("sum", "min", "max")
 _KINDS: list[Kind] = [
@@ -229,7 +231,8 @@ class _Rank:
         if step.kind == "all_gather":
             return sp.all_gather(sent)
         if step.kind == "all_reduce":
-            return sp.all_reduce(sent, step.op or "sum")
+            op: Any = step.op or "sum"
+            return sp.all_reduce(sent, op)
         if step.kind == "any_rank":
             return sp.any_rank(sent)
         if step.kind == "all_ranks":
@@ -245,18 +248,17 @@ def _facts(error: sp.SyncError) -> list[Any]:
     return [type(error).__name__, error.rank, sorted(error.missing)]
 
 
-def run(seed: int, directory: Path, logs: Path, store: int | None = None) -> History:
+def run(seed: int, directory: Path, logs: Path, store: ServedStore | None = None) -> History:
     """Run the program of `seed` on ranks that use `directory`, and return their history.
 
-    With the port of a `store`, the ranks behave as if they were on two or three hosts.
+    With a `store`, the ranks behave as if they were on two or three hosts.
     """
     made = plan(seed)
     world, more = World("file", made.ranks), {}
     if store is not None:
         hosts = next(h for h in (2, 3, made.ranks) if made.ranks % h == 0)
         world = World("torch", made.ranks, hosts)
-        more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store), "SYNCPRIMS_HEARTBEAT": "8"}
-        more["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # served by this process, not by a rank
+        more = {**store.variables, "SYNCPRIMS_HEARTBEAT": "8"}
     # Imported once here, not in every rank.
     load_backend(world.backend), sp.version()
     reader, writer = os.pipe()
@@ -315,7 +317,9 @@ def _hurt(pids: Sequence[int], made: Plan, joined: int) -> tuple[dict[int, int],
             os.close(eye)
 
 
-def check(seeds: Sequence[int], directory: Path, logs: Path, store: int | None = None) -> None:
+def check(
+    seeds: Sequence[int], directory: Path, logs: Path, store: ServedStore | None = None
+) -> None:
     """Run these seeds and assert that every history keeps all promises."""
     for seed in seeds:
         history = run(seed, directory, logs, store)

@@ -80,13 +80,29 @@ sys.stdin.read()
 """
 
 
+class ServedStore(NamedTuple):
+    """A store that a process serves, as the agent of torchrun does."""
+
+    port: int
+    pid: int
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables with which ranks find it."""
+        return {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # served by this process, not by a rank
+        }
+
+
 @contextlib.contextmanager
-def served_store() -> Generator[int]:
-    """Serve a store in a separate process, as the agent of torchrun does; yield its port."""
+def served_store() -> Generator[ServedStore]:
+    """Serve a store in a separate process."""
     command = [sys.executable, "-c", _SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
-        yield int(server.stdout.readline())
+        yield ServedStore(int(server.stdout.readline()), server.pid)
 
 
 def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:

@@ -33,11 +33,13 @@ Each row is a file of tests: its subject, its number of tests, and what they tri
 last recorded. A count is a number of single trials: kills, schedules, flipped bits.
 
 - **How often.** `make test` runs the tests of the second column before every merge. `make soak`
-  runs long loops of the same kind by hand. An empty cell means that no such run was recorded.
-- **Source.** `python -m pytest --record -m "not soak"` (or `-m soak`) writes `docs/tested.json`,
-  and `python -m support.recording --page` makes this page from it. A test compares both.
-- **Not tested yet.** GPUs and NCCL, and networks of several machines. Several hosts are network
-  namespaces of one machine.
+  runs long loops of the same kind by hand, and `make launchers` real jobs under SLURM and Open MPI:
+  both are in the column of the soak. An empty cell means that no such run was recorded.
+- **Source.** `python -m pytest --record -m "not soak and not launchers"` (or `-m soak`) writes
+  `docs/tested.json`, and `python -m support.recording --page` makes this page from it. `make
+  launchers` does both for its own. A test compares both.
+- **Not tested yet.** Kubernetes, GPUs and NCCL, and networks of several machines. Several hosts are
+  network namespaces of one machine.
 """
 
 _running: list[pytest.Item] = []
@@ -82,7 +84,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Store the outcome of a test and its counts."""
-        place = report.nodeid.partition("::")[0], "soak" if "soak" in report.keywords else "tests"
+        by_hand = {"soak", "launchers"} & set(report.keywords)
+        place = report.nodeid.partition("::")[0], "soak" if by_hand else "tests"
         if report.failed:
             self.failed.add(place)
         if report.when != "call" or not report.passed:

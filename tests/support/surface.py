@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 GOLDEN = Path(__file__).with_name("surface.txt")
-MODULES = ("syncprims", "syncprims.interface", "syncprims.testing", "syncprims.training")
+MODULES = (
+    "syncprims",
+    "syncprims.doctor",
+    "syncprims.interface",
+    "syncprims.testing",
+    "syncprims.training",
+)
 #: Classes whose instances the library makes: their constructors are no promise.
 MADE_BY_THE_LIBRARY = {"Group", "PreparedLoader", "Saving", "World"}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncprims._protocol import trace_file
 from syncprims._protocol.trace_file import Recorder
+from syncprims.errors import format_ranks
 from syncprims.interface import Label, Topology
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
 
@@ -100,6 +101,26 @@ class Planted:
             group = f"0-{self.ranks - 1}"
             outcome = "PeerLost" if None in arrivals else ""
             self._recorders[rank].record(group, label, came, came, gone, number, outcome=outcome)
+
+    def waits(
+        self,
+        number: int,
+        arrivals: Sequence[int | None],
+        until: int,
+        *,
+        kind: str = "barrier",
+        name: str | None = None,
+        site: str = "train.py:7",
+    ) -> None:
+        """Add a round that never ends: those that arrived wait for the others until then."""
+        label = Label(kind, name, site=site)
+        late = format_ranks(rank for rank, arrival in enumerate(arrivals) if arrival is None)
+        for rank, arrival in enumerate(arrivals):
+            if arrival is not None:
+                self._recorders[rank].record(
+                    f"0-{self.ranks - 1}", label, arrival, arrival, until, number,
+                    outcome=late, kind=trace_file.WAITING,
+                )  # fmt: skip
 
     def leave(self, now: int, *, ranks: Sequence[int] | None = None) -> None:
         """End ranks (all by default) regularly; the others count as killed."""

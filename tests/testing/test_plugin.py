@@ -25,6 +25,8 @@ BUGGY = """
             sp.barrier("loaded")
 """
 
+ARGUMENTS = "ranks, kind, backend, schedules, seed, faults, timeout, start, nodes"
+
 
 class Result(NamedTuple):
     code: int
@@ -128,19 +130,60 @@ def test_lists_make_a_test_of_each_world(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", ["schedules=0", "schedules='5'", "schedules=[1, True]", "ranks=[]"]
-)
-def test_a_mark_that_asks_for_no_world_is_an_error(project: Project, asked: str) -> None:
+    ("asked", "why"),
+    [
+        ("schedules=0", "schedules= is how many to try, at least 1"),
+        ("schedules='5'", "schedules= is how many to try, at least 1"),
+        ("schedules=[1, True]", "schedules= is how many to try, at least 1"),
+        ("ranks=[]", "there is no world to run in"),
+        ("rank=4", "there is no argument rank=; did you mean ranks=?"),
+        ("rounds=4", f"there is no argument rounds=; it takes {ARGUMENTS}"),
+        ("4, 5", "only ranks can be given without its name"),
+        ("ranks=[2, 3], nodes=2", "nodes=2: 3 ranks cannot be divided equally among them"),
+        ("ranks=2, faults=[Kill(rank=9, at=1)]", "Kill(rank=9, at=1): there are ranks 0 to 1"),
+        ("seed='5x'", "seed='5x': a seed is a number, or pct<depth>-<steps>-<number>"),
+        ("timeout='5'", "timeout='5': it takes seconds, or a timedelta"),
+        ("kind='fibers'", "kind='fibers': it takes 'threads' or 'processes'"),
+    ],
+)  # fmt: skip
+def test_a_mark_that_asks_for_no_world_fails_its_test_in_one_line(
+    project: Project, asked: str, why: str
+) -> None:
     project.write(f"""
         import pytest
+        from syncprims.testing import Kill
 
         @pytest.mark.world({asked})
         def test_nothing():
             pass
+
+        def test_other():
+            pass
+    """)
+    result = project.run("-rN")
+    assert result.counts(failed=1, passed=1), result.out
+    report = result.out.partition("FAILURES")[2].partition("=\n")[2].splitlines()
+    assert "test_nothing" in report[0]
+    assert report[1] == f"pytest.mark.world({asked}): {why}"
+    assert report[2].startswith("=")
+
+
+def test_a_rank_that_raises_after_a_failed_call_does_not_wait(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        @pytest.mark.world(ranks=2)
+        def test_a_cure():
+            if sp.is_main():
+                try:
+                    sp.barrier("one")
+                except sp.PeerLost:
+                    raise RuntimeError("it was lost")
     """)
     result = project.run()
-    assert "schedules= is how many to try" in result.out or "no world to run in" in result.out
-    assert result.code != 0
+    assert "rank 0 of 2: raised RuntimeError: it was lost after its round 1" in result.out
+    assert "waits in" not in result.out
 
 
 def test_a_deadlock_is_reported_with_output_by_rank_and_the_line_to_paste(project: Project) -> None:

@@ -16,7 +16,7 @@ from syncprims.testing.outcomes import RankOutcome
 from syncprims.testing.probe import Observer, Probe, ProbedBackend, ProbedBoard
 
 OWN: dict[type, set[str]] = {
-    ProbedBackend: {"board", "close"},
+    ProbedBackend: {"board", "close", "close_board"},
     ProbedBoard: {"abort", "collect", "post", "posts_alone", "status", "verdict", "waits_until"},
 }
 
@@ -83,7 +83,15 @@ def test_the_process_group_of_gloo_opens_in_a_world() -> None:
 
 def test_the_probe_overrides_with_equal_signatures() -> None:
     for probed, contract in ((ProbedBackend, Backend), (ProbedBoard, Board)):
-        for name in OWN[probed] & {"board", "close", "post", "collect", "status", "abort"}:
+        for name in OWN[probed] & {
+            "board",
+            "close",
+            "close_board",
+            "post",
+            "collect",
+            "status",
+            "abort",
+        }:
             if inspect.isfunction(vars(contract).get(name)):
                 mine = inspect.signature(vars(probed)[name])
                 assert mine == inspect.signature(vars(contract)[name]), name

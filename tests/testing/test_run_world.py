@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -634,6 +636,49 @@ def test_the_root_cause_is_shown_even_if_others_never_end() -> None:
         run_world(program, 2, timeout=0.3)
 
 
+@both
+def test_a_deadlock_in_a_group_that_was_closed_and_made_again_is_found(kind: Kinds) -> None:
+    def program() -> None:
+        for _ in range(3):
+            pair = sp.group([0, 1])
+            if sp.get_rank() < 2:
+                for _ in range(5):
+                    pair.barrier()
+            pair.close()
+        pair = sp.group([0, 1])
+        if sp.get_rank() == 0:
+            pair.barrier("pair")
+        sp.barrier("all")
+        if sp.get_rank() == 1:
+            pair.barrier("pair")
+
+    with pytest.raises((DeadlockError, sp.CollectiveMismatch), match="barrier 'pair'"):
+        run_world(program, 3, kind=kind)
+
+
+def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was() -> None:
+    released = threading.Event()
+    left: list[threading.Thread] = []
+
+    def program() -> None:
+        if sp.get_rank() == 1:
+            left.append(threading.current_thread())
+            released.wait()  # in C, which no exception ends
+        sp.barrier()
+
+    with sp.init("single") as world:
+        try:
+            with pytest.raises(StallError, match="A thread could not be ended"):
+                run_world(program, 2, timeout=0.3)
+            assert sp.current() is world
+            assert run_world(lambda: sp.all_reduce(1), 3) == [3, 3, 3]
+            sp.barrier("the world of the process")
+        finally:
+            released.set()
+            left[0].join()
+        assert sp.all_gather(sp.get_rank()) == [0]
+
+
 # -- what is asked wrongly -------------------------------------------------------------------------
 
 
@@ -721,3 +766,135 @@ def test_thousands_of_worlds_leave_nothing(kind: Kinds, count: int) -> None:
     _many(count, lambda number: {"kind": kind, **ENDS[number % 3]})
     assert threading.active_count() == threads
     assert len(os.listdir("/dev/fd")) == fds  # noqa: PTH208
+
+
+def test_what_is_defined_in_no_file_cannot_be_spawned() -> None:
+    code = """
+from syncprims.testing import run_world
+
+def program():
+    pass
+
+run_world(program, 2, kind="processes", start="spawn")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "TypeError: <function program at " in done.stderr
+    assert "it is defined in a notebook or an interactive session" in done.stderr
+    assert done.returncode == 1
+
+
+# -- ranks with several threads --------------------------------------------------------------------
+
+
+def start(call: Callable[[], object], *, daemon: bool = False) -> threading.Thread:
+    """Start a thread of this rank."""
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(call,), daemon=daemon)
+    thread.start()
+    return thread
+
+
+@both
+def test_two_threads_use_two_groups(kind: Kinds) -> None:
+    """As the advice of `ConcurrentCall` says, in either order of the first calls."""
+
+    def program() -> Any:
+        everybody, pair = sp.group([0, 1, 2]), sp.group([0, 1])
+        seen: list[Any] = []
+
+        def other() -> None:
+            seen.extend(pair.all_gather((sp.get_rank(), k)) for k in range(30))
+
+        thread = start(other) if sp.get_rank() < 2 else None
+        mine = [everybody.all_gather(sp.get_rank()) for _ in range(30)]
+        if thread is not None:
+            thread.join()
+            assert seen == [[(0, k), (1, k)] for k in range(30)]
+        return mine
+
+    for _ in range(5):
+        assert run_world(program, 3, kind=kind) == [[[0, 1, 2]] * 30] * 3
+
+
+@both
+@pytest.mark.parametrize("daemon", [True, False])
+def test_a_thread_that_is_late_is_no_deadlock(kind: Kinds, daemon: bool) -> None:
+    def program() -> str:
+        pair = sp.group([0, 1])
+
+        def later() -> None:
+            time.sleep(0.3)  # long enough for a deadlock to be found
+            pair.barrier("pair")
+
+        if sp.get_rank() == 0:
+            start(later, daemon=daemon)
+        if sp.get_rank() == 1:
+            pair.barrier("pair")
+        sp.barrier("all")
+        return "passed"
+
+    assert run_world(program, 3, kind=kind) == ["passed"] * 3
+
+
+@both
+def test_a_rank_waits_outside_for_its_own_thread(kind: Kinds) -> None:
+    def program() -> Any:
+        pair = sp.group([0, 1])
+        seen: list[int] = []
+        thread = start(lambda: seen.extend(pair.all_gather(sp.get_rank())))
+        thread.join()  # it holds the turn meanwhile
+        return seen, sp.all_gather("after")
+
+    assert run_world(program, 2, kind=kind) == [([0, 1], ["after"] * 2)] * 2
+
+
+@both
+def test_a_thread_may_call_after_the_program_has_returned(kind: Kinds) -> None:
+    def program() -> str:
+        pair = sp.group([0, 1])
+
+        def later() -> None:
+            time.sleep(0.2)  # the others have returned by now
+            pair.barrier()
+            pair.barrier()
+
+        if sp.get_rank() < 2:
+            start(later)
+        return "returned"
+
+    assert run_world(program, 3, kind=kind) == ["returned"] * 3
+
+
+@both
+def test_threads_that_wait_for_each_other_are_a_deadlock(kind: Kinds) -> None:
+    def program() -> None:
+        trio, pair = sp.group([0, 1, 2]), sp.group([0, 1])
+
+        def other() -> None:
+            with contextlib.suppress(sp.SyncError):
+                pair.barrier("pair")
+
+        if sp.get_rank() == 0:
+            start(other)
+            trio.barrier("trio")
+        else:
+            sp.barrier("world")
+
+    with pytest.raises(DeadlockError, match="wait") as caught:
+        run_world(program, 4, kind=kind, timeout=20)
+    said = str(caught.value.__cause__)
+    assert "barrier 'trio' (" in said
+    assert "barrier 'pair' (" in said
+
+
+def test_an_idle_pool_hides_no_deadlock() -> None:
+    def program() -> None:
+        pair = sp.group([0, 1])
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int).result()
+            pair.barrier("pair") if sp.is_main() else sp.barrier("all")
+
+    with pytest.raises(DeadlockError, match="wait"):
+        run_world(program, 3)

@@ -120,6 +120,62 @@ def test_a_rank_that_never_comes_is_to_blame(
     assert found.stragglers == [1]
 
 
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
+    """A run of four ranks: rank 3 is 5 ms late once, and rank 2 never comes to the last barrier."""
+    run = Planted(tmp_path / "trace", monkeypatch, 4)
+    for rank in range(4):
+        run.rank(rank)
+    run.round(1, [AT] * 4, kind="init", site="train.py:1")
+    run.round(2, [AT + SECOND] * 3 + [AT + SECOND + SECOND // 200], site="spin.py:5")
+    late = AT + 2 * SECOND
+    run.waits(3, [late, late, None, late], late + 20 * SECOND, name="end", site="spin.py:8")
+    return run
+
+
+def test_a_hang_is_laid_on_the_rank_that_has_not_come(hanging: Planted) -> None:
+    hanging.leave(0, ranks=[])
+    found = analysis_of(hanging)
+    assert found.conclusion == (
+        "Rank 2 has not come to barrier 'end' (spin.py:8); 3 ranks have waited 20 s."
+    )
+    assert found.stragglers == [2]
+    worst = found.late_arrivals[0]
+    assert (worst.late, str(worst.call), worst.call.site) == (2, "barrier 'end'", "spin.py:8")
+    assert worst.waited == pytest.approx(60)
+    assert sorted(worst.waiting) == [0, 1, 3]
+    assert found.summaries[2].waited_for == pytest.approx(60)
+    assert found.summaries[0].waiting == pytest.approx(20, rel=1e-2)
+    assert found.summaries[0].end == (
+        "killed, or still running: waits at barrier 'end' (spin.py:8)"
+    )
+
+
+def test_a_hang_after_long_waits_does_not_hide_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Planted(tmp_path / "trace", monkeypatch, 4)
+    for rank in range(4):
+        run.rank(rank)
+    for step in range(10):
+        base = AT + 20 * step * SECOND
+        run.round(step + 1, [base, base, base, base + 10 * SECOND], site="train.py:5")
+    late = AT + 200 * SECOND
+    run.waits(11, [late, None, None, late], late + 2 * SECOND, name="end", site="train.py:8")
+    run.leave(0, ranks=[])
+    found = analysis_of(run)
+    assert found.conclusion.startswith(
+        "Ranks 1 and 2 have not come to barrier 'end' (train.py:8); 2 ranks have waited 2 s. "
+        "In all: Rank 3 is the straggler"
+    )
+
+
+def test_a_wait_that_others_have_survived_is_no_hang(hanging: Planted) -> None:
+    """Rank 0 was killed as it waited; the others met again, or reported it, and ended."""
+    hanging.leave(AT + 60 * SECOND, ranks=[1, 2, 3])
+    assert "has not come to" not in analysis_of(hanging).conclusion
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 s"), (3e-9, "3 ns"), (1.5e-6, "1.5 us"), (0.25, "250 ms"), (61.2, "61.2 s"),

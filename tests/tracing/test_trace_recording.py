@@ -175,20 +175,22 @@ def test_one_that_is_killed_as_it_waits_says_where(scripts: Scripts, tmp_path: P
     deadline = time.monotonic() + 30
 
     def waits(rank: int) -> bool:
-        """Tell whether the file says that the rank waits; it may not be there yet."""
+        """Return whether the file says for whom the rank waits; it may not be there yet."""
         paths = list((tmp_path / "t").glob(f"*/rank-{rank}.trace"))
-        return bool(paths) and b"never" in paths[0].read_bytes()
+        return bool(paths) and entries(read_run(paths[0].parent), rank)[-1].outcome == "2"
 
     try:
         while not (waits(0) and waits(1)):
             assert time.monotonic() < deadline
-            time.sleep(0.01)
+            time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
         scripts.wait(processes)
     done = trace_command(tmp_path / "t")
     assert done.stdout.count("killed, or still running: waits at barrier 'never'") == 2
+    assert "Rank 2 has not come to barrier 'never'" in done.stdout
+    assert "; 2 ranks have waited " in done.stdout
     assert done.returncode == 0
 
 

@@ -108,7 +108,7 @@ def test_tensors_of_all_ranks(world: Ranks) -> None:
         assert a.reduce([torch.tensor(rank)], "mean", scale=2.0)[0] == 2 * total / ranks
         assert a.reduce(torch.tensor(rank), "none") == rank
         with pytest.raises(ValueError, match="minimum"):
-            a.reduce(torch.tensor(rank), "minimum")
+            a.reduce(torch.tensor(rank), "minimum")  # type: ignore[arg-type]
         mine = torch.full((2,), float(rank))
         assert a.broadcast(mine, from_process=ranks - 1) is mine
         assert mine.tolist() == [ranks - 1.0] * 2

@@ -39,6 +39,34 @@ def test_alone_it_just_works() -> None:
     assert say("barrier(); print(current().backend_name, all_gather(1))") == (0, "single [1]\n")
 
 
+def test_a_misspelt_variable_is_warned_of_once() -> None:
+    twice = "barrier(); shutdown(); init(); barrier()"
+    code, text = say(twice, SYNCPRIMS_TIMOUT="5", SYNCPRIMS_COLOUR="1", SYNCPRIMS_TIMEOUT="60")
+    assert (code, text) == (0, (
+        "SYNCPRIMS_COLOUR is set, and nothing reads it. `syncprims env` lists the variables that "
+        "are read\n"
+        "SYNCPRIMS_TIMOUT is set, and nothing reads it: did you mean SYNCPRIMS_TIMEOUT? "
+        "`syncprims env` lists the variables that are read\n"
+    ))  # fmt: skip
+
+
+def test_only_one_rank_of_a_node_warns_of_a_misspelt_variable(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import syncprims\nsyncprims.barrier()\n")
+    run = f"from syncprims.cli import main; raise SystemExit(main(['run', '-n3', {str(script)!r}]))"
+    code, text = say(run, SYNCPRIMS_TIMOUT="5")
+    assert code == 0, text
+    assert text.count("SYNCPRIMS_TIMOUT is set, and nothing reads it") == 1
+
+
+def test_a_world_of_one_in_a_larger_job_says_so_once() -> None:
+    _, said = say("barrier(); shutdown(); init(); barrier()", SLURM_NTASKS="4")
+    assert said.count("this is a world of one: SLURM_NTASKS=4 is set") == 1
+    assert "srun" in said
+    assert "SYNCPRIMS_LAUNCHER=none" in said
+    assert say("barrier()", SLURM_NTASKS="4", SYNCPRIMS_LAUNCHER="none") == (0, "")
+
+
 WRONG = [
     ("world size against single", {"WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "single"}, "barrier()",
      ["ConfigurationError", "WORLD_SIZE=2", "SYNCPRIMS_BACKEND=single"]),
@@ -55,6 +83,10 @@ WRONG = [
     ("two nodes on files", {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
                             "LOCAL_WORLD_SIZE": "1", "SYNCPRIMS_BACKEND": "file"}, "barrier()",
      ["'file'", "one host", "2 nodes"]),
+    ("two pods on files", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0",
+                           "KUBERNETES_SERVICE_HOST": "10.0.0.1", "SYNCPRIMS_BACKEND": "file",
+                           "SYNCPRIMS_RUN_ID": "a"}, "get_local_rank()",
+     ["'file'", "one host", "MASTER_ADDR=job-master-0"]),
     ("no name for the run", {"RANK": "0", "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"},
      "barrier()", ["SYNCPRIMS_RUN_ID"]),
     ("auto under torchrun", {"RANK": "0", "WORLD_SIZE": "2"}, "barrier()",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -18,15 +19,30 @@ from support.launcher_variables import (
 )
 
 from syncprims import ConfigurationError
-from syncprims._world.launchers import detect, make_rank_variables
-from syncprims._world.settings import read_settings
+from syncprims._world.launchers import (
+    detect,
+    find_half_world,
+    find_spread,
+    make_rank_variables,
+)
+from syncprims._world.settings import derive_store, read_settings
+from syncprims.interface import UNKNOWN
 
+#: What a SLURM step of one task adds to :data:`SLURM`.
+ONE_TASK = {
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
 PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
     ("nobody", {"PATH": "/bin"}, ("none", 0, 1, 0, 1, 0, 1)),
-    ("ours, the short form", OURS, ("syncprims", 1, 2, 1, 2, 0, 1)),
+    ("ours, the short form", OURS, ("syncprims", 1, 2, *[UNKNOWN] * 4)),
     ("syncprims run", make_rank_variables(3, 4), ("syncprims", 3, 4, 3, 4, 0, 1)),
     ("torchrun", TORCHRUN, ("torchrun", 5, 8, 1, 4, 1, 2)),
-    ("RANK and WORLD_SIZE", {"RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 1, 2, 1, 2, 0, 1)),
+    ("RANK and WORLD_SIZE", {"RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 1, 2, *[UNKNOWN] * 4)),
     ("srun", SLURM, ("SLURM", 5, 6, 1, 2, 1, 2)),
     (
         "srun, tasks per node repeated",
@@ -37,9 +53,9 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
     ("salloc's shell", {**SHELL, "SLURM_JOB_NAME": "bash"}, ("none", 0, 1, 0, 1, 0, 1)),
     ("interactive", {**SHELL, "SLURM_JOB_NAME": "interactive"}, ("none", 0, 1, 0, 1, 0, 1)),
     ("srun bash -c", {**SLURM, "SLURM_JOB_NAME": "bash"}, ("SLURM", 5, 6, 1, 2, 1, 2)),
-    ("mpirun", OPEN_MPI, ("Open MPI", 3, 4, 1, 2, 1, 2)),
+    ("mpirun", OPEN_MPI, ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN)),
     ("mpiexec of MPICH", MPICH, ("MPICH", 1, 2, 1, 2, 0, 1)),
-    ("aprun of PALS", PALS, ("PALS", 3, 4, 1, 2, 1, 2)),
+    ("aprun of PALS", PALS, ("PALS", 3, 4, 1, 2, 1, UNKNOWN)),
     (
         "PALS without MPICH's rank",  # its size is in the variable that MPICH has, too
         {
@@ -51,7 +67,7 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
         },
         ("PALS", 1, 2, 1, 2, 0, 1),
     ),
-    ("jsrun", LSF, ("LSF", 2, 4, 0, 2, 1, 2)),
+    ("jsrun", LSF, ("LSF", 2, 4, 0, 2, UNKNOWN, UNKNOWN)),
     (
         "torchrun on each node of a SLURM step",
         {
@@ -74,7 +90,89 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
             "SLURM_LOCALID": "0",
             "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
         },
-        ("Open MPI", 3, 4, 1, 2, 1, 2),
+        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "mpirun in a batch script of two nodes, whose daemon is a step of one",
+        {**OPEN_MPI, **SLURM, **ONE_TASK},
+        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "hydra with uneven nodes",
+        {**MPICH, "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+        ("MPICH", 1, 3, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "each task of a SLURM step starts a run of torchrun",
+        {
+            **TORCHRUN,
+            **SLURM,
+            **ONE_TASK,
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+        },
+        ("torchrun", 1, 2, 1, 2, 0, 1),
+    ),
+    (
+        "each task of a SLURM step starts torchrun with one rank",
+        {
+            **TORCHRUN,
+            **SLURM,
+            **ONE_TASK,
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+        },
+        ("torchrun", 0, 1, 0, 1, 0, 1),
+    ),
+    (
+        "workers of Ray on three of SLURM's four nodes",
+        {
+            "RANK": "2",
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "NODE_RANK": "2",
+            **SLURM,
+            **ONE_TASK,
+            "SLURM_PROCID": "3",
+            "SLURM_NODEID": "3",
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_STEP_NUM_NODES": "4",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+        },
+        ("torchrun", 2, 3, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "ranks that a task of SLURM starts by hand",
+        {"RANK": "1", "WORLD_SIZE": "2", **SLURM, **ONE_TASK},
+        ("torchrun", 1, 2, *[UNKNOWN] * 4),
+    ),
+    (
+        "SLURM by choice",
+        {**TORCHRUN, **SLURM, "SYNCPRIMS_LAUNCHER": "slurm"},
+        ("SLURM", 5, 6, 1, 2, 1, 2),
+    ),
+    (
+        "torchrun by choice",
+        {**TORCHRUN, **SLURM, "SYNCPRIMS_LAUNCHER": "torchrun"},
+        ("torchrun", 5, 8, 1, 4, 1, 2),
+    ),
+    (
+        "Open MPI by choice",
+        {**OPEN_MPI, **MPICH, "SYNCPRIMS_LAUNCHER": "Open MPI"},
+        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "none by choice",
+        {**TORCHRUN, **SLURM, "SYNCPRIMS_LAUNCHER": "none"},
+        ("none", 0, 1, 0, 1, 0, 1),
     ),
     (
         "srun with PMI, saying the same",
@@ -121,11 +219,30 @@ WRONG: list[tuple[str, dict[str, str], list[str]]] = [
     ("half of ours", {"SYNCPRIMS_RANK": "0"}, ["SYNCPRIMS_RANK=0", "SYNCPRIMS_WORLD_SIZE"]),
     ("half of MPICH", {"PMI_SIZE": "2"}, ["PMI_SIZE=2", "PMI_RANK"]),
     ("half of Open MPI", {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_SIZE"]),
+    (
+        "a pod of several ranks without torchrun",
+        {"RANK": "1", "WORLD_SIZE": "8", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
+        ["PET_NPROC_PER_NODE=4", "WORLD_SIZE=8", "torchrun"],
+    ),
     ("no number", {"RANK": "one", "WORLD_SIZE": "2"}, ["RANK='one'", "whole number"]),
-    ("no such rank", {"RANK": "2", "WORLD_SIZE": "2"}, ["rank=2", "world_size=2"]),
-    ("negative", {"RANK": "-1", "WORLD_SIZE": "2"}, ["rank=-1"]),
-    ("local rank", {**TORCHRUN, "LOCAL_RANK": "4"}, ["local_rank=4", "local_world_size=4"]),
-    ("local size", {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, ["local_world_size=16", "world_size=8"]),
+    (
+        "no such rank",
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        ["says RANK=2 and WORLD_SIZE=2: RANK must"],
+    ),
+    ("negative", {"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1", "WORLD_SIZE=2"]),
+    ("local rank", {**TORCHRUN, "LOCAL_RANK": "4"}, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
+    ("local size", {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, ["LOCAL_WORLD_SIZE=16", "WORLD_SIZE=8"]),
+    (
+        "a number that no variable gives",
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "5"},
+        ["LOCAL_RANK=5 and WORLD_SIZE=2"],
+    ),
+    (
+        "no such rank of SLURM",
+        {**SLURM, "SLURM_PROCID": "9"},
+        ["SLURM_PROCID=9", "SLURM_STEP_NUM_TASKS=6"],
+    ),
     ("SLURM's list", {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, ["'4x2'", "2(x3),1"]),
     (
         "torchrun against SLURM",
@@ -153,18 +270,67 @@ def test_contradictions_name_what_they_are_about(environ: dict[str, str], words:
         assert word in str(caught.value)
 
 
-def test_run_ids_tell_runs_and_restarts_apart() -> None:
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("pbs", ["SYNCPRIMS_LAUNCHER='pbs'", "torchrun, slurm, openmpi", "none"]),
+        ("slurm", ["SYNCPRIMS_LAUNCHER=slurm", "SLURM_PROCID", "not set"]),
+    ],
+)
+def test_a_launcher_that_is_named_has_to_be_there(asked: str, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        detect({**TORCHRUN, "SYNCPRIMS_LAUNCHER": asked})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_agents_that_count_their_own_restarts_have_one_run_id() -> None:
+    first = detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
+    second = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "localhost"}
+    assert first.run_id == detect(second).run_id
+    own = {"SYNCPRIMS_RUN_ID": "mine"}
+    assert detect({**TORCHRUN, **own, "TORCHELASTIC_RESTART_COUNT": "1"}).run_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, ""),
+        ({"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "PET_NNODES": "1"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1"}, ""),
+        (SLURM_JOB, "SLURM_NTASKS=6 is set, and this process was not started by srun"),
+        ({**SLURM_JOB, "SYNCPRIMS_LAUNCHER": "none"}, ""),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "PET_NNODES=2 is set, .* torchrun"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1 .* RANK, WORLD_SIZE"),
+        ({"OMPI_UNIVERSE_SIZE": "8"}, "OMPI_UNIVERSE_SIZE=8 .* mpirun; a container"),
+        ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "a"}, "PMIX_RANK=3"),
+    ],
+)
+def test_a_world_of_one_says_what_speaks_of_more(environ: dict[str, str], words: str) -> None:
+    said = find_half_world(environ, detect(environ))
+    assert re.match(words or "$", said), said
+
+
+def test_pods_are_several_hosts() -> None:
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    in_cluster = {**pod, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert "MASTER_ADDR=job-master-0" in find_spread(in_cluster, detect(in_cluster))
+    assert "PET_NNODES=2" in find_spread(pod | {"PET_NNODES": "2"}, detect(pod))
+    assert find_spread(pod, detect(pod)) == ""
+    spawned = {**in_cluster, "MASTER_ADDR": "localhost"}
+    assert find_spread(spawned, detect(spawned)) == ""
+
+
+def test_run_ids_tell_runs_apart() -> None:
     def run_id(**more: str) -> str | None:
         return detect({**TORCHRUN, **more}).run_id
 
     assert run_id() == run_id(RANK="4", LOCAL_RANK="0")
     ids = {
         run_id(),
-        run_id(TORCHELASTIC_RESTART_COUNT="1"),
         run_id(MASTER_PORT="29501"),
         run_id(TORCHELASTIC_RUN_ID="mine"),
         run_id(SYNCPRIMS_RUN_ID="mine"),
-        run_id(SYNCPRIMS_RUN_ID="mine", TORCHELASTIC_RESTART_COUNT="1"),
         detect(SLURM).run_id,
         detect({**SLURM, "SLURM_STEP_ID": "1"}).run_id,
         detect({**SLURM, "SLURM_RESTART_COUNT": "1"}).run_id,
@@ -172,7 +338,7 @@ def test_run_ids_tell_runs_and_restarts_apart() -> None:
         detect(PALS).run_id,
         detect(LSF).run_id,
     }
-    assert len(ids) == 12
+    assert len(ids) == 10
     assert None not in ids
     assert detect(MPICH).run_id is None  # it has none to give
     assert detect({}).run_id is None
@@ -198,6 +364,42 @@ def test_settings() -> None:
     assert not settings.pickle
     assert read_settings({"SYNCPRIMS_TIMEOUT": ""}).timeout is None
     assert read_settings({}).join_timeout == 300
+
+
+ON_NODES = {**SLURM, "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_JOB_NODELIST": "node[1-4]"}
+
+
+def meeting(environ: dict[str, str]) -> tuple[str, int] | None:
+    return derive_store(environ, detect(environ))
+
+
+def test_steps_of_one_slurm_job_meet_at_different_ports() -> None:
+    first, second = meeting(ON_NODES), meeting({**ON_NODES, "SLURM_STEP_ID": "1"})
+    assert first is not None
+    assert second is not None
+    assert first[0] == second[0] == "node1"
+    assert first[1] != second[1]
+    assert meeting({**ON_NODES, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) == first
+    assert meeting({**ON_NODES, "MASTER_ADDR": "10.0.0.1"}) == ("10.0.0.1", first[1])
+    assert meeting({**ON_NODES, "MASTER_PORT": "4000"}) == ("node1", 4000)
+
+
+def test_a_step_on_one_node_needs_no_store() -> None:
+    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0"}
+    assert meeting({**ON_NODES, **one_node}) is None
+    assert meeting(TORCHRUN) is None
+    assert meeting({}) is None
+
+
+def test_all_ranks_of_mpirun_in_a_slurm_job_meet_on_its_first_node() -> None:
+    job = {**SLURM_JOB, "SLURM_JOB_NODELIST": "node[1-2]"}
+    here = {**OPEN_MPI, **job, "OMPI_COMM_WORLD_RANK": "0", "SLURMD_NODENAME": "node1"}
+    there = {**OPEN_MPI, **ON_NODES, **job, **ONE_TASK, "SLURMD_NODENAME": "node2"}
+    there["SLURM_STEP_NODELIST"] = "node2"
+    assert meeting(here) == meeting(there)
+    assert meeting(here) is not None
+    with pytest.raises(ConfigurationError, match=r"rank 0 is on node node2.*MASTER_ADDR=node2"):
+        meeting({**there, "OMPI_COMM_WORLD_RANK": "0"})
 
 
 def test_a_port_that_is_none_is_told_where_slurm_implies_the_address() -> None:

@@ -67,7 +67,7 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
     return _to_device(syncprims.broadcast(tensor), rank_device())
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: Any, reduction: _gathering.Reduction = "mean", scale: float = 1.0) -> Any:
     """Return the tensors' ``mean``, ``sum``, ``max`` or the like over all ranks. Collective."""
     return _gathering.reduce(tensor, reduction, scale)
 

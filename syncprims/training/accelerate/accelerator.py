@@ -17,6 +17,7 @@ import syncprims
 from syncprims.training import gathering
 from syncprims.training.accumulation import Accumulator, join_uneven_inputs
 from syncprims.training.data import skip_first_batches
+from syncprims.training.gathering import Reduction
 from syncprims.training.precision import Precision
 from syncprims.training.preparation import Preparation, rank_device, unwrap_model
 
@@ -166,26 +167,39 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """Return whether the flag is set on any rank, and reset it. Collective."""
         return self._trigger.check()
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *, name: str | None = None) -> Any:
         """Return all ranks' tensors, concatenated. See :func:`gather`. Collective."""
-        return gathering.gather(tensor)
+        return gathering.gather(tensor, name=name)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(
+        self,
+        tensor: Any,
+        reduction: Reduction = "sum",
+        scale: float = 1.0,
+        *,
+        name: str | None = None,
+    ) -> Any:
         """Return the ``sum``, ``mean``, ``min``, ``max`` or ``prod`` over all ranks. Collective.
 
         The result is multiplied by `scale`. With ``none`` the tensors are returned unchanged.
         """
-        return gathering.reduce(tensor, reduction, scale)
+        return gathering.reduce(tensor, reduction, scale, name=name)
 
-    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+    def broadcast(self, tensor: Any, from_process: int = 0, *, name: str | None = None) -> Any:
         """Fill the tensors with those of one rank, and return them. Collective."""
-        return gathering.broadcast(tensor, from_process)
+        return gathering.broadcast(tensor, from_process, name=name)
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+        self,
+        tensor: Any,
+        dim: int = 0,
+        pad_index: float = 0,
+        pad_first: bool = False,
+        *,
+        name: str | None = None,
     ) -> Any:
         """Return the tensors, padded to the longest of all ranks. Collective."""
-        return gathering.pad_across_processes(tensor, dim, pad_index, pad_first)
+        return gathering.pad_across_processes(tensor, dim, pad_index, pad_first, name=name)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -410,8 +424,10 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             stack.enter_context(join_uneven_inputs(self.accumulator))
             yield
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, name: str | None = None
+    ) -> Any:
         """Return all ranks' tensors, concatenated, without the items that pad the last batches."""
         cursor = self.accumulator.loaders.innermost
         real = None if cursor is None else cursor.real
-        return gathering.gather_for_metrics(input_data, real, use_gather_object)
+        return gathering.gather_for_metrics(input_data, real, use_gather_object, name=name)

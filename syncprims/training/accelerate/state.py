@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -15,7 +15,8 @@ from syncprims._world.sequential import MainFirst
 from syncprims._world.world import set_world_timeout
 from syncprims.training.preparation import rank_device
 
-F = TypeVar("F", bound="Callable[..., Any]")
+P = ParamSpec("P")
+R = TypeVar("R")
 _STATE = "accelerate.state"  # among the world's extras: what all states of a rank share
 _ACCELERATOR = "accelerate.accelerator"  # the latest one
 
@@ -88,17 +89,17 @@ class RankCalls:
         """Return a context whose body the first rank of each node runs before the others."""
         return syncprims.main_first(local=True)
 
-    def on_main_process(self, function: F) -> F:
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Make a function run on rank 0 only."""
-        return syncprims.on_main(function)  # type: ignore[return-value]
+        return syncprims.on_main(function)
 
-    def on_local_main_process(self, function: F) -> F:
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Make a function run on the first rank of each node only."""
-        return syncprims.on_local_main(function)  # type: ignore[return-value]
+        return syncprims.on_local_main(function)
 
-    def on_last_process(self, function: F) -> F:
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Make a function run on the highest rank only."""
-        return syncprims.on_last(function)  # type: ignore[return-value]
+        return syncprims.on_last(function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """Make a function run on one rank only. With or without the function."""

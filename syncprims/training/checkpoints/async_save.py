@@ -217,7 +217,7 @@ def _report(writer: StateWriter, message: dict[str, Any]) -> None:
 
     If that has given up, nothing is left of the save, and the leading rank raises the reason.
     """
-    part, report = (writer.report_path(writer.team.place, suffix) for suffix in ("-part", ""))
+    part, report = (writer.report_path(writer.team.number, suffix) for suffix in ("-part", ""))
     try:
         filesystem.write_small(part, dump_with_digest(message)[0])
         filesystem.rename(part, report)
@@ -241,16 +241,16 @@ def _collect_reports(
     :raises CheckpointError: if the save is cancelled, or this program ended long ago.
     """
     doing, ranks = writer.doing, writer.team.ranks
-    reports = {writer.team.place: own}
+    reports = {writer.team.number: own}
     pause, ended = 0.005, 0.0
     while True:
-        for place in range(len(ranks)):
-            path = writer.report_path(place)
-            if place not in reports and filesystem.exists(path):
+        for index in range(len(ranks)):
+            path = writer.report_path(index)
+            if index not in reports and filesystem.exists(path):
                 data = filesystem.read_small(path, _LONGEST_REPORT)
                 report = parse(path, data)
                 check_digest(path, data)
-                reports[place] = report
+                reports[index] = report
         if len(reports) == len(ranks):
             break
         if cancelled.wait(pause):
@@ -264,11 +264,11 @@ def _collect_reports(
         if not threading.main_thread().is_alive():
             ended = ended or time.monotonic()
             if time.monotonic() - ended > _GRACE:
-                late = [rank for place, rank in enumerate(ranks) if place not in reports]
+                late = [rank for index, rank in enumerate(ranks) if index not in reports]
                 raise CheckpointError(f"{doing}: ranks {late} have not finished their part")
-    for place in sorted(reports, reverse=True):  # the leading rank's last
-        filesystem.remove(writer.report_path(place))
-    return [reports[place] for place in sorted(reports)]
+    for index in sorted(reports, reverse=True):  # the leading rank's last
+        filesystem.remove(writer.report_path(index))
+    return [reports[index] for index in sorted(reports)]
 
 
 def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -34,24 +34,24 @@ _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")
 def write_files(
     folder: str,
     files: Sequence[PlannedFile],
-    place: int,
+    index: int,
     doing: str,
     write: Callable[[str, Mapping[str, torch.Tensor], Callable[[int], object]], FileRecord],
     *,
     quiet: bool = False,
 ) -> dict[str, list[Any]]:
-    """Write the files of the rank at `place`; return the file record of each. Shows progress.
+    """Write the files of the rank of this index; return the file record of each. Shows progress.
 
     Collective if there are DTensors in a file: every rank passes all files, and takes part in
     gathering them, also after an error of its own.
     """
     written: dict[str, list[Any]] = {}
     failure: Exception | None = None
-    size = sum(byte_size(file.tensors.values()) for file in files if file.writer == place)
+    size = sum(byte_size(file.tensors.values()) for file in files if file.writer == index)
     with progress_bar(doing, size, quiet=quiet) as add:
         for name, writer, tensors in files:
             gathered = {key: full_tensor(tensor) for key, tensor in tensors.items()}
-            if writer == place and failure is None:
+            if writer == index and failure is None:
                 try:
                     written[name] = list(write(f"{folder}/{name}", gathered, add))
                 except Exception as error:

@@ -55,7 +55,7 @@ class Team(NamedTuple):
     """The ranks that save or load together: those of the group that is entered, else all."""
 
     ranks: list[int]  #: world ranks
-    place: int  #: index of this rank among them
+    number: int  #: of this rank among them, from 0
 
     @classmethod
     def meet(cls, doing: str, directory: Directory | None = None) -> Team:
@@ -84,7 +84,7 @@ class Team(NamedTuple):
     @property
     def leads(self) -> bool:
         """Whether this is the rank that does what only one rank may do."""
-        return self.place == 0
+        return self.number == 0
 
 
 class Results(NamedTuple, Generic[T]):

@@ -162,7 +162,7 @@ def check_digest(path: str, data: bytes, under: str | None = None) -> str:
     """
     prefix = _prefix(under)
     if not data.startswith(prefix):
-        raise refusal(path, "its digest is not in its place", prefix, data[: len(prefix)])
+        raise refusal(path, "its digest is not where it belongs", prefix, data[: len(prefix)])
     found = data[len(prefix) : len(prefix) + DIGEST_LENGTH]
     expected = replace_digest(data, under)[1]
     if found != expected.encode():

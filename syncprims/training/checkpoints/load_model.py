@@ -246,7 +246,7 @@ def _place(
 
 
 class _Slot(NamedTuple):
-    """The place of a parameter or buffer in a module."""
+    """Where a parameter or buffer is in a module."""
 
     module: nn.Module
     table: dict[str, Any]  #: the module's own

@@ -142,7 +142,7 @@ class _StateReader(NamedTuple):
                 f"or load with any_world_size=True, which leaves those as they are.",
                 path=self.manifest_path,
             )
-        mine = self.manifest.ranks[self.team.place] if saved == here else None
+        mine = self.manifest.ranks[self.team.number] if saved == here else None
         self._open(mine)
         states: dict[str, Any] = {}
         for name in self._common_names(self.objects, self.manifest.objects):
@@ -151,7 +151,7 @@ class _StateReader(NamedTuple):
             check_fits(self.path, name, thing, states[name])
         if mine is None:
             return _Found(self.path, self.manifest, states, None)
-        kept: Any = self._state(f"of rank {self.team.place}", mine, {})
+        kept: Any = self._state(f"of rank {self.team.number}", mine, {})
         if not isinstance(kept, dict) or not isinstance(kept.get("objects"), dict):
             expected = "objects and random numbers"
             raise refusal(self.manifest_path, "a rank's own state", expected, repr(kept))

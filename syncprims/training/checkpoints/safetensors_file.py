@@ -193,8 +193,8 @@ def _make_header(
 def _pieces(tensor: torch.Tensor, offset: int = 0) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in order: views of its own memory where that is possible.
 
-    `offset` is the tensor's place in the file. Pieces end at multiples of the chunk size: Linux can
-    keep what begins there in large pages, and accepts it several times as fast.
+    `offset` is where the tensor begins in the file. Pieces end at multiples of the chunk size:
+    Linux can keep what begins there in large pages, and accepts it several times as fast.
     """
     tensor = tensor.detach()
     size = byte_size([tensor])
@@ -262,7 +262,7 @@ def run_parallel(
 
 
 class _Entry(NamedTuple):
-    """The place of a tensor in a file."""
+    """Where a tensor is in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -390,7 +390,7 @@ class SafetensorsFile:
         if not _are_sizes(shape) or len(shape) > 64:
             raise refusal(self.path, f"shape of {name!r}", "a list of sizes", repr(shape))
         if not _are_sizes(offsets) or len(offsets) != 2:
-            raise refusal(self.path, f"place of {name!r}", "[start, end]", repr(offsets))
+            raise refusal(self.path, f"position of {name!r}", "[start, end]", repr(offsets))
         start, end = offsets
         needed = dtype.itemsize * math.prod(shape)
         # A zero in a shape can hide other sizes that no tensor may have.
@@ -404,7 +404,7 @@ class SafetensorsFile:
         at = self._begin
         for name, entry in sorted(self.entries.items(), key=lambda item: item[1][2:]):
             if entry.start != at:
-                what = f"place of {name!r}"
+                what = f"position of {name!r}"
                 raise refusal(self.path, what, f"byte {at} of the file", f"byte {entry.start}")
             at = entry.end
         if at != self.size:

@@ -159,12 +159,12 @@ class _ModelWriter(NamedTuple):
             ties = {other: name for other, name in self.ties.items() if name in tensors}
             return write_file(path, tensors, ties, on_progress)
 
-        return write_files(self.path, self.files, self.team.place, "saving the model", write)
+        return write_files(self.path, self.files, self.team.number, "saving the model", write)
 
     def remove_files(self) -> None:
         """Remove this rank's files; on the leading rank all, so that the directory can go."""
         for name, writer, _ in self.files:
-            if self.team.leads or writer == self.team.place:
+            if self.team.leads or writer == self.team.number:
                 filesystem.remove_or_log(f"{self.path}/{name}")
 
     def commit(self, records: dict[str, FileRecord]) -> None:

@@ -21,7 +21,7 @@ class PlannedFile(NamedTuple):
     """A file to write."""
 
     name: str
-    writer: int  #: place of the rank that writes it
+    writer: int  #: index of the rank that writes it
     tensors: Mapping[str, torch.Tensor]
 
 

@@ -190,7 +190,7 @@ class _StatePlan(NamedTuple):
         for number, (one, file) in enumerate(zip(summaries, own_names, strict=True)):
             used = one["own_tensors"] or file in with_shards
             ranks.append(SavedState(json.loads(one["own"]), [file] if used else [], {}))
-            if used and number == team.place:
+            if used and number == team.number:
                 files.append(
                     save_plan.PlannedFile(file, number, {**self.own.tensors, **own_shards})
                 )
@@ -219,7 +219,7 @@ class _StatePlan(NamedTuple):
                     continue  # a replica of what another rank writes, or empty
                 seen.add(tuple(offset))
                 found[label].append([offset, shape, files[number]])
-                if number == team.place:
+                if number == team.number:
                     name, key = label.split("/", 1)
                     tensor: Any = self.states[name].tensors[key]
                     own[label] = tensor.to_local()

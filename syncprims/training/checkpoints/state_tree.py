@@ -53,7 +53,7 @@ class State(NamedTuple):
 def split_state(state: Any) -> State:
     """Return a state as JSON and tensors. A tensor in several places is stored once.
 
-    :raises TypeError: naming the place of what cannot be saved without pickle.
+    :raises TypeError: naming what cannot be saved without pickle.
     """
     splitter = _Splitter()
     return State(splitter.node(state, ()), splitter.tensors)
@@ -144,7 +144,7 @@ class _Splitter:
         self.tensors: dict[str, torch.Tensor] = {}
         self._seen: dict[Any, str] = {}
 
-    def node(self, value: Any, place: tuple[str, ...]) -> Any:
+    def node(self, value: Any, key_path: tuple[str, ...]) -> Any:
         """Return the JSON for a value."""
         kind: type[Any] = type(value)
         if value is None or kind is bool or kind is str:
@@ -154,27 +154,27 @@ class _Splitter:
         if kind is float:
             finite = value - value == 0
             return value if finite else {KIND: "float", "bits": _DOUBLE.pack(value).hex()}
-        if len(place) > _DEEPEST:
-            raise TypeError(f"{'.'.join(place[:5])}...: nested deeper than {_DEEPEST} levels")
+        if len(key_path) > _DEEPEST:
+            raise TypeError(f"{'.'.join(key_path[:5])}...: nested deeper than {_DEEPEST} levels")
         if kind is list:
-            return self._items(value, place)
+            return self._items(value, key_path)
         if isinstance(value, dict):
-            return self._mapping(kind, value, place)
+            return self._mapping(kind, value, key_path)
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, place)
+            return self._tensor(value, key_path)
         if kind in (np.str_, np.bytes_):  # str() and arrays would drop NULs at the end
             plain = str.__str__(value) if kind is np.str_ else bytes(value)
-            return {KIND: _NAMES[kind], "is": self.node(plain, place)}
+            return {KIND: _NAMES[kind], "is": self.node(plain, key_path)}
         if isinstance(value, (np.ndarray, np.generic)):
-            return self._array(value, place)
-        return self._other(kind, value, place)
+            return self._array(value, key_path)
+        return self._other(kind, value, key_path)
 
-    def _items(self, values: Any, place: tuple[str, ...]) -> list[Any]:
-        return [self.node(value, (*place, str(i))) for i, value in enumerate(values)]
+    def _items(self, values: Any, key_path: tuple[str, ...]) -> list[Any]:
+        return [self.node(value, (*key_path, str(i))) for i, value in enumerate(values)]
 
-    def _mapping(self, kind: type[Any], value: dict[Any, Any], place: tuple[str, ...]) -> Any:
+    def _mapping(self, kind: type[Any], value: dict[Any, Any], key_path: tuple[str, ...]) -> Any:
         if kind is dict and KIND not in value and all(type(key) is str for key in value):
-            return {key: self.node(item, (*place, key)) for key, item in value.items()}
+            return {key: self.node(item, (*key_path, key)) for key, item in value.items()}
         name = _NAMES.get(kind)
         more: dict[str, Any] = {}
         if kind is defaultdict:
@@ -183,29 +183,29 @@ class _Splitter:
             if factory is None or _FACTORIES.get(str(made)) is factory:
                 name, more = "default", {"makes": made}
         if name is None:
-            raise self._cannot(value, place)
+            raise self._cannot(value, key_path)
         items = [
             [
-                self.node(key, (*place, "key")),
-                self.node(item, (*place, key if isinstance(key, str) else repr(key))),
+                self.node(key, (*key_path, "key")),
+                self.node(item, (*key_path, key if isinstance(key, str) else repr(key))),
             ]
             for key, item in value.items()
         ]
         # Of a module's state: the versions of its classes.
         versions = getattr(value, "_metadata", None)
         if versions is not None and name == "ordered":
-            more["metadata"] = self.node(versions, (*place, "metadata"))
+            more["metadata"] = self.node(versions, (*key_path, "metadata"))
         return {KIND: name, **more, "items": items}
 
-    def _tensor(self, value: torch.Tensor, place: tuple[str, ...]) -> dict[str, Any]:
-        spelled = ".".join(place)
+    def _tensor(self, value: torch.Tensor, key_path: tuple[str, ...]) -> dict[str, Any]:
+        spelled = ".".join(key_path)
         if is_dtensor(value):
             check_placements(spelled, value)
             check_storable(spelled, value.to_local())
         elif type(value) in (torch.Tensor, torch.nn.Parameter):
             check_storable(spelled, value)
         else:
-            raise self._cannot(value, place)
+            raise self._cannot(value, key_path)
         same = storage_key(value)
         key = self._seen.get(same)
         if key is None:
@@ -224,26 +224,26 @@ class _Splitter:
             key = f"{key}_" if not key.startswith("__") else f".{key}"
         return key
 
-    def _array(self, value: Any, place: tuple[str, ...]) -> dict[str, Any]:
+    def _array(self, value: Any, key_path: tuple[str, ...]) -> dict[str, Any]:
         kind = value.dtype
         known = type(value) in (np.ndarray, kind.type) and kind.itemsize and not kind.hasobject
         if not known or np.dtype(kind.str) != kind:  # structures and foreign types become |V2
-            raise self._cannot(value, place)
+            raise self._cannot(value, key_path)
         raw = np.ascontiguousarray(value)
         if isinstance(value, np.generic):
             return {KIND: "scalar", "dtype": kind.str, "bytes": _text(raw.tobytes())}
-        key = self._unused(".".join(place))
+        key = self._unused(".".join(key_path))
         self.tensors[key] = torch.from_numpy(np.frombuffer(raw.tobytes(), np.uint8).copy())
         return {KIND: "array", "key": key, "dtype": kind.str, "shape": list(value.shape)}
 
-    def _other(self, kind: type[Any], value: Any, place: tuple[str, ...]) -> Any:
+    def _other(self, kind: type[Any], value: Any, key_path: tuple[str, ...]) -> Any:
         name = _NAMES.get(kind)
         if name in _SEQUENCES:
-            return {KIND: name, "items": self._items(value, place)}
+            return {KIND: name, "items": self._items(value, key_path)}
         if name in _PATHS:
             return {KIND: name, "name": str(value)}
         if kind is deque:
-            return {KIND: "deque", "most": value.maxlen, "items": self._items(value, place)}
+            return {KIND: "deque", "most": value.maxlen, "items": self._items(value, key_path)}
         if kind is complex:
             return {KIND: "complex", "bits": struct.pack("<dd", value.real, value.imag).hex()}
         if kind in (bytes, bytearray):
@@ -252,11 +252,11 @@ class _Splitter:
             return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
         if kind is torch.device:
             return {KIND: "device", "name": str(value)}
-        raise self._cannot(value, place)
+        raise self._cannot(value, key_path)
 
-    def _cannot(self, value: Any, place: tuple[str, ...]) -> TypeError:
+    def _cannot(self, value: Any, key_path: tuple[str, ...]) -> TypeError:
         kind: type[Any] = type(value)
-        spelled = ".".join(place) or "itself"
+        spelled = ".".join(key_path) or "itself"
         of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
         return TypeError(
             f"state {spelled} is a {kind.__module__}.{kind.__qualname__}{of}: it "

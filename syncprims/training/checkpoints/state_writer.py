@@ -87,7 +87,7 @@ class StateWriter(NamedTuple):
 
     def own_files(self) -> list[PlannedFile]:
         """Return the files that this rank writes."""
-        return [file for file in self.files if file.writer == self.team.place]
+        return [file for file in self.files if file.writer == self.team.number]
 
     def write(self, *, quiet: bool = False) -> dict[str, list[Any]]:
         """Write this rank's files; return the file record of each."""
@@ -95,8 +95,8 @@ class StateWriter(NamedTuple):
         def write(path: str, tensors: Any, on_progress: Any) -> FileRecord:
             return write_safetensors(path, tensors, {}, on_progress, of_state=True)
 
-        folder, place = self.destination.folder, self.team.place
-        return write_files(folder, self.files, place, "saving the state", write, quiet=quiet)
+        folder, index = self.destination.folder, self.team.number
+        return write_files(folder, self.files, index, "saving the state", write, quiet=quiet)
 
     def remove_own_files(self) -> None:
         """Remove this rank's files."""
@@ -109,12 +109,12 @@ class StateWriter(NamedTuple):
         if self.team.leads:
             self.abandon()
 
-    def report_path(self, place: int, suffix: str = "") -> str:
-        """Return the file in which the rank at a place reports to the leading rank.
+    def report_path(self, index: int, suffix: str = "") -> str:
+        """Return the file in which the rank of this index reports to the leading rank.
 
         The leading rank's own says that it waits for reports.
         """
-        name = temporary(f"{manifest.NAME}.report-{place}{suffix}", self.destination.token)
+        name = temporary(f"{manifest.NAME}.report-{index}{suffix}", self.destination.token)
         return f"{self.destination.folder}/{name}"
 
     def abandon(self) -> None:

@@ -322,7 +322,7 @@ def prepare_data_loader(
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         raise ValueError(
             f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
-            f"in which no rank could resume its place or know the padding; leave in_order out"
+            f"in which no rank could resume its position or know the padding; leave in_order out"
         )
     ranks = get_world_size()
     plan = ShardPlan(
@@ -343,7 +343,7 @@ def prepare_data_loader(
         if seed is None:
             own = loader.generator or getattr(loader.sampler, "generator", None)
             source: Any = own if isinstance(own, torch.Generator) else torch
-            seed = broadcast(int(source.initial_seed()))
+            seed = broadcast(int(source.initial_seed()), name="seed")
         mine = _rebuild(loader, plan, seed if order == "seedable" else None)
     return PreparedLoader(
         mine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
 import stat
@@ -196,6 +197,51 @@ def test_two_processes_of_one_rank_are_told(meeting_place: Path, tmp_path: Path)
     scripts.wait(first)
 
 
+def test_a_child_that_starts_python_itself_is_no_rank(meeting_place: Path, tmp_path: Path) -> None:
+    scripts = Scripts(Kind("file", 1), meeting_place, tmp_path)
+    (ended,) = scripts.run(
+        """
+        import subprocess
+        init()
+        child = subprocess.run(
+            [sys.executable, "-c", "import syncprims; syncprims.barrier('in the child')"],
+            capture_output=True, text=True,
+        )
+        print(os.getpid(), child.stderr.splitlines()[-1])
+        """,
+        SYNCPRIMS_JOIN_TIMEOUT="0.3",
+    )
+    parent, said = ended.out.split(" ", 1)
+    assert re.fullmatch(
+        rf"syncprims.ConfigurationError: process \d+ is a child of rank 0 \(process {parent}\) and "
+        rf"not a rank, but has its variables: it cannot synchronize. Call .*SYNCPRIMS_RUN_ID\n",
+        said,
+    ), ended
+
+
+def test_a_rank_that_its_child_has_taken_is_said_so(meeting_place: Path, tmp_path: Path) -> None:
+    scripts = Scripts(Kind("file", 1), meeting_place, tmp_path)
+    (ended,) = scripts.run(
+        """
+        import subprocess, sys
+        code = "import syncprims; syncprims.init(); print('in', flush=True); input()"
+        pipe = subprocess.PIPE
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+        child.stdout.readline()
+        try:
+            init()
+        except ConfigurationError as error:
+            print(child.pid, os.getpid(), error)
+        child.communicate("\\n")
+        """,
+        SYNCPRIMS_JOIN_TIMEOUT="0.3",
+    )
+    child, parent, said = ended.out.split(" ", 2)
+    assert said.startswith(
+        f"rank 0 of this run is taken by process {child}, which is a child of this process {parent}"
+    )
+
+
 def test_a_restarted_run_never_reads_the_old_ones_notes(scripts: Scripts) -> None:
     source = "print(all_gather(os.environ['TORCHELASTIC_RESTART_COUNT']))"
     started = [
@@ -373,7 +419,7 @@ def test_a_large_payload_does_not_stay_in_memory(meeting_place: Path) -> None:
         sp.broadcast(b"x" * 5_000_000)
         for _ in range(3):
             sp.barrier()
-        left = sum(p.stat().st_size for p in meeting_place.rglob("board-*-*"))
+        left = sum(p.stat().st_size for p in meeting_place.rglob("board-*-[0-9]*-*"))
         sp.barrier("all have looked")
         return left
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,20 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.rank_worlds import Kind, Ranks, Signs, free_port
+from support.rank_environment import clean_environment
+from support.rank_worlds import Kind, Ranks, Signs, fork, free_port, served_store
 
 import syncprims as sp
-from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-def clean_environment(directory: Path, **more: str) -> dict[str, str]:
-    outer = list_rank_variables() | {"MASTER_ADDR", "MASTER_PORT"}
-    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
-    return {**clean, "SYNCPRIMS_DIR": str(directory), "OMP_NUM_THREADS": "1", **more}
 
 
 HEAD = """
@@ -210,6 +207,27 @@ def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
     assert outcomes == [([2], [0, 1, 3], True)] * 3
 
 
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_joins_says_for_whom_it_waits(absent: int, meeting_place: Path) -> None:
+    def program() -> Any:
+        if sp.get_rank() == absent:
+            return []
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("syncprims").addHandler(handler)
+        with pytest.raises(sp.SyncError):
+            sp.barrier()
+        return said
+
+    world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
+    times = {"SYNCPRIMS_JOIN_TIMEOUT": "4", "SYNCPRIMS_WARN_AFTER": "0.5"}
+    said = world.run_alone(program, **times)[1 - absent]
+    assert 1 <= len(said) <= 3  # with growing pauses
+    what = r"ranks \[1\]" if absent else r"the store at 127\.0\.0\.1:\d+"
+    assert re.match(rf"still waiting for {what} at init for \d+ s; ", said[0])
+
+
 def test_a_store_that_nobody_serves_is_told(meeting_place: Path) -> None:
     def program() -> Any:
         if sp.get_rank() == 0:
@@ -275,6 +293,52 @@ def test_who_sits_down_and_then_cannot_go_on_leaves_nothing(
     world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
     assert world.run_alone(program) == [[0, 1]] * 2
     world.check_nothing_left()
+
+
+def test_a_rank_that_is_killed_while_it_joins_makes_room_for_its_next_process(
+    meeting_place: Path, signs: Signs
+) -> None:
+    """As after a restart over several agents, which have one run id: its entry is at the store."""
+
+    def join() -> Any:
+        with sp.init():
+            return sp.all_gather(sp.get_rank())
+
+    def killed_while_joining() -> None:
+        from importlib import import_module
+
+        rendezvous: Any = import_module("syncprims.backends.torch.rendezvous")
+
+        def die(*_: Any) -> None:
+            signs.give("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        rendezvous.Rendezvous._await_result = die
+        sp.init()
+
+    def program() -> Any:
+        if sp.get_rank() == 1:
+            pid = fork(killed_while_joining, os.environ.copy())
+            os.waitpid(pid, 0)
+            signs.wait("complete")  # the other rank has completed the epoch with the dead entry
+            return join()
+        signs.wait("killed")
+        from importlib import import_module
+
+        rendezvous: Any = import_module("syncprims.backends.torch.rendezvous").Rendezvous
+        enter = rendezvous._enter
+
+        def enter_and_say(self: Any, store: Any) -> Any:
+            epoch = enter(self, store)
+            signs.give("complete")
+            return epoch
+
+        rendezvous._enter = enter_and_say
+        return join()
+
+    with served_store() as store:
+        world = Ranks(Kind("torch", 2, hosts=2), meeting_place)
+        assert world.run_alone(program, **store.variables) == [[0, 1]] * 2
 
 
 def test_worlds_one_after_another(meeting_place: Path) -> None:
@@ -479,3 +543,109 @@ def test_a_rank_that_dies_in_the_middle_of_a_transfer_is_named(meeting_place: Pa
     world = Ranks(Kind("torch", 4, hosts=2), meeting_place)
     outcomes = world.outcomes(program, start=False)
     assert outcomes[:3] == [(3, True)] * 3
+
+
+# -- ranks that the program starts itself ---------------------------------------------------------
+
+_STARTER = """
+import json, os, sys, textwrap
+from pathlib import Path
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def rank(number, folder, init, variables):
+    os.environ.update({name: value.format(number) for name, value in variables.items()})
+    dist.init_process_group("gloo", init_method=init, rank=number, world_size=2)
+    import syncprims as sp
+    sp.barrier()
+    place = sp.current().topology
+    told = [sp.all_gather(sp.get_rank()), *place[:6], place.launcher]
+    Path(folder, f"end-{number}").write_text(json.dumps(told))
+    dist.barrier()
+
+if __name__ == "__main__":
+    mp.start_processes(rank, (sys.argv[1], sys.argv[2], json.loads(sys.argv[3])), nprocs=2)
+"""
+_ONE_TASK = {
+    "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("outer", "inner", "store", "launcher"), [
+    (_ONE_TASK, {}, "tcp", "torch.distributed"),
+    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0"}, {}, "tcp", "torch.distributed"),
+    ({}, {"WORLD_SIZE": "2", "LOCAL_RANK": "{}", "NODE_RANK": "0"}, "tcp", "torch.distributed"),
+    (_ONE_TASK, {"RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}"}, "file", "torchrun"),
+], ids=["a task of SLURM", "a pod", "half a set, as Lightning's", "a FileStore"])  # fmt: skip
+def test_an_initialized_group_says_who_one_is(
+    outer: dict[str, str],
+    inner: dict[str, str],
+    store: str,
+    launcher: str,
+    tmp_path: Path,
+    meeting_place: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_STARTER)
+    init = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/group"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), init, json.dumps(inner)],
+        env=clean_environment(meeting_place, SYNCPRIMS_JOIN_TIMEOUT="30", **outer),
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2)]
+    assert said == [[[0, 1], rank, 2, rank, 2, 0, 1, launcher] for rank in range(2)]
+
+
+def test_a_world_that_was_started_before_the_group_is_refused(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        HEAD
+        + textwrap.dedent("""
+        import torch.multiprocessing as mp
+
+        def said(call):
+            try:
+                return call()
+            except sp.ConfigurationError as error:
+                return str(error)
+
+        def rank(number, port):
+            with sp.main_first():  # too early: nothing says that there are two
+                pass
+            dist.init_process_group(
+                "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2
+            )
+            first = said(sp.barrier)
+            again = said(sp.barrier)
+            sp.init()
+            found = [sp.get_rank(), sp.all_gather(number)]
+            (Path(sys.argv[1]) / f"end-{number}").write_text(json.dumps([first, again, found]))
+            sp.shutdown()
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            mp.spawn(rank, (int(sys.argv[2]),), nprocs=2)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), str(free_port())],
+        env=clean_environment(meeting_place),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        first, again, found = json.loads((tmp_path / f"end-{rank}").read_text())
+        assert f"torch.distributed says rank={rank} and world_size=2" in first
+        assert "rank=0 and world_size=1" in first
+        assert "after init_process_group()" in first
+        assert again == first
+        assert found == [rank, [0, 1]]

@@ -1,0 +1,63 @@
+"""Claims: the first process to claim a name decides what it stands for.
+
+A claim is a line that a process appends to a file of the world. The kernel puts the lines of all
+processes one after another, and the first line about a name holds for all. No lock is held, so a
+process that is stopped or killed on the way delays no other. The file stays open, so claims also
+work when the directory has been removed under the run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .private_dir import PrivateDirectory
+
+_FILE = "claims"
+_MOST = 1 << 20  # bytes: thousands of claims, where a run makes a few
+
+
+class Claims:
+    """The claims of the world in `directory`."""
+
+    def __init__(self, directory: PrivateDirectory) -> None:
+        """Open the file, creating it if it is not there.
+
+        :raises ConfigurationError: if it is something else.
+        """
+        self._fd = directory.open_file(_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+    def claim(self, name: str, word: str) -> str:
+        """Make `name` stand for `word` unless it is taken; return what it stands for.
+
+        Neither may contain white space.
+
+        :raises OSError: if there is no space for another claim.
+        """
+        if (found := self.claimed(name)) is None:
+            # Between line ends of its own: a line that a full disk has cut off spoils no other.
+            os.write(self._fd, b"\n%s\n" % _line(name, word))
+            found = self.claimed(name)
+        if found is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        return found
+
+    def claimed(self, name: str) -> str | None:
+        """Return what `name` stands for, or None if it is not claimed."""
+        for line in os.pread(self._fd, _MOST, 0).splitlines():
+            claim = line.decode(errors="replace").split()
+            if len(claim) == 3 and claim[1] == name and line == _line(*claim[1:]):
+                return claim[2]
+        return None
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _line(name: str, word: str) -> bytes:
+    text = f"{name} {word}".encode()
+    return b"%08x %s" % (zlib.crc32(text), text)

@@ -1,0 +1,373 @@
+"""Running worlds of this host, read from outside: what `syncprims who` shows.
+
+The reader is no rank. It copies what it needs out of the files in which the ranks of a host meet,
+and maps none of them: a file that is cut off meanwhile would kill it. What it copies may be
+half-written, of another version or damaged. It never writes, and takes no lock that a rank needs.
+
+Every rank holds the directory of its world open. So worlds are found wherever they meet, also in
+other containers, among the open files of the processes that the reader may look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncprims.errors import parse_ranks
+from syncprims.interface import BoardView, Label, Status, WaitView, WorldReader, WorldView
+
+from .file.backend import base_path
+from .file.description import FILE as DESCRIPTION
+from .file.description import LONGEST, BoardDescription, WorldDescription, read_descriptions
+from .file.liveness import FILE, MAGIC, ProcessIdentity, examine_from_outside
+from .file.memory import (
+    BOARD_MAGIC,
+    BODY_SIZE,
+    CELLS,
+    WORD,
+    CellReader,
+    read_header,
+)
+from .torch.host_state import MAGIC as HOST_MAGIC
+from .torch.host_state import OF_HOST, read_report
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    from syncprims.interface import Settings, State
+
+_BOARD = re.compile(r"board-[0-9a-f]{16}(-here)?")
+_WORLD = re.compile(r"/syncprims-[^/]+/world-[1-9][0-9]{0,8}")
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MOST_RANKS = 1 << 16
+_LOOKS = 3  # at a body that is being written
+
+
+class FileWorldReader(WorldReader):
+    """Reads a world in the open directory `fd`."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+        self._namespace = ProcessIdentity.own().namespace
+
+    def close(self) -> None:
+        """Close the directory."""
+        os.close(self._fd)
+
+    def read(self) -> WorldView | None:
+        """Return what can be read now; None once the world has ended and removed its files."""
+        if not os.fstat(self._fd).st_nlink:
+            return None
+        try:
+            return self._read()
+        except FileNotFoundError:  # it is being created, or ends at this moment
+            return None
+        except Exception as error:  # a damaged file may fail anywhere
+            if not os.fstat(self._fd).st_nlink:
+                return None
+            name = self.path.rpartition("/world-")[0].rpartition("/syncprims-")[2]
+            return WorldView(name, "?", 0, (), {}, {}, {}, _explain(error))
+
+    def _read(self) -> WorldView:
+        states: dict[int, Status] = {}
+        identities: dict[int, ProcessIdentity] = {}
+        with self._opened(FILE) as fd:
+            about, described = self._about(fd)
+            for slot, rank in enumerate(_ranks(about.ranks)):
+                identity, state, detail, failure = self._examine(fd, slot)
+                states[rank] = Status(0, None, state, detail, failure)
+                if identity is not None:
+                    identities[rank] = identity
+        pids = self._visible_pids(identities)
+        boards: list[BoardView] = []
+        for name, board in described.items():
+            if _BOARD.fullmatch(name):
+                with contextlib.suppress(FileNotFoundError):
+                    boards.append(self._board(name, board, states, about))
+        boards.sort(key=lambda board: (-len(board.members), board.members))
+        run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
+        hosts = {rank: name for name, ranks in about.hosts for rank in _ranks(ranks)}
+        size = int(about.world_size)
+        return WorldView(str(run_id), str(about.backend), size, boards, hosts, pids, states)
+
+    def _about(self, liveness: int) -> tuple[WorldDescription, dict[str, BoardDescription]]:
+        """Return what is written about the world, before its first rank takes a slot.
+
+        :raises FileNotFoundError: if it is being created or removed at this moment.
+        """
+        magic, count = read_header(liveness)
+        if magic not in (MAGIC, b""):
+            raise _OtherVersion
+        try:
+            with self._opened(DESCRIPTION) as fd:
+                data = _copy(fd, min(LONGEST, os.fstat(fd).st_size))
+            if data:
+                return read_descriptions(data)
+            raise FileNotFoundError  # its first line is being written
+        except FileNotFoundError:
+            slots = range(min(count, _MOST_RANKS))
+            if any(self._examine(liveness, slot)[1] == "alive" for slot in slots):
+                raise _OtherVersion from None
+            raise
+
+    # -- processes ------------------------------------------------------------------------------
+
+    def _examine(self, fd: int, slot: int) -> tuple[ProcessIdentity | None, State, str, bytes]:
+        return examine_from_outside(self._fd, fd, slot, self._namespace)
+
+    def _visible_pids(self, identities: Mapping[int, ProcessIdentity]) -> dict[int, int]:
+        """Return the number of each process as this one sees it, of those that it sees."""
+        own = self._namespace
+        found = {
+            rank: identity.pid
+            for rank, identity in identities.items()
+            if identity.namespace == own and not identity.is_gone(own)
+        }
+        others = {
+            (who.namespace, who.pid): rank
+            for rank, who in identities.items()
+            if who.namespace not in (own, 0)
+        }
+        namespaces = {namespace for namespace, _ in others}
+        for pid in _processes() if others else ():
+            with contextlib.suppress(OSError, ValueError):
+                namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
+                if namespace in namespaces:
+                    text = Path(f"/proc/{pid}/status").read_text()
+                    inner = int(text.partition("\nNSpid:")[2].partition("\n")[0].split()[-1])
+                    if (namespace, inner) in others:
+                        found[others[namespace, inner]] = pid
+        return found
+
+    # -- boards ---------------------------------------------------------------------------------
+
+    def _board(
+        self,
+        name: str,
+        about: BoardDescription,
+        states: Mapping[int, Status],
+        world: WorldDescription,
+    ) -> BoardView:
+        members, here = _ranks(about.members), _ranks(about.here)
+        cells = self._cells(name, len(here))
+        statuses: dict[int, Status] = {}
+        waits: dict[int, WaitView] = {}
+        for index, rank in enumerate(here):
+            number, label = _last(cells, index)
+            for _ in range(_LOOKS):
+                if label is not None or not number:
+                    break
+                number, label = _last(self._cells(name, len(here)), index)
+            statuses[rank] = states[rank]._replace(rounds=number, label=label)
+            wait = cells.read_wait(index)
+            if wait.number:
+                waits[rank] = wait
+        front = min(status.rounds for status in statuses.values())
+        barrier = _last_barrier(cells, front)
+        if len(here) < len(members):
+            number = max(wait.number for wait in waits.values()) if waits else front
+            report = self._report(name.removesuffix("-here"), len(here), number)
+            come = {r for host in report.get("here", ()) for r in _ranks(world.hosts[int(host)][1])}
+            for rank in members:
+                if rank not in statuses:
+                    # This rank waits for the round: so all have come to the one before.
+                    rounds = number if rank in come else max(0, number - 1)
+                    label = _label_at(cells, 0, rounds)
+                    if str(rank) in report.get("seen", {}):
+                        rounds, text = report["seen"][str(rank)]
+                        label = None if text is None else Label.decode(text.encode("latin-1"))
+                    statuses[rank] = Status(rounds, label, "alive")
+        return BoardView(tuple(members), statuses, waits, barrier)
+
+    def _cells(self, name: str, count: int) -> CellReader:
+        with self._opened(name) as fd:
+            found = read_header(fd)
+            if found[0] != BOARD_MAGIC:
+                raise _OtherVersion
+            size = os.fstat(fd).st_size
+            if found[1] != count or not 0 < count * CELLS * BODY_SIZE < size:
+                raise ValueError("its cells are not those of its members")
+            cells = CellReader(_copy(fd, size), count)
+        if cells.size != size:
+            raise ValueError("its cells have been cut off")
+        return cells
+
+    def _report(self, name: str, count: int, number: int) -> dict[str, Any]:
+        """Return what this host knows of the others that it waits for in this round."""
+        try:
+            with self._opened(name + OF_HOST) as fd:
+                if read_header(fd)[0] == HOST_MAGIC:
+                    of, report = read_report(_copy(fd, os.fstat(fd).st_size), count)
+                    return report if of == number else {}
+        except FileNotFoundError:
+            pass
+        return {}
+
+    # -- files ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Generator[int]:
+        fd = os.open(name, _FILE, dir_fd=self._fd)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError(f"{name} is no file")
+            yield fd
+        finally:
+            os.close(fd)
+
+
+class _OtherVersion(ValueError):
+    pass
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, _OtherVersion):
+        return "it is of another version of syncprims: use the command of that installation"
+    if isinstance(error, OSError):
+        return f"its files cannot be read: {error.strerror}"
+    return f"its files are damaged, or of another version of syncprims: {error}"
+
+
+def _copy(fd: int, size: int) -> bytes:
+    data = os.pread(fd, size, 0)
+    if len(data) < size:
+        raise ValueError("a file has been cut off")
+    return data
+
+
+def _ranks(text: str) -> list[int]:
+    """Return the ranks of a description.
+
+    :raises ValueError: if they are absurd.
+    """
+    numbers = [int(number) for number in re.split("[,-]", text)]
+    if numbers != sorted(set(numbers)) or not 0 <= numbers[0] <= numbers[-1] < _MOST_RANKS:
+        raise ValueError("the ranks of its description make no sense")
+    return parse_ranks(text)
+
+
+def _last(cells: CellReader, index: int) -> tuple[int, Label | None]:
+    """Return how many rounds a member has posted, and the label of the last; None if torn."""
+    number = cells.posted(index)
+    return number, _label_at(cells, index, number)
+
+
+def _label_at(cells: CellReader, index: int, number: int) -> Label | None:
+    """Return the label of a member's note for a round; None if it is not there, or not whole."""
+    word = cells.word_of(number, index)
+    if number <= 0 or WORD.unpack(word)[0] != number:
+        return None
+    body = cells.read_body(number % CELLS, index, word)
+    return None if body is None else Label.decode(body[0])
+
+
+def _last_barrier(cells: CellReader, complete: int) -> Label | None:
+    """Return the label of the last barrier with a name, of the rounds that are still there."""
+    for number in range(complete, max(0, complete - CELLS), -1):
+        label = _label_at(cells, 0, number)
+        if label is not None and label.kind == "barrier" and label.name is not None:
+            return label
+    return None
+
+
+def _processes() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208
+    except OSError:  # not Linux
+        return []
+
+
+# -- finding worlds ---------------------------------------------------------------------------
+
+
+def find_worlds(
+    settings: Settings, *, pids: Sequence[int] | None = None, path: str | None = None
+) -> tuple[list[WorldReader], list[str]]:
+    """Return readers of the worlds of this host, and the directories that may not be read.
+
+    With `pids`, of those that these processes are ranks of. With `path`, of those in this
+    directory: of a world, of a run, or what ``SYNCPRIMS_DIR`` names.
+    """
+    search = _Search()
+    if path is None:
+        for pid in _processes() if pids is None else pids:
+            search.add_worlds_of(pid)
+    if pids is None:
+        for base in _bases(settings) if path is None else [Path(path)]:
+            search.add_worlds_below(base)
+    return search.readers, sorted(search.refused)
+
+
+class _Search:
+    """Worlds that were found, each once."""
+
+    def __init__(self) -> None:
+        self.readers: list[WorldReader] = []
+        self.refused: set[str] = set()  #: directories that this user may not read
+        self._known: set[tuple[int, int]] = set()  # by device and inode
+
+    def add_worlds_of(self, pid: int) -> None:
+        """Add the worlds whose directory a process holds open."""
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            for number in os.listdir(folder):  # noqa: PTH208 - faster, for hundreds of processes
+                with contextlib.suppress(OSError):
+                    name = os.readlink(f"{folder}/{number}")  # noqa: PTH115
+                    begin = name.rfind("/syncprims-")
+                    if begin >= 0 and _WORLD.fullmatch(name, begin):
+                        self._add(name, f"{folder}/{number}")
+
+    def add_worlds_below(self, path: Path) -> None:
+        """Add those at most two levels below `path`, or that which it is itself."""
+        try:
+            if _WORLD.search(str(path)) and (path / FILE).exists():
+                self._add(str(path), str(path))
+                return
+            inside = sorted(path.iterdir())
+        except PermissionError:
+            self.refused.add(str(path))
+            return
+        except OSError:
+            return
+        for inner in inside:
+            if _WORLD.search(str(inner)):
+                self._add(str(inner), str(inner))
+            elif inner.name.startswith("syncprims-") and not inner.is_symlink():
+                with contextlib.suppress(OSError):
+                    for world in sorted(inner.iterdir()):
+                        if _WORLD.search(str(world)):
+                            self._add(str(world), str(world))
+
+    def _add(self, name: str, path: str) -> None:
+        """Open the directory of a world, unless it is known; another user's only as root."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except PermissionError:
+            self.refused.add(name)
+            return
+        except OSError:
+            return
+        status = os.fstat(fd)
+        identity = status.st_dev, status.st_ino
+        if identity in self._known or os.geteuid() not in (0, status.st_uid):
+            os.close(fd)
+            return
+        self._known.add(identity)
+        self.readers.append(FileWorldReader(name, fd))
+
+
+def _bases(settings: Settings) -> list[Path]:
+    """Return where runs of this host may meet, as far as is known without their processes."""
+    found = [base_path(settings)]
+    with contextlib.suppress(OSError):
+        for parent in {"/dev/shm", tempfile.gettempdir()}:
+            for path in Path(parent).glob("syncprims-*"):
+                found += [path, path / "board"]
+        found += Path("/run/user").glob("*/syncprims")
+    return found

@@ -1,0 +1,299 @@
+"""Whether a value is the same on all ranks: digests are compared, and only in doubt the objects.
+
+A value is taken apart into what has one form only: numbers, texts, arrays, tensors, and containers
+of them. Their bytes are digested, so equal values give equal digests. Anything else is an *object*:
+it may say itself what equal means, and two equal ones may hold different bytes. Objects are sent if
+their digests differ and everything else is equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import sys
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncprims._protocol.rounds import RoundSequence
+from syncprims.errors import RankMismatch
+from syncprims.interface import Note
+
+from . import codec, objects
+from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from syncprims._protocol.rounds import Rounds
+    from syncprims.interface import Label
+
+_DIGEST_SIZE = 16
+_LENGTH = struct.Struct("<Q")
+_DEEPEST = 200  # nested deeper, or in a cycle: the whole is one object
+_PICKLE_PROTOCOL = 4  # its reductions are the same in all supported versions of Python
+#: What the codec writes in one form only, and shorter than a digest.
+_SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def assert_same(
+    rounds: Rounds, label: Label, value: object, name: str, timeout: float | None
+) -> None:
+    """Return only if `value` is the same on all members.
+
+    :raises RankMismatch: on all members otherwise.
+    """
+    try:
+        mine = _Digest.of(value, allow_pickle=rounds.settings.pickle)
+    except BaseException as error:  # an object's own code runs here: it may raise anything
+        objects.name_call(rounds, label, error)
+        rounds.fail(label, error)
+        raise
+    RoundSequence.run(
+        rounds, Note(label), timeout, lambda sequence: _compare(sequence, value, name, mine)
+    )
+
+
+def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -> None:
+    rounds, label = sequence.rounds, sequence.note.label
+    posted = mine.fixed + mine.free
+    seen = [note.payload for note in sequence.meet(Note(label, payload=posted))]
+    if all(other == posted for other in seen):
+        return
+    text = sequence.attempt(lambda: _shorten(value))
+    shown = objects.gather_within(sequence, (text, mine.objects))
+    equal = all(other[:_DIGEST_SIZE] == mine.fixed for other in seen) and sequence.attempt(
+        lambda: _all_equal([found for _, found in shown])
+    )
+    # What an object says of itself and of a copy may differ between ranks: one "no" counts for all.
+    if all(note.flag for note in sequence.meet(Note(label, equal))):
+        return
+    lines = "\n".join(
+        f"  rank {rank}: {text}  (digest {_hash(other).hex()[:8]})"
+        for rank, (text, _), other in zip(rounds.members, shown, seen, strict=True)
+    )
+    rounds.raise_in_step(
+        RankMismatch(
+            f"{name} differs between ranks, at {label}:\n{lines}\n"
+            f"Make it the same everywhere: equal seeds and inputs, or broadcast it.",
+            call=str(label),
+            arrived=list(rounds.members),
+        )
+    )
+
+
+def _all_equal(found: list[list[Any]]) -> bool:
+    first, *others = found
+    return all(len(other) == len(first) and all(map(_are_equal, first, other)) for other in others)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two objects say that they are equal, or consist of equal parts."""
+    try:
+        if one == other:
+            return True
+    except Exception:  # the object's own code; or arrays in it, which have no one answer
+        pass
+    try:
+        return _digest_parts(one) == _digest_parts(other)
+    except Exception:
+        return False
+
+
+def _shorten(value: object) -> str:
+    """Return the value's repr on one line, without its middle where it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as broken:  # the object's own code: the others wait for what it is
+        text = f"<no text: its __repr__ raised {type(broken).__name__}>"
+    return text if len(text) <= 160 else f"{text[:120]} ... {text[-30:]}"
+
+
+# -- digests ---------------------------------------------------------------------------------------
+
+
+class _NoTree(Exception):
+    """A container holds itself, or is nested too deeply."""
+
+
+class _Digest(NamedTuple):
+    """What a value is, in few bytes."""
+
+    fixed: bytes  #: the digest of all but the objects, with their types and places
+    free: bytes  #: the digest of the objects; these may be equal even if it differs
+    objects: list[Any]
+
+    @classmethod
+    def of(cls, value: object, *, allow_pickle: bool) -> _Digest:
+        """Return the digest of `value`.
+
+        :raises EncodingError: if an object in it could not be sent.
+        """
+        found: list[Any] = []
+        try:
+            fixed = _Walk(found).digest(value)
+        except _NoTree:
+            found, fixed = [value], b""
+        if not allow_pickle:
+            for one in found:
+                codec.encode(one, allow_pickle=False)
+        return cls(_hash(fixed), _hash(*map(_digest_parts, found)), found)
+
+
+def _digest_parts(value: object) -> bytes:
+    """Return the digest of everything in `value`, objects included."""
+    try:
+        return _Walk(None).digest(value)
+    except _NoTree:
+        return codec.encode(value)
+
+
+def _hash(*parts: bytes | memoryview) -> bytes:
+    hasher = blake2b(digest_size=_DIGEST_SIZE)
+    for part in parts:
+        hasher.update(_LENGTH.pack(len(part)))
+        hasher.update(part)
+    return hasher.digest()
+
+
+class _Walk:
+    """Digests one value. Objects in it are collected, or digested by what a pickle would hold."""
+
+    def __init__(self, objects: list[Any] | None) -> None:
+        self._objects = objects
+        self._depth = 0
+        self._open: set[int] = set()  # what is being digested
+        # What has been, with its digest: a container may stand in many places. It is kept, so that
+        # nothing else gets its id.
+        self._known: dict[int, tuple[Any, bytes]] = {}
+
+    def digest(self, value: Any) -> bytes:
+        """Return the digest of `value`, or the bytes of a simple one."""
+        if type(value) in _SIMPLE:
+            return codec.encode(value)
+        key, before = id(value), self._count()
+        if key in self._known:
+            return self._known[key][1]
+        if key in self._open or len(self._open) >= _DEEPEST:
+            raise _NoTree
+        self._open.add(key)
+        kind = type(value)
+        parts = self._parts(value)
+        if parts is None:
+            found = self._digest_object(value)
+        else:
+            found = _hash(f"{kind.__module__}.{kind.__qualname__}".encode(), *parts)
+        self._open.discard(key)
+        if self._count() == before:
+            self._known[key] = value, found
+        return found
+
+    def _count(self) -> int:
+        return 0 if self._objects is None else len(self._objects)
+
+    def _parts(self, value: Any) -> Iterable[bytes | memoryview] | None:
+        """Return the digests or bytes that make up `value`; None for an object."""
+        if is_list_or_tuple(value):
+            return map(self.digest, value)
+        if isinstance(value, Mapping):
+            return self._parts_of_mapping(value)
+        if type(value) in (set, frozenset):
+            return self._digest_in_order(value)
+        if is_tensor(value):
+            return _parts_of_tensor(value)
+        if type(value).__module__.startswith("pathlib"):
+            return [codec.encode(str(value))]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
+            return self._parts_of_array(numpy.asarray(value))
+        return None
+
+    def _parts_of_mapping(self, value: Mapping[Any, Any]) -> list[bytes] | None:
+        before = self._count()
+        items = sorted(
+            ((self.digest(key), item) for key, item in value.items()), key=lambda pair: pair[0]
+        )
+        if self._has_collected(before):
+            return None
+        return [part for key, item in items for part in (key, self.digest(item))]
+
+    def _digest_in_order(self, value: Iterable[Any]) -> list[bytes] | None:
+        before = self._count()
+        found = sorted(map(self.digest, value))
+        return None if self._has_collected(before) else found
+
+    def _has_collected(self, before: int) -> bool:
+        """Return whether there are new objects: keys, so that the whole container is an object."""
+        if self._count() == before:
+            return False
+        assert self._objects is not None, "else none is collected"
+        del self._objects[before:]
+        return True
+
+    def _parts_of_array(self, value: Any) -> list[bytes | memoryview]:
+        import numpy
+
+        head = f"{value.dtype};{value.shape}".encode()
+        if value.dtype.names is not None:
+            return [head, *(self.digest(value[name]) for name in value.dtype.names)]
+        if spec_of(value) is None:
+            return [head, self.digest(value.tolist())]
+        vector = flat(value)
+        if value.dtype.kind in "fc" and numpy.finfo(value.dtype).nmant == 63:
+            # An x87 number has 10 bytes. What stands beside it in memory is no part of it.
+            size = numpy.finfo(value.dtype).dtype.itemsize
+            native = vector.astype(value.dtype.newbyteorder("="))
+            vector = native.view(numpy.uint8).reshape(-1, size)[:, :10].reshape(-1)
+        return [head, raw(vector)]
+
+    def _digest_object(self, value: Any) -> bytes:
+        if self._objects is not None:
+            self._objects.append(value)
+            return b"object"
+        reduced: object = None
+        if not isinstance(value, type):  # its method would be that of its instances
+            with contextlib.suppress(Exception):  # pickle knows other ways, as for functions
+                reduced = value.__reduce_ex__(_PICKLE_PROTOCOL)
+        if not isinstance(reduced, tuple):
+            return _hash(codec.encode(value))
+        held: list[Any] = [*reduced, None, None, None]  # at most two iterators of items
+        call, args, state, items, pairs, *rest = held
+        lists = [None if part is None else list(part) for part in (items, pairs)]
+        return _hash(*map(self.digest, (call, args, state, *lists, rest)))
+
+
+def _parts_of_tensor(value: Any) -> list[bytes | memoryview] | None:
+    """Return the bytes of a tensor; None for a type that decides itself what its items are."""
+    import torch
+
+    lazy = torch.nn.parameter.is_lazy(value)  # it has no items yet
+    if lazy or type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    stored = on_host(value.detach())
+    if stored.is_nested:
+        inner = stored.unbind()
+        return [b"nested", *(part for one in inner for part in _parts_of_tensor(one) or ())]
+    facts = [value.dtype, tuple(value.shape), value.requires_grad, value.device.type, value.layout]
+    dense: list[Any] = []
+    if stored.is_meta:
+        pass
+    elif stored.layout is torch.sparse_coo:
+        stored = stored.coalesce()
+        dense = [stored.indices(), stored.values()]
+    elif stored.layout in (torch.sparse_csr, torch.sparse_bsr):
+        dense = [stored.crow_indices(), stored.col_indices(), stored.values()]
+    elif stored.layout in (torch.sparse_csc, torch.sparse_bsc):
+        dense = [stored.ccol_indices(), stored.row_indices(), stored.values()]
+    elif stored.layout is not torch.strided:
+        dense = [stored.to_dense()]
+    elif stored.is_quantized:
+        facts.append(stored.qscheme())
+        dense = [stored.int_repr()]
+        if stored.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            facts += stored.q_scale(), stored.q_zero_point()
+        else:
+            facts.append(stored.q_per_channel_axis())
+            dense += stored.q_per_channel_scales(), stored.q_per_channel_zero_points()
+    else:
+        dense = [stored]
+    return [f"{facts}".encode(), *(raw(flat(one)) for one in dense)]

@@ -1,0 +1,72 @@
+"""Which ranks share a host: every rank computes the same from what all ranks say."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncprims.interface import Topology
+
+
+class SaidPlace(NamedTuple):
+    """What one rank says about its host."""
+
+    host: str  #: the same for all ranks of a host, and for no other rank
+    local_rank: int  #: its launcher's, or unknown
+    node_rank: int  #: its launcher's, or unknown
+
+
+def identify_host() -> str:
+    """Return what this host, and no other, is called."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
+            boot = file.read().strip()
+    except OSError:  # not Linux
+        boot = ""
+    name = socket.gethostname()  # containers of one machine have names of their own
+    return f"{boot}-{name}-{_identify('/dev/shm')}"
+
+
+def _identify(directory: str) -> str:
+    try:
+        found = os.stat(directory)  # noqa: PTH116 - pathlib is slow to import
+    except OSError:
+        return ""
+    return f"{found.st_dev}-{found.st_ino}"
+
+
+def number_nodes(said: Sequence[SaidPlace]) -> list[tuple[int, int]]:
+    """Return the node rank and the local rank of each rank.
+
+    They are the launcher's where it means the same hosts. Otherwise nodes are numbered by their
+    lowest rank, and ranks on a node in ascending order.
+    """
+    members: dict[str, list[int]] = {}
+    for rank, topology in enumerate(said):
+        members.setdefault(topology.host, []).append(rank)
+    numbers = {host: {said[rank].node_rank for rank in ranks} for host, ranks in members.items()}
+    keep = sorted(n for of_host in numbers.values() for n in of_host) == [*range(len(members))]
+    result = [(0, 0)] * len(said)
+    for index, (host, ranks) in enumerate(members.items()):
+        node = min(numbers[host]) if keep else index
+        local = [said[rank].local_rank for rank in ranks]
+        if sorted(local) != [*range(len(ranks))]:
+            local = [*range(len(ranks))]
+        for rank, number in zip(ranks, local, strict=True):
+            result[rank] = node, number
+    return result
+
+
+def place_on_nodes(topology: Topology, nodes: Sequence[tuple[int, int]]) -> Topology:
+    """Return `topology` with its numbers from those of all ranks."""
+    node, local = nodes[topology.rank]
+    return topology._replace(
+        local_rank=local,
+        local_world_size=sum(other == node for other, _ in nodes),
+        node_rank=node,
+        num_nodes=1 + max(other for other, _ in nodes),
+    )

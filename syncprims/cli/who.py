@@ -1,0 +1,196 @@
+"""The command that shows what the ranks of running worlds do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TextIO
+
+from syncprims.doctor.observation import Observation, RankReport, WorldReport, explain_refused, who
+from syncprims.doctor.processes import find_py_spy
+from syncprims.errors import SyncError, format_ranks
+
+from .console import CommandParser, Style, table
+from .options import seconds
+
+HELP = """Show what every rank of a running job does, and who waits for whom.
+Read the worlds that run on this host from outside. Nothing has to be switched on in the job, and it
+does not become slower.
+
+examples:
+  syncprims who                       the worlds of this host
+  syncprims who 4711                  of this process: a rank, or the launcher
+  syncprims who my-run --watch 2      of this run id, again every 2 s
+  syncprims who --json --stuck-after 600   for a watchdog
+
+Several hosts: run it on each. It shows the ranks there, and what they know of the others. Run it as
+the user of the job, or as root.
+
+exit code: 0 if all ranks move, or no world runs here; 3 if a rank has waited for --stuck-after
+seconds; 2 if there is no such world, or it cannot be read."""
+
+_PAUSE = 0.1  # seconds between the first two looks
+_COLOURS = {"moving": "green", "waiting": "yellow", "ended": "bold"}
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "which", nargs="?", metavar="RUN|DIR|PID",
+        help="a run id, a directory in which ranks meet, or a process; by default all worlds here",
+    )  # fmt: skip
+    parser.add_argument(
+        "--watch",
+        type=seconds,
+        metavar="SECONDS",
+        help="look again, with this pause, until it ends",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: a line for each world")
+    parser.add_argument(
+        "--stuck-after", type=seconds, default=30.0, metavar="S",
+        help="how long a rank may wait until the exit code is 3 (default: 30)",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the ranks do, once or again and again, and return the exit code."""
+    style = Style(sys.stdout, options.environ)
+    if options.watch is None:
+        with contextlib.closing(Observation(options.which, options.stuck_after)) as observation:
+            observation.look()
+            time.sleep(_PAUSE)
+            reports = observation.look()
+            refused = observation.refused
+        _print(_json(reports) if options.json else _text(reports, refused, style))
+        return _code(reports)
+    return _watch(options, style)
+
+
+def _watch(options: argparse.Namespace, style: Style) -> int:
+    code = 0
+    show: Callable[[Sequence[str]], None]
+    with (
+        contextlib.closing(Observation(options.which, options.stuck_after)) as observation,
+        _screen(style) if not options.json else contextlib.nullcontext(_print) as show,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        observation.look()
+        time.sleep(min(_PAUSE, options.watch))
+        while reports := observation.look():
+            code = _code(reports)
+            show(_json(reports) if options.json else _text(reports, (), style))
+            time.sleep(options.watch)
+    return code
+
+
+@contextlib.contextmanager
+def _screen(style: Style) -> Generator[Callable[[Sequence[str]], None]]:
+    """Yield what shows lines in place of those before; a stream that is no terminal gets all."""
+    if not sys.stdout.isatty():
+        yield lambda lines: _print([*lines, ""])
+        return
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError:  # an extra
+        yield lambda lines: _print(["\033[H\033[2J" + "\n".join(lines)])
+        return
+    with Live(auto_refresh=False, screen=True, vertical_overflow="crop") as live:
+        yield lambda lines: live.update(Text.from_ansi("\n".join(lines)), refresh=True)
+
+
+def print_table(which: str, stream: TextIO) -> None:
+    """Print what the ranks of a run do, or why that is not known; never raises."""
+    try:
+        lines = _text(who(which), (), Style(stream, {"NO_COLOR": "1"}))
+    except SyncError as error:
+        lines = [f"syncprims who: {error}"]
+    with contextlib.suppress(OSError, RuntimeError):  # closed; or it has interrupted a write
+        print("\n".join(lines), file=stream, flush=True)
+
+
+def _print(lines: Sequence[str]) -> None:
+    if lines:
+        print("\n".join(lines), flush=True)  # noqa: T201
+
+
+def _code(reports: Sequence[WorldReport]) -> int:
+    if any(report.verdict.stuck for report in reports):
+        return 3
+    unreadable = [report.verdict.kind == "unreadable" for report in reports]
+    return 2 if unreadable and all(unreadable) else 0
+
+
+def _json(reports: Sequence[WorldReport]) -> list[str]:
+    return [json.dumps(as_dict(report)) for report in reports]
+
+
+def as_dict(report: WorldReport) -> dict[str, Any]:
+    """Return a report as it is printed for programs."""
+    return {
+        **report._asdict(),
+        "ranks": [rank._asdict() for rank in report.ranks],
+        "verdict": report.verdict._asdict(),
+    }
+
+
+# -- for people -------------------------------------------------------------------------------
+
+
+def _text(reports: Sequence[WorldReport], refused: Sequence[str], style: Style) -> list[str]:
+    lines: list[str] = []
+    for report in reports:
+        lines += ["", *_world(report, style)] if lines else _world(report, style)
+    if not reports:
+        lines.append("no world runs on this host, as far as this user can see")
+    if refused:
+        lines.append(explain_refused(refused))
+    return lines
+
+
+def _world(report: WorldReport, style: Style) -> list[str]:
+    count = report.world_size
+    ranks = f"{count} rank{'s' * (count != 1)}, backend {report.backend}"
+    verdict = report.verdict
+    colour = "red" if verdict.stuck else _COLOURS.get(verdict.kind, "red")
+    lines = [f"{style('bold', _plain(report.run_id))}: {ranks}, in {_plain(report.path)}"]
+    if report.ranks:
+        lines += table(_rows(report.ranks), numbers=(0, 1, 5, 6))
+    lines += [style(colour, _plain(line)) for line in verdict.text.splitlines()]
+    if report.last_barrier is not None and verdict.kind != "moving":
+        lines.append(f"all ranks have passed {_plain(report.last_barrier)}")
+    alone = [rank for rank in report.ranks if rank.doing and rank.state == "running"]
+    if alone and find_py_spy() is None:
+        lines.append("to see the lines of running ranks: pip install 'syncprims[who]'")
+    return lines
+
+
+def _rows(ranks: Sequence[RankReport]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("rank", "pid", "state", "call", "group", "waits", "behind", "doing")
+    ]
+    for one in ranks:
+        call = "" if one.call is None else one.call
+        if one.name is not None:
+            call += f" {one.name!r}"
+        if one.site is not None:
+            call += f" ({one.site})"
+        waits = "" if one.waiting_s is None else f"{one.waiting_s:.1f} s"
+        group = "" if one.group is None else f"[{format_ranks(one.group)}]"
+        busy = "" if one.processor is None else f"{one.processor:.0%}"
+        known = one.pid is not None or one.state in ("absent", "elsewhere", "finished", "lost")
+        pid = str(one.pid or "") if known else "unknown"
+        behind = str(one.behind or "")
+        doing = one.doing or busy
+        cells = (str(one.rank), pid, one.state, call, group, waits, behind, doing)
+        rows.append(tuple(_plain(cell) for cell in cells))
+    return rows
+
+
+def _plain(text: str) -> str:
+    """Return `text` without what could control a terminal: names come from another process."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

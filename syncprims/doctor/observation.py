@@ -1,0 +1,355 @@
+"""The worlds that run on this host, as they are seen from outside: what each rank does now.
+
+Nothing has to be switched on in the job, and it pays nothing for being read. Every look compares
+what it reads with the look before: only what both have seen is said of a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from syncprims._world.registry import find_worlds
+from syncprims._world.runtime import get_settings
+from syncprims.errors import ConfigurationError
+from syncprims.interface import BoardView, Status, WorldReader, WorldView
+
+from . import processes
+from .processes import ProcessSample
+from .verdict import NOTABLE, RankWait, Verdict, judge, own_rounds
+
+_PAUSE = 0.1  # seconds between the two looks of `who`
+_BUSY = 0.5  # of a processor: such a process computes
+_STACKS_EVERY = 2.0  # seconds between two readings of Python stacks
+
+
+class RankReport(NamedTuple):
+    """What one rank does."""
+
+    rank: int
+    pid: int | None  #: as this process sees it; None if it does not
+    #: absent, joining, running, waiting, stopped, uninterruptible, finished, failed, lost; or
+    #: elsewhere: on another host
+    state: str
+    call: str | None  #: the call that it is in or, if it runs, was seen in last
+    name: str | None  #: of that call
+    site: str | None  #: the ``file:line`` of that call
+    group: list[int] | None  #: whose call it is, if not that of all ranks
+    round: int  #: how many rounds of that group it has taken part in, with the one under way
+    waiting_s: float | None  #: how long it has waited in that call; None if it does not
+    behind: int  #: how many rounds others of that group are ahead
+    processor: float | None  #: the share of a processor that it used last
+    doing: str  #: what the system, or py-spy, says about it
+
+
+class WorldReport(NamedTuple):
+    """A world, or its part on this host."""
+
+    run_id: str
+    backend: str
+    world_size: int
+    ranks: list[RankReport]
+    verdict: Verdict
+    path: str  #: the directory in which the ranks of this host meet
+    last_barrier: str | None  #: with a name, that all have passed
+
+
+class _Look(NamedTuple):
+    """What one look has seen of a world."""
+
+    view: WorldView
+    at: float
+    samples: Mapping[int, ProcessSample]
+
+
+def who(
+    which: str | int | os.PathLike[str] | None = None, *, stuck_after: float = 30.0
+) -> list[WorldReport]:
+    """Return what every rank does of the worlds that run on this host, and what keeps them.
+
+    `which` is a run id, a directory in which ranks meet, or the pid of a rank or of its launcher;
+    None takes all worlds of this user. A wait of at least `stuck_after` seconds makes a verdict
+    `stuck`. The job is not touched: nothing is written, locked, signalled or stopped.
+
+    :raises ConfigurationError: if there is no such world, or it belongs to another user.
+    :raises BackendUnavailable: on a system where worlds cannot be read.
+    """
+    with contextlib.closing(Observation(which, stuck_after)) as observation:
+        observation.look()
+        time.sleep(_PAUSE)
+        return observation.look()
+
+
+class Observation:
+    """Looks at worlds again and again."""
+
+    def __init__(self, which: str | int | os.PathLike[str] | None, stuck_after: float) -> None:
+        """Find the worlds, as :func:`who`."""
+        self._which = which
+        self._stuck_after = stuck_after
+        self._before: dict[str, _Look] = {}
+        self._lines: dict[int, str] = {}
+        self._lines_at = float("-inf")
+        self.refused: Sequence[str] = ()  #: directories that this user may not read
+        self._readers = self._find()
+
+    def look(self) -> list[WorldReport]:
+        """Return what the worlds do now; none once all have ended."""
+        if self._which is None and self._before:
+            self._close_readers()
+            self._readers = self._find()
+        reports: list[WorldReport] = []
+        seen: dict[str, _Look] = {}
+        for reader in self._readers:
+            view = reader.read()
+            if view is not None and (self._which is not None or _lives(view)):
+                samples = {rank: processes.sample(pid) for rank, pid in view.pids.items()}
+                look = seen[reader.path] = _Look(view, time.monotonic(), samples)
+                before = self._before.get(reader.path, look)
+                reports.append(self._report(reader.path, before, look))
+        self._before = seen
+        return reports
+
+    def close(self) -> None:
+        """Release what is open."""
+        self._close_readers()
+
+    def _close_readers(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._readers = ()
+
+    # -- finding --------------------------------------------------------------------------------
+
+    def _find(self) -> Sequence[WorldReader]:
+        which, settings = self._which, get_settings()
+        if which is None:
+            readers, self.refused = find_worlds(settings)
+            return readers
+        text = os.fspath(which) if isinstance(which, os.PathLike) else str(which)
+        if isinstance(which, os.PathLike) or os.sep in text or Path(text).is_dir():
+            readers, refused = find_worlds(settings, path=str(Path(text).absolute()))
+            return readers or _none(f"in {text}", refused)
+        readers, refused = find_worlds(settings)
+        if found := _of_run(readers, text):
+            return found
+        if not text.isdecimal():
+            return _none(f"with run id {text!r}", refused)
+        pids = [int(text), *processes.descendants(int(text))]
+        readers, _ = find_worlds(settings, pids=pids)
+        return readers or _no_rank(int(text))
+
+    # -- reporting ------------------------------------------------------------------------------
+
+    def _report(self, path: str, before: _Look, now: _Look) -> WorldReport:
+        view = now.view
+        waits = _common_waits(before, now)
+        notable = [w for w in waits.values() if w.seconds >= min(NOTABLE, self._stuck_after)]
+        idle = {
+            rank
+            for wait in notable
+            for rank in wait.missing or wait.board.members
+            if rank in view.pids
+            and (now.samples[rank].state in "Tt" or (wait.missing and rank not in waits))
+        }
+        doing = self._doing(before, now, idle)
+        verdict = judge(view, waits, doing, self._stuck_after)
+        ranks = [
+            _rank_report(rank, before, now, waits.get(rank), doing.get(rank, ""))
+            for rank in range(view.world_size)
+        ]
+        barrier = view.boards[0].last_barrier if view.boards else None
+        return WorldReport(
+            view.run_id,
+            view.backend,
+            view.world_size,
+            ranks,
+            verdict,
+            path,
+            None if barrier is None else str(barrier),
+        )
+
+    def _doing(self, before: _Look, now: _Look, ranks: set[int]) -> dict[int, str]:
+        """Return what these ranks do, of which others wait for."""
+        if ranks and time.monotonic() - self._lines_at >= _STACKS_EVERY:
+            running = [now.view.pids[r] for r in sorted(ranks) if now.samples[r].state not in "TtZ"]
+            self._lines = processes.python_lines(running)
+            self._lines_at = time.monotonic()
+        found: dict[int, str] = {}
+        for rank in ranks:
+            pid, sample = now.view.pids[rank], now.samples[rank]
+            what = _activity(pid, before.samples.get(rank, sample), sample)
+            line = self._lines.get(pid)
+            found[rank] = f"{what}, in {line}" if line and what else what
+        return {rank: what for rank, what in found.items() if what}
+
+
+def _activity(pid: int, before: ProcessSample, now: ProcessSample) -> str:
+    """Return what a process does, as a sentence about a rank goes on."""
+    if now.state in "Tt":
+        return f"is stopped by a signal, or by a debugger (kill -CONT {pid})"
+    used = processes.share(before, now)
+    if now.state == "D" == before.state:
+        return f"is in uninterruptible sleep: {now.syscall or now.channel or 'slow storage?'}"
+    if now.state == "R" or (used or 0.0) >= _BUSY:
+        return "computes" if used is None else f"computes ({used:.0%} of a processor)"
+    if now.syscall or now.channel:
+        where = f" ({now.channel})" if now.syscall and now.channel else ""
+        return f"sleeps in {now.syscall or now.channel}{where}"
+    return "sleeps" if now.state == "S" else ""
+
+
+def _lives(view: WorldView) -> bool:
+    return bool(view.problem) or any(one.state == "alive" for one in view.states.values())
+
+
+def _common_waits(before: _Look, now: _Look) -> dict[int, RankWait]:
+    """Return the longest wait of each rank that both looks have seen.
+
+    A wait that began before the first look, and is the same at the second, has lasted all the time
+    in between. So the notes that were missing were missing while this rank waited. If none is, it
+    is about to go on.
+    """
+    old = {board.members: board.waits for board in before.view.boards}
+    found: dict[int, RankWait] = {}
+    for board in now.view.boards:
+        absent: dict[int, list[int]] = {}  # by round
+        for rank, wait in board.waits.items():
+            if wait.number not in absent:
+                statuses = board.statuses.items()
+                absent[wait.number] = [r for r, one in statuses if one.rounds < wait.number]
+            missing, seconds = absent[wait.number], max(0.0, now.at - wait.since)
+            same = old.get(board.members, {}).get(rank) == wait
+            longer = rank not in found or seconds > found[rank].seconds
+            if same and longer and (missing or wait.for_data):
+                found[rank] = RankWait(board, wait.number, seconds, sorted(missing))
+    return found
+
+
+def _rank_report(
+    rank: int, before: _Look, now: _Look, wait: RankWait | None, doing: str
+) -> RankReport:
+    view = now.view
+    board = wait.board if wait is not None else _latest_board(rank, before.view, view)
+    status = board.statuses[rank] if board is not None else view.states.get(rank, Status())
+    sample, earlier = now.samples.get(rank), before.samples.get(rank)
+    used = processes.share(earlier, sample) if earlier is not None and sample is not None else None
+    label, number, behind = status.label, status.rounds, 0
+    group = None
+    if rank not in view.states and rank in view.hosts:
+        doing = f"on host {view.hosts[rank]}"
+    if board is not None:
+        number -= own_rounds(view, board)
+        behind = max(one.rounds for one in board.statuses.values()) - status.rounds
+        group = list(board.members) if len(board.members) < view.world_size else None
+    return RankReport(
+        rank,
+        view.pids.get(rank),
+        _state(rank, view, sample, earlier, wait),
+        None if label is None else label.kind,
+        None if label is None else label.name,
+        None if label is None else label.site,
+        group,
+        max(0, number),
+        None if wait is None else round(wait.seconds, 3),
+        max(0, behind),
+        used,
+        doing,
+    )
+
+
+def _state(
+    rank: int,
+    view: WorldView,
+    sample: ProcessSample | None,
+    earlier: ProcessSample | None,
+    wait: RankWait | None,
+) -> str:
+    if rank not in view.states:
+        return "elsewhere"
+    life = view.states[rank].state
+    if life != "alive":
+        return "absent" if life == "unknown" else life
+    letter = sample.state if sample is not None else "?"
+    if letter in "Tt":
+        return "stopped"
+    rounds = [one.rounds for one in view.boards[0].statuses.values()] if view.boards else [0]
+    if not all(rounds):  # the first round is the start
+        return "joining"
+    if wait is not None:
+        return "waiting"
+    both = letter == "D" and earlier is not None and earlier.state == "D"
+    return "uninterruptible" if both else "running"
+
+
+def _latest_board(rank: int, before: WorldView, now: WorldView) -> BoardView | None:
+    """Return the board of a rank's last call, as far as that is known.
+
+    One at which it has made a call since the first look; else one at which others wait for it; else
+    that of all ranks.
+    """
+    theirs = [board for board in now.boards if rank in board.statuses]
+    old = {b.members: b.statuses[rank].rounds for b in before.boards if rank in b.statuses}
+    for board in theirs:
+        if board.statuses[rank].rounds > old.get(board.members, 0):
+            return board
+    for board in theirs:
+        missed = [w for w in board.waits.values() if board.statuses[rank].rounds < w.number]
+        if missed:
+            return board
+    return theirs[0] if theirs else None
+
+
+# -- what is not found ------------------------------------------------------------------------
+
+
+def _of_run(readers: Sequence[WorldReader], run_id: str) -> list[WorldReader]:
+    """Return the readers of a run, and close the others."""
+    views = [(reader, reader.read()) for reader in readers]
+    names = {reader: view.run_id for reader, view in views if view is not None}
+    exact = [reader for reader in readers if names.get(reader) == run_id]
+    begun = [reader for reader in readers if names.get(reader, "").startswith(run_id)]
+    found = exact or (begun if len({names[reader] for reader in begun}) == 1 else [])
+    if run_id.isdecimal():
+        found = exact  # else it is a pid
+    for reader in readers:
+        if reader not in found:
+            reader.close()
+    return found
+
+
+def _none(where: str, refused: Sequence[str]) -> Sequence[WorldReader]:
+    more = f". {explain_refused(refused)}" if refused else ""
+    raise ConfigurationError(
+        f"no world runs {where} on this host; `syncprims who` shows those that do{more}"
+    )
+
+
+def _no_rank(pid: int) -> Sequence[WorldReader]:
+    try:
+        owner = Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        raise ConfigurationError(
+            f"there is no run with id {pid}, and no process {pid}; `syncprims who` shows the "
+            f"worlds of this host"
+        ) from None
+    if os.geteuid() not in (0, owner):
+        raise ConfigurationError(
+            f"process {pid} belongs to user {owner}: only that user, or root, can see its world"
+        )
+    raise ConfigurationError(
+        f"process {pid} is no rank of a world, and has started none: it has made no call yet, has "
+        f"left its world, or uses a backend without shared files"
+    )
+
+
+def explain_refused(refused: Sequence[str]) -> str:
+    """Return why some worlds are not shown."""
+    return (
+        f"{', '.join(refused[:4])}{' and more' if len(refused) > 4 else ''} belong to other users: "
+        f"only they, or root, can see what runs there"
+    )

@@ -1,0 +1,153 @@
+"""What other processes of this host do, as far as the system says: without stopping them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: System calls in which processes wait: by number, on these processors. The first argument of those
+#: in `_WITH_FILE` is a descriptor.
+_CALLS = {
+    "x86_64": {
+        0: "read", 1: "write", 7: "poll", 17: "pread64", 18: "pwrite64", 19: "readv",
+        20: "writev", 23: "select", 34: "pause", 35: "nanosleep", 42: "connect", 43: "accept",
+        44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 72: "fcntl",
+        73: "flock", 74: "fsync", 75: "fdatasync", 202: "futex", 217: "getdents64", 230:
+        "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 262: "newfstatat",
+        270: "pselect6", 271: "ppoll", 281: "epoll_pwait",
+    },
+    "aarch64": {
+        22: "epoll_pwait", 25: "fcntl", 32: "flock", 56: "openat", 61: "getdents64", 63: "read",
+        64: "write", 65: "readv", 66: "writev", 67: "pread64", 68: "pwrite64", 72: "pselect6",
+        73: "ppoll", 79: "newfstatat", 82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex",
+        101: "nanosleep", 115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "sendto",
+        207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 260: "wait4",
+    },
+}  # fmt: skip
+_WITH_FILE = {
+    "read", "write", "pread64", "pwrite64", "readv", "writev", "connect", "accept", "sendto",
+    "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync", "fdatasync", "getdents64",
+}  # fmt: skip
+_INSTALLED = r"/site-packages/|/lib/python3|^<"  # files that are not the user's program
+_MOST_STACKS = 8  # of one look
+_STACK_TIMEOUT = 5.0  # seconds
+
+
+class ProcessSample(NamedTuple):
+    """A process at one moment."""
+
+    state: str = "?"  #: a letter, as in ps(1): R, S, D, T, ...
+    seconds: float = 0.0  #: of processor time, so far
+    at: float = 0.0  #: when that was read, by :func:`time.monotonic`
+    syscall: str = ""  #: the system call it is in, and on which file
+    channel: str = ""  #: the function of the kernel it waits in
+
+
+def sample(pid: int) -> ProcessSample:
+    """Return what the system says of a process now; an empty sample if it says nothing."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        fields = text[text.rindex(")") + 2 :].split()
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return ProcessSample()
+    channel = _read(f"/proc/{pid}/wchan")
+    return ProcessSample(
+        fields[0], seconds, time.monotonic(), _system_call(pid), "" if channel == "0" else channel
+    )
+
+
+def share(before: ProcessSample, now: ProcessSample) -> float | None:
+    """Return the share of a processor that a process has used between two samples."""
+    if "?" in (before.state, now.state) or now.at <= before.at:
+        return None
+    return round((now.seconds - before.seconds) / (now.at - before.at), 2)
+
+
+def _system_call(pid: int) -> str:
+    """Return the system call that a process is in; empty if it runs, or that cannot be read."""
+    number, *arguments = _read(f"/proc/{pid}/syscall").split() or [""]
+    if not number.isdecimal():
+        return ""
+    name = _CALLS.get(platform.machine(), {}).get(int(number), f"system call {number}")
+    if name in _WITH_FILE and arguments:
+        with contextlib.suppress(OSError, ValueError):
+            file = os.readlink(f"/proc/{pid}/fd/{int(arguments[0], 16)}")  # noqa: PTH115
+            return f"{name} on {file}"
+    return name
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that `pid` has started, directly or not, as far as they live."""
+    children: dict[int, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):  # noqa: PTH208 - names are all it takes
+            if name.isdecimal():
+                fields = _read(f"/proc/{name}/stat").rpartition(")")[2].split()
+                if len(fields) > 1:
+                    children.setdefault(int(fields[1]), []).append(int(name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
+
+
+# -- Python stacks ----------------------------------------------------------------------------
+
+
+def find_py_spy() -> str | None:
+    """Return the program that reads the stacks of Python processes; None if it is not installed."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def python_lines(pids: Iterable[int]) -> dict[int, str]:
+    """Return in which function and line of the user's program these processes are, where known.
+
+    py-spy reads it out of their memory, without stopping them; of the first few processes only.
+    """
+    program, some = find_py_spy(), list(pids)[:_MOST_STACKS]
+    if program is None or not some:
+        return {}
+    with concurrent.futures.ThreadPoolExecutor(len(some)) as pool:
+        lines = pool.map(partial(_python_line, program), some)
+        return {pid: line for pid, line in zip(some, lines, strict=True) if line}
+
+
+def _python_line(program: str, pid: int) -> str:
+    command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_STACK_TIMEOUT, check=False)
+        threads: Any = json.loads(done.stdout)
+        main = next((one for one in threads if one["thread_name"] == "MainThread"), threads[0])
+        return _innermost(main["frames"])
+    except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
+        return ""
+
+
+def _innermost(frames: Sequence[Any]) -> str:
+    """Return the innermost frame that is of the user's program; else the innermost one."""
+    theirs = [one for one in frames if not re.search(_INSTALLED, one["filename"])] or frames
+    if not theirs:
+        return ""
+    name = re.sub(r".*/", "", theirs[0]["filename"])
+    return f"{theirs[0]['name']} ({name}:{theirs[0]['line']})"

@@ -1,0 +1,240 @@
+"""`assert_same`: what counts as the same value, on every backend."""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+import enum
+import math
+import types
+import warnings
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from conftest import several
+from support import warm_torch  # noqa: F401
+
+import syncprims as sp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.rank_worlds import Ranks
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Config:
+    name: str
+    weights: Any
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Rounded:
+    """It is equal to others that are near, whatever they hold."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rounded) and round(self.value) == round(other.value)
+
+    def __hash__(self) -> int:
+        return hash(round(self.value))
+
+
+def model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def floats(seed: int) -> torch.Tensor:
+    return torch.arange(6.0).reshape(2, 3) + seed
+
+
+def long_doubles(seed: int) -> Any:
+    """Return numbers beside which other bytes are left in memory."""
+    numbers = np.frombuffer(bytes(range(256)) * 2, np.uint8)[:64].copy()
+    numbers[:] = np.random.default_rng().integers(0, 255, 64)
+    found = numbers.view(np.longdouble)
+    for index in range(4):
+        found[index] = np.longdouble(seed + index) / 3
+    return found
+
+
+def trained(seed: int) -> dict[str, Any]:
+    """Return the state of an optimizer."""
+    layers = model(seed)
+    optimizer = torch.optim.Adam(layers.parameters())
+    layers[0](torch.ones(2, 3) + seed).sum().backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def quantized(seed: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = torch.quantize_per_tensor(floats(seed), 0.5, 1, torch.qint8)
+        rows = torch.quantize_per_channel(
+            floats(seed), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8
+        )
+    return [whole, rows]
+
+
+def records(seed: int) -> Any:
+    kind = np.dtype([("flag", "i1"), ("number", "f8")], align=True)
+    found = np.frombuffer(np.random.default_rng().bytes(3 * kind.itemsize), kind).copy()
+    found["flag"], found["number"] = [1, 0, 1], [seed, math.nan, -0.0]
+    return found
+
+
+#: Functions that make equal values from equal seeds: each time new objects.
+VALUES: dict[str, Callable[[int], Any]] = {
+    "state_dict": lambda seed: model(seed).state_dict(),
+    "module": model,
+    "optimizer": trained,
+    "parameter": lambda seed: torch.nn.Parameter(floats(seed)),
+    "parameters": lambda seed: list(model(seed).parameters()),
+    "named parameters": lambda seed: dict(model(seed).named_parameters()),
+    "ordered": lambda seed: collections.OrderedDict(a=floats(seed), b=[floats(0)]),
+    "default": lambda seed: collections.defaultdict(list, {"a": [floats(seed)]}),
+    "read-only": lambda seed: types.MappingProxyType({"a": floats(seed)}),
+    "deque": lambda seed: collections.deque([floats(seed)]),
+    "named tuple": lambda seed: Pair(floats(seed), np.arange(3) + seed),
+    "mixed": lambda seed: {"t": floats(seed), "n": [np.float32(seed), {"x": (np.ones(2), None)}]},
+    "dataclass": lambda seed: Config("c", [floats(seed), np.ones(2)]),
+    "nested": lambda seed: {"config": Config("c", Config("d", floats(seed))), "seed": 0},
+    "long double": long_doubles,
+    "complex long double": lambda seed: long_doubles(seed) * np.clongdouble(1 + 1j),
+    "long double scalar": lambda seed: long_doubles(seed)[1],
+    "big-endian long double": lambda seed: long_doubles(seed).astype(">f16"),
+    "bfloat16": lambda seed: floats(seed).bfloat16(),
+    "complex": lambda seed: torch.complex(floats(seed), floats(0)),
+    "conjugate": lambda seed: torch.complex(floats(seed), floats(1)).conj(),
+    "strided": lambda seed: floats(seed).t()[::2],
+    "sparse": lambda seed: [floats(seed).to_sparse(), floats(seed)[:1].to_sparse()],
+    "meta": lambda seed: torch.empty(seed + 1, device="meta"),
+    "quantized": quantized,
+    "objects": lambda seed: np.array([seed, "a", floats(seed)], dtype=object),
+    "records": records,
+    "memory map": lambda seed: (np.ones(3) + seed).view(np.memmap),
+    "masked": lambda seed: np.ma.masked_array([seed, 2.0], [False, True]),
+    "bytes": lambda seed: [bytearray([seed]), array.array("d", [seed]), memoryview(b"").nbytes],
+    "enum keys": lambda seed: {Color.RED: floats(seed), Color.BLUE: 1},
+    "enum set": lambda seed: {Color.RED, Color.BLUE, Fraction(seed + 1, 3)},
+    "types": lambda seed: [torch.float32, torch.Size([seed]), int, np.dtype("f4"), len, ..., None],
+    "numbers": lambda seed: [Fraction(seed, 3), range(seed), slice(seed), 1j, math.nan, -0.0],
+    "paths": lambda seed: {Path("a") / str(seed): Path("b")},
+    "rounded": lambda seed: Rounded(seed + np.random.default_rng().random() / 4),
+}
+
+
+def test_equal_values_are_the_same_however_they_are_held(world: Ranks) -> None:
+    def program() -> None:
+        for name, make in VALUES.items():
+            sp.assert_same(make(0), name)
+            sp.assert_same([make(1), {"inner": make(2)}], f"{name} in a list")
+
+    world.run(program)
+
+
+@several()
+def test_values_that_differ_on_one_rank_are_refused_on_all(world: Ranks) -> None:
+    def program() -> None:
+        for name, make in VALUES.items():
+            with pytest.raises(sp.RankMismatch, match=f"{name} differs between ranks"):
+                sp.assert_same({"value": make(int(sp.is_last()))}, name)
+        sp.barrier("still in step")
+
+    world.run(program)
+
+
+@several(2)
+def test_without_pickle_what_has_one_form_is_compared_all_the_same(world: Ranks) -> None:
+    def program() -> None:
+        state = {"model": model(0).state_dict(), "list": [torch.nn.Parameter(floats(0))]}
+        sp.assert_same(state, "state")
+        with pytest.raises(sp.EncodingError, match=r"assert_same 'color' .* forbids pickle"):
+            sp.assert_same([Color.RED], "color")
+        sp.barrier("still in step")
+
+    world.run(program, SYNCPRIMS_PICKLE="0")
+
+
+@several(2)
+def test_zeros_of_another_sign_and_dicts_of_another_type_differ(world: Ranks) -> None:
+    def program() -> None:
+        pairs: list[tuple[Any, Any]] = [
+            (0.0, -0.0),
+            (1, 1.0),
+            (1, True),
+            (torch.zeros(1), -torch.zeros(1)),
+            ({"a": floats(0)}, collections.OrderedDict(a=floats(0))),
+            (floats(0), torch.nn.Parameter(floats(0))),
+            (floats(0), floats(0).double()),
+            ([floats(0)], (floats(0),)),
+            (floats(0), floats(0).numpy()),
+        ]
+        for one, other in pairs:
+            with pytest.raises(sp.RankMismatch):
+                sp.assert_same({"x": other if sp.is_last() else one}, "x")
+        sp.assert_same({"nan": torch.tensor([math.nan])}, "nan")
+        sp.assert_same(dict([("a", floats(0)), ("b", 1)][:: 1 - 2 * sp.get_rank()]), "in any order")
+
+    world.run(program)
+
+
+class Undecided:
+    """Its comparison has another result on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __eq__(self, other: object) -> bool:
+        return sp.get_rank() == 0
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Broken(dict[str, int]):
+    """Its items cannot be had."""
+
+    def items(self) -> Any:
+        raise ZeroDivisionError("no items")
+
+
+@several()
+def test_ranks_agree_whatever_an_object_does_when_it_is_compared(world: Ranks) -> None:
+    def program() -> None:
+        with pytest.raises(sp.RankMismatch):
+            sp.assert_same(Undecided(sp.get_rank()), "undecided")
+        expected = ZeroDivisionError if sp.is_last() else sp.PeerFailed
+        with pytest.raises(expected, match="no items"):
+            sp.assert_same(Broken(a=1) if sp.is_last() else {"a": 1}, "broken")
+        cycle: list[Any] = [sp.get_rank() // 8]
+        cycle.append(cycle)
+        sp.assert_same(cycle, "a cycle")
+        deep: list[Any] = []
+        for _ in range(400):
+            deep = [deep]
+        sp.assert_same(deep, "deep")
+        pair: Any = (floats(0),)
+        for _ in range(60):
+            pair = (pair, pair)
+        sp.assert_same(pair, "2 ** 60 times the same")
+
+    world.run(program)

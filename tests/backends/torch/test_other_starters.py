@@ -1,0 +1,90 @@
+"""Ranks that hydra, and Lightning's own starter, have started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.rank_environment import clean_environment
+from support.rank_worlds import free_port
+
+_TOLD = """
+import json, sys
+from pathlib import Path
+
+def tell():
+    import syncprims as sp
+    place = sp.current().topology
+    told = [sp.all_gather(sp.get_rank()), *place[:6], place.launcher]
+    Path(sys.argv[1], f"end-{place.rank}").write_text(json.dumps(told))
+    sp.barrier()
+"""
+
+
+def told(line: list[str], source: str, ranks: int, folder: Path, place: Path, **more: str) -> Any:
+    script = folder / "script.py"
+    script.write_text(_TOLD + source)
+    done = subprocess.run(
+        [*line, sys.executable, str(script), str(folder)],
+        env=clean_environment(place, SYNCPRIMS_JOIN_TIMEOUT="30", **more),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"end-{rank}").read_text()) for rank in range(ranks)]
+
+
+def _hydra() -> str | None:
+    """Return the starter of the mpich wheel."""
+    beside = Path(sys.executable).with_name("mpiexec.hydra")
+    return str(beside) if beside.exists() else shutil.which("mpiexec.hydra")
+
+
+@pytest.mark.skipif(_hydra() is None, reason="needs hydra: pip install mpich")
+@pytest.mark.parametrize("backend", ["file", "torch"])
+def test_hydra(backend: str, tmp_path: Path, meeting_place: Path) -> None:
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = {"SYNCPRIMS_RUN_ID": "hydra"} if backend == "file" else store
+    line = [str(_hydra()), "-n", "3"]
+    said = told(line, "tell()", 3, tmp_path, meeting_place, SYNCPRIMS_BACKEND=backend, **own)
+    assert said == [[[0, 1, 2], rank, 3, rank, 3, 0, 1, "MPICH"] for rank in range(3)]
+
+
+_LIGHTNING = """
+from lightning_fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+tell()
+"""
+
+
+@pytest.mark.skipif(find_spec("lightning_fabric") is None, reason="needs lightning-fabric")
+def test_lightnings_own_starter(tmp_path: Path, meeting_place: Path) -> None:
+    said = told([], _LIGHTNING, 2, tmp_path, meeting_place)
+    assert said == [[[0, 1], rank, 2, rank, 2, 0, 1, "torch.distributed"] for rank in range(2)]
+
+
+_ACCELERATE = """
+from accelerate import Accelerator, debug_launcher
+
+def train():
+    Accelerator(cpu=True)
+    tell()
+
+debug_launcher(train, num_processes=2)
+"""
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+def test_accelerates_debug_launcher(tmp_path: Path, meeting_place: Path) -> None:
+    said = told([], _ACCELERATE, 2, tmp_path, meeting_place)
+    assert [place[:7] for place in said] == [[[0, 1], rank, 2, rank, 2, 0, 1] for rank in range(2)]

@@ -1,0 +1,164 @@
+"""`syncprims who` in a shell, and the launcher's table on SIGQUIT."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.observed import await_report
+from support.rank_worlds import PATIENCE, free_port
+
+from syncprims._world.runtime import clean_environ
+from syncprims.cli import main
+from syncprims.doctor.verdict import NOTABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+JOB = """
+import time
+from pathlib import Path
+import syncprims as sp
+sp.barrier("start")
+if sp.get_rank() == 1:
+    while not Path("go").exists():
+        time.sleep(0.005)
+sp.barrier("epoch end")
+"""
+RUN = [sys.executable, "-m", "syncprims", "run", "-n", "2", "job.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+KEYS = {"run_id", "backend", "world_size", "ranks", "verdict"}
+RANK_KEYS = {"rank", "pid", "state", "call", "name", "site", "group", "round", "waiting_s"}
+VERDICT_KEYS = {"kind", "waiting_for", "text"}
+
+
+@contextlib.contextmanager
+def job(folder: Path, command: list[str], **variables: str) -> Generator[subprocess.Popen[str]]:
+    """Start a job of two ranks, of which rank 1 comes when the file ``go`` is there."""
+    (folder / "job.py").write_text(JOB)
+    process = subprocess.Popen(
+        command, cwd=folder, env={**clean_environ(), **variables}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        (folder / "go").touch()
+        process.communicate(timeout=PATIENCE)
+
+
+def hangs(process: subprocess.Popen[str]) -> Any:
+    return await_report(
+        process.pid, lambda r: r.verdict.waiting_for == [1] and r.verdict.waited_s > NOTABLE
+    )
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "syncprims", "who", *words], capture_output=True, text=True,
+        timeout=PATIENCE, check=False, env=clean_environ(),
+    )  # fmt: skip
+
+
+def test_people_and_programs_read_the_same(tmp_path: Path) -> None:
+    with job(tmp_path, RUN) as started:
+        seen = hangs(started)
+        printed = command(str(started.pid), "--stuck-after", "1000")
+        asked = command(seen.run_id, "--json", "--stuck-after", "0.1")
+    assert (printed.returncode, printed.stderr) == (0, "")
+    head, columns, first, second, *rest = printed.stdout.splitlines()
+    assert head.startswith(f"{seen.run_id}: 2 ranks, backend file, in /")
+    assert columns.split() == ["rank", "pid", "state", "call", "group", "waits", "behind", "doing"]
+    assert "waiting  barrier 'epoch end' (job.py:9)" in first
+    assert "running  barrier 'start' (job.py:5)" in second
+    assert rest[0].startswith("rank 1 has not come to barrier 'epoch end' (job.py:9), where rank 0")
+    assert rest[1].startswith("  rank 1 was last seen at barrier 'start' (job.py:5); it ")
+    assert asked.returncode == 3
+    found = json.loads(asked.stdout)
+    assert found.keys() >= KEYS
+    assert found["verdict"].keys() >= VERDICT_KEYS
+    assert all(rank.keys() >= RANK_KEYS for rank in found["ranks"])
+    waiting, absent = found["ranks"]
+    assert (waiting["call"], waiting["name"], waiting["site"]) == (
+        "barrier", "epoch end", "job.py:9",
+    )  # fmt: skip
+    assert (absent["rank"], absent["state"], absent["waiting_s"]) == (1, "running", None)
+    assert (found["verdict"]["kind"], found["verdict"]["waiting_for"]) == ("waiting", [1])
+
+
+def test_it_watches_until_the_end(tmp_path: Path) -> None:
+    with job(tmp_path, RUN) as started:
+        seen = hangs(started)
+        watch = subprocess.Popen(
+            [sys.executable, "-m", "syncprims", "who", seen.run_id, "--watch", "0.01", "--json",
+             "--stuck-after", "0.1"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environ(),
+        )  # fmt: skip
+        assert watch.stdout is not None
+        first = watch.stdout.readline()
+        (tmp_path / "go").touch()
+        rest, err = watch.communicate(timeout=PATIENCE)
+        assert started.wait(PATIENCE) == 0
+    assert err == ""
+    assert watch.returncode in (0, 3)  # that of the last look
+    lines = [json.loads(line) for line in [first, *rest.splitlines()]]
+    assert lines[0]["verdict"]["stuck"]
+    assert {line["run_id"] for line in lines} == {seen.run_id}
+
+
+def test_a_run_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["who", "gone"]) == 2
+    assert "no world runs with run id 'gone' on this host" in capsys.readouterr().err
+
+
+def test_the_launcher_prints_the_table_on_sigquit_and_harms_no_rank(tmp_path: Path) -> None:
+    with job(tmp_path, RUN) as started:
+        seen = hangs(started)
+        started.send_signal(signal.SIGQUIT)
+        assert started.stderr is not None
+        lines = [started.stderr.readline() for _ in range(5)]
+        assert lines[0].startswith(f"{seen.run_id}: 2 ranks, backend file")
+        assert "rank 1 has not come to barrier 'epoch end'" in lines[4]
+        (tmp_path / "go").touch()
+        assert started.wait(PATIENCE) == 0
+
+
+def test_ranks_whose_launcher_is_dead_are_seen(tmp_path: Path) -> None:
+    with job(tmp_path, RUN) as started:
+        pids = [one.pid for one in hangs(started).ranks]
+        started.kill()
+        started.wait()
+        seen = await_report(pids[1], lambda r: r.verdict.waiting_for == [1])
+        assert [one.pid for one in seen.ranks] == pids
+        (tmp_path / "go").touch()
+        deadline = time.monotonic() + PATIENCE
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_ranks_of_torchrun_are_seen(tmp_path: Path) -> None:
+    place = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "job.py"]
+    with job(tmp_path, [*TORCHRUN, *place], OMP_NUM_THREADS="1") as started:
+        seen = hangs(started)
+        asked = command(str(started.pid), "--json", "--stuck-after", "0.1")
+        (tmp_path / "go").touch()
+        assert started.wait(PATIENCE) == 0
+    assert asked.returncode == 3
+    found = json.loads(asked.stdout)
+    assert (found["backend"], found["world_size"]) == ("torch", 2)
+    assert found["run_id"] == seen.run_id
+    assert found["run_id"].startswith("torchrun-")
+    assert found["verdict"]["waiting_for"] == [1]
+    assert [one["pid"] for one in found["ranks"]] == [one.pid for one in seen.ranks]
+    assert os.getpid() not in [one["pid"] for one in found["ranks"]]

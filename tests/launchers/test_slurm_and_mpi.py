@@ -1,0 +1,172 @@
+"""Real jobs under SLURM and Open MPI, on pretended nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support import ROOT
+from support.slurm_cluster import Cluster, cluster, why_no_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+pytestmark = [
+    pytest.mark.launchers,
+    pytest.mark.skipif(why_no_cluster() is not None, reason=str(why_no_cluster())),
+]
+
+_TOUR = """
+import json, os, sys, time
+from syncprims import *
+barrier("begin")
+with main_first(local=True):
+    pass
+place = current().topology
+numbers = [*place[:6], place.launcher, os.uname().nodename]
+seen = all_gather(numbers)
+if is_main():
+    print("TOLD", json.dumps(seen), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Generator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "tour.py").write_text(_TOUR)
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    with cluster(2, folder) as made:
+        yield made
+
+
+def told(text: str) -> list[list[list[Any]]]:
+    """Return what the main rank of each world has told."""
+    found = re.findall(r"TOLD (.*)", text)
+    assert found, text
+    return [json.loads(line) for line in found]
+
+
+def places(launcher: str, *hosts: int, ranks: list[int] | None = None) -> list[list[Any]]:
+    """Return the numbers of all ranks, where host k has ``hosts[k]`` of them."""
+    found = {}
+    order = iter(ranks or range(sum(hosts)))
+    for host, count in enumerate(hosts):
+        for local in range(count):
+            rank = next(order)
+            numbers = [rank, sum(hosts), local, count, host, len(hosts)]
+            found[rank] = [*numbers, launcher, f"host{host}"]
+    return [found[rank] for rank in sorted(found)]
+
+
+# -- start ----------------------------------------------------------------------------------------
+
+TOUR = f"{sys.executable} tour.py"
+STARTS = [
+    ("srun -N2 -n4", [places("SLURM", 2, 2)]),
+    ("srun -N2 -n3", [places("SLURM", 2, 1)]),
+    ("srun -N2 -n4 -m cyclic", [places("SLURM", 2, 2, ranks=[0, 2, 1, 3])]),
+    ("srun -N1 -n3", [places("SLURM", 3)]),
+    ("srun -N1 -n3 --export=ALL,SYNCPRIMS_BACKEND=file", [places("SLURM", 3)]),
+    ("srun -N1 -n2 --mpi=pmi2", [places("SLURM", 2)]),
+    ("mpirun -n 4 --map-by node", [places("Open MPI", 2, 2, ranks=[0, 2, 1, 3])]),
+    ("mpirun -n 4 --host host0:3,host1:1", [places("Open MPI", 3, 1)]),
+    ("mpirun -n 2", [places("Open MPI", 2)]),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), STARTS, ids=[line for line, _ in STARTS])
+def test_starts_in_a_batch_script(
+    line: str, expected: list[list[list[Any]]], nodes: Cluster
+) -> None:
+    job = nodes.submit(f"{line} {TOUR}", "-N2", "--ntasks-per-node=4")
+    assert told(nodes.await_state(job, "COMPLETED", "FAILED")) == expected
+
+
+def test_a_batch_script_without_srun_is_a_world_of_one_that_says_so(nodes: Cluster) -> None:
+    text = nodes.await_state(nodes.submit(TOUR, "-N1", "-n4"), "COMPLETED", "FAILED")
+    assert "SLURM_NTASKS=4 is set, and this process was not started by srun" in text
+    assert told(text) == [[[0, 1, 0, 1, 0, 1, "none", "host0"]]]
+
+
+def test_two_steps_of_one_job_and_two_jobs_at_once(nodes: Cluster) -> None:
+    two = f"srun -N2 -n2 --overlap {TOUR} & srun -N2 -n2 --overlap {TOUR} & wait"
+    jobs = [nodes.submit(two, "-N2", "-n2") for _ in range(2)]
+    for job in jobs:
+        assert told(nodes.await_state(job, "COMPLETED", "FAILED")) == [places("SLURM", 1, 1)] * 2
+
+
+def test_an_array_is_a_world_for_each_task(nodes: Cluster) -> None:
+    nodes.submit(f"srun {TOUR}", "-N1", "-n2", "--array=0-1", "-o", "array-%a")
+    nodes.await_that(
+        lambda: all("TOLD" in nodes.read(f"array-{task}") for task in range(2)), "no array"
+    )
+    for task in range(2):
+        ((first, second),) = told(nodes.read(f"array-{task}"))
+        assert (first[:4], second[:4]) == ([0, 2, 0, 2], [1, 2, 1, 2])
+
+
+def test_torchrun_in_a_step(nodes: Cluster) -> None:
+    agent = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"
+    one = f"srun -N2 -n2 {agent} --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29400"
+    text = nodes.await_state(nodes.submit(f"{one} tour.py", "-N2", "-n2"), "COMPLETED", "FAILED")
+    assert told(text) == [places("torchrun", 2, 2)]
+
+
+def test_a_sweep_of_torchruns_is_a_world_for_each_task(nodes: Cluster) -> None:
+    agent = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --standalone"
+    line = f"srun -N1 -n2 {agent} tour.py"
+    text = nodes.await_state(nodes.submit(line, "-N1", "-n2"), "COMPLETED", "FAILED")
+    assert told(text) == [places("torchrun", 2)] * 2
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+_KILLED = """
+import os, signal
+from syncprims import *
+barrier("begin")
+if is_last():
+    os.kill(os.getpid(), signal.SIGKILL)
+barrier("end")
+"""
+
+
+@pytest.mark.parametrize("line", ["srun -N2 -n4", "mpirun -n 4"])
+def test_a_killed_rank_is_named_and_fails_the_job(line: str, nodes: Cluster) -> None:
+    (nodes.folder / "killed.py").write_text(_KILLED)
+    job = nodes.submit(f"{line} {sys.executable} killed.py", "-N2", "-n4")
+    text = nodes.await_state(job, "COMPLETED", "FAILED")
+    assert nodes.state_of(job) == "FAILED"
+    # Open MPI kills the others at once, perhaps before they have said it.
+    assert line.startswith("mpirun") or "rank 3 was lost: killed by SIGKILL" in text
+
+
+def _submit_example(nodes: Cluster, *options: str, steps: int = 2_000_000) -> str:
+    script = (ROOT / "examples" / "slurm.sbatch").read_text()
+    # The same lines on smaller nodes. What sbatch is told by options counts more than the script.
+    size = ["-N2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    environ = f"PATH={Path(sys.executable).parent}:$PATH STEPS={steps}"
+    return nodes.submit(script.removeprefix("#!/bin/bash\n"), *size, *options, environ=environ)
+
+
+@pytest.mark.parametrize("way", ["two signals", "preemption"])
+def test_the_example_saves_is_queued_again_and_goes_on(way: str, nodes: Cluster) -> None:
+    job = _submit_example(nodes)
+    runs = nodes.folder / f"run-{job}"
+    nodes.await_that(lambda: any(runs.glob("*")), "no checkpoint")
+    if way == "preemption":
+        first = nodes.submit("sleep 5", "-N2", "-n8", "-p", "high", "-o", "high-%j")
+    else:
+        signal = f"scancel --signal=TERM {job}"
+        assert nodes.on(0, f"{signal}; {signal}").code == 0
+    nodes.await_output(job, "saved step ")
+    nodes.await_output(job, "continue after step ")
+    if way == "preemption":
+        nodes.await_state(first, "COMPLETED")
+    nodes.on(0, f"scancel {job}")
+    nodes.await_state(job, "CANCELLED", "COMPLETED", "FAILED")

@@ -1,0 +1,173 @@
+"""Calls that are alike: names and call sites distinguish them, on every backend."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import several
+
+import syncprims as sp
+from syncprims.testing import run_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.rank_worlds import Ranks
+
+#: Every call that carries a value or a flag, with a name.
+CALLS: dict[str, Callable[[str], object]] = {
+    "barrier": lambda name: sp.barrier(name),
+    "broadcast": lambda name: sp.broadcast(name, name=name),
+    "all_gather": lambda name: sp.all_gather(name, name=name),
+    "all_reduce": lambda name: sp.all_reduce(1, name=name),
+    "any_rank": lambda name: sp.any_rank(False, name=name),
+    "all_ranks": lambda name: sp.all_ranks(True, name=name),
+    "assert_same": lambda name: sp.assert_same(1, name),
+    "main_first": lambda name: enter(sp.main_first(name=name)),
+    "in_turn": lambda name: enter(sp.in_turn(name=name)),
+    "trigger": lambda name: sp.Trigger(name).check(),
+    "on_main": lambda name: sp.on_main(share=True, name=name)(str)(),
+    "on_last": lambda name: sp.on_last(share=True, name=name)(str)(),
+    "on_rank": lambda name: sp.on_rank(0, share=True, name=name)(str)(),
+    "on_local_main": lambda name: sp.on_local_main(share=True, name=name)(str)(),
+    "on_local_rank": lambda name: sp.on_local_rank(0, share=True, name=name)(str)(),
+}
+
+
+def enter(block: Any) -> None:
+    with block:
+        pass
+
+
+def test_every_call_with_a_value_takes_a_name() -> None:
+    for kind in CALLS:
+        if kind != "trigger":
+            assert "name" in inspect.signature(getattr(sp, kind)).parameters
+    for kind in ("broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks", "in_turn"):
+        assert "name" in inspect.signature(getattr(sp.Group, kind)).parameters
+
+
+@pytest.mark.parametrize("call", CALLS)
+@several(2)
+def test_calls_of_different_names_never_meet(world: Ranks, call: str) -> None:
+    if call.startswith("on_local") and world.kind.hosts > 1:
+        pytest.skip("a host has one rank to run")
+
+    def program() -> str:
+        CALLS[call]("the same")
+        with pytest.raises(sp.CollectiveMismatch) as caught:
+            CALLS[call]("loss" if sp.is_main() else "accuracy")
+        return str(caught.value)
+
+    for said in world.run(program):
+        assert f"rank 0: {call} 'loss'" in said
+        assert f"rank 1: {call} 'accuracy'" in said
+
+
+@several(2)
+def test_functions_that_share_a_result_are_told_apart_by_their_names(world: Ranks) -> None:
+    @sp.on_main(share=True)
+    def load() -> int:
+        return 1
+
+    @sp.on_main(share=True)
+    def count() -> int:
+        return 2
+
+    def program() -> str:
+        assert (load(), count()) == (1, 2)
+        with pytest.raises(sp.CollectiveMismatch) as caught:
+            (load if sp.is_main() else count)()
+        return str(caught.value)
+
+    for said in world.run(program):
+        assert "rank 0: on_main 'load' from rank 0" in said
+        assert "rank 1: on_main 'count' from rank 0" in said
+
+
+def reversed_order() -> list[Any]:
+    if sp.is_main():
+        loss = sp.all_reduce(1.0)
+        accuracy = sp.all_reduce(10.0)
+    else:
+        accuracy = sp.all_reduce(20.0)
+        loss = sp.all_reduce(2.0)
+    return [loss, accuracy]
+
+
+@several()
+def test_strict_ranks_make_a_call_from_one_line(world: Ranks) -> None:
+    in_processes = world.kind.backend != "threads"
+
+    def program() -> str:
+        sp.all_reduce(1)
+        if in_processes:  # the same file has two relative paths
+            os.chdir(Path(__file__).parents[sp.get_rank() % 2])
+        sp.all_reduce(1)
+        with pytest.raises(sp.CollectiveMismatch) as caught:
+            reversed_order()
+        with pytest.raises(sp.CollectiveMismatch):
+            sp.barrier("the group is torn")
+        return str(caught.value)
+
+    first = reversed_order.__code__.co_firstlineno
+    for said in world.run(program, SYNCPRIMS_STRICT="1"):
+        assert re.search(rf"rank 0: all_reduce \(.*test_call_names.py:{first + 2}\)", said)
+        assert re.search(rf"rank 1: all_reduce \(.*test_call_names.py:{first + 5}\)", said)
+        assert "SYNCPRIMS_STRICT=1 refuses" in said
+
+
+@several(2)
+def test_ranks_agree_whether_they_are_strict(world: Ranks) -> None:
+    if world.kind.backend == "threads":
+        pytest.skip("its ranks have the variables of one process")
+
+    def program() -> None:
+        os.environ["SYNCPRIMS_STRICT"] = str(int(os.environ["SYNCPRIMS_RANK"]) % 2)
+        with pytest.raises(sp.ConfigurationError, match="disagree about SYNCPRIMS_STRICT"):
+            sp.init()
+
+    world.run_alone(program)
+
+
+def test_a_world_of_threads_warns_of_values_from_different_lines() -> None:
+    with pytest.warns(sp.SyncWarning, match="on different lines") as caught:
+        found = run_world(reversed_order, 2)
+    assert found == [[21.0, 12.0], [12.0, 21.0]]  # the values are mixed up
+    assert {one.filename for one in caught} == {__file__}
+    line = reversed_order.__code__.co_firstlineno + 5
+    said = str(caught[0].message)
+    assert f"rank 1: all_reduce (tests/protocol/test_call_names.py:{line})" in said
+
+
+def test_the_warning_can_be_an_error() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sp.SyncWarning)
+        with pytest.raises(sp.SyncWarning, match="Give each call a name="):
+            run_world(reversed_order, 2)
+
+
+def test_names_and_barriers_on_different_lines_are_no_reason_to_warn() -> None:
+    def program() -> list[Any]:
+        if sp.is_main():
+            sp.barrier()
+            found = [sp.all_reduce(1, name="loss"), sp.broadcast(1, name="one")]
+            with sp.main_first():
+                pass
+        else:
+            sp.barrier()
+            found = [sp.all_reduce(1, name="loss"), sp.broadcast(0, name="one")]
+            with sp.main_first():
+                pass
+        sp.all_reduce(1 if sp.is_main() else 2)
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_world(program, 2) == [[2, 1]] * 2
