@@ -5,10 +5,10 @@ memory. So each rank publishes the directory in which it would meet others, by w
 it. A directory is the same for two ranks only if both see the same memory there.
 
 A rendezvous has epochs. Each rank adds its entry to the open epoch, and the rank that completes it
-writes the result. Then each rank confirms that it has read this, and the last one begins the world.
-So an entry of a rank that was killed while it joined begins no world: the process that takes its
-place finds an epoch that is complete and has not begun, and voids it. An epoch that has begun, or
-is void, is over, and the next one is open.
+proposes the result. It holds once every process in it has confirmed it: an entry may be of one that
+has ended, or that its launcher has replaced. Processes of one rank are numbered at the store. The
+latest counts, and voids a proposal that names an earlier one. An epoch that is complete, or void,
+is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from syncprims.errors import BackendUnavailable, SyncTimeout
+from syncprims.errors import BackendUnavailable, ConfigurationError, SyncTimeout
 
 from ..file.backend import base_path
 from ..file.private_dir import PrivateDirectory
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two checks whether all have come
 _LEAVING = 2.0  # seconds to publish that this rank leaves the epoch
-_VOID, _BEGUN = b"void", b"begun"
+_COMPLETE, _VOID = b"complete", b"void"
 
 
 class HostGroup(NamedTuple):
@@ -104,12 +104,12 @@ class Rendezvous:
         self._warning = warning
         self._prefix = f"world-{topology.world_size}/rendezvous"
         self._epoch = ""  # prefix of the keys of the epoch that this rank is in
-        self._complete = False  # the epoch, when the missing ranks were last looked for
         self._missing: list[int] = []  # as last known: the rank that serves the store may go first
-        place = identify_place(settings)
+        self._incarnation = 0  # which of the processes that had this rank it is, from 1
+        self._confirmed = False  # the proposal of this epoch
         # To count the devices that this process sees touches none.
-        entry = [topology.rank, place, socket.gethostname(), torch.cuda.device_count()]
-        self._entry = json.dumps(entry).encode() + b"\n"
+        devices = torch.cuda.device_count()
+        self._entry = [topology.rank, identify_place(settings), socket.gethostname(), devices]
 
     def run(self) -> Placement:
         """Return who takes part, once all have come and have all their links to the store.
@@ -124,7 +124,10 @@ class Rendezvous:
                 # to look up the name of the caller, and answers no other rank meanwhile.
                 self._reach(link)
             while True:
-                self._epoch = self._ask(self._enter)
+                epoch = self._ask(self._enter)
+                if epoch is None:
+                    raise self._replaced()
+                self._epoch, self._confirmed = epoch, False
                 placement = self._await_result()
                 if placement is not None:
                     return placement
@@ -166,19 +169,19 @@ class Rendezvous:
         return self._links[0].ask(work, self._left())
 
     def _await_result(self) -> Placement | None:
-        """Return the result of the epoch once the world has begun; None if the epoch is void."""
-        pause, result = _FIRST_PAUSE, b""
+        """Return the result of the epoch once it is closed; None if it is void."""
+        pause = _FIRST_PAUSE
         while True:
             if not self._left():
                 raise StoreGone("not all ranks have come")
             time.sleep(min(pause, self._left()))
             pause = min(1.2 * pause, _LONGEST_PAUSE)  # many ranks may ask
-            if not result:
-                result = self._ask(self._confirm)
-            elif outcome := self._ask(lambda store: read_key(store, f"{self._epoch}outcome")):
-                return _decode(result) if outcome == _BEGUN else None
-            if result == _VOID:
-                return None
+            confirmed = self._confirmed
+            result = self._ask(self._look)
+            if result:
+                return _decode(result)
+            if self._confirmed and not confirmed:
+                pause = _FIRST_PAUSE  # the others confirm it now
             if self._left() < _LEAVING or not self._warning.left:
                 self._missing = self._ask(self._find_missing)
             if self._missing and not self._warning.left:
@@ -188,8 +191,7 @@ class Rendezvous:
     def _never_came(self) -> SyncTimeout:
         top, missing, waited = self._top, self._missing, self._join_timeout - self._left()
         arrived = [rank for rank in range(top.world_size) if rank not in missing]
-        how = "ended while it joined" if self._complete else "never joined"
-        lines = "\n".join(f"  rank {rank} {how}" for rank in missing)
+        lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
         return SyncTimeout(
             f"init timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
             f"did\n{lines}\nThis rank waits at the store at {self._endpoint.address}, run id "
@@ -202,72 +204,112 @@ class Rendezvous:
             waited=waited,
         )
 
+    def _replaced(self) -> ConfigurationError:
+        rank = self._top.rank
+        return ConfigurationError(
+            f"rank {rank} of run {self._top.run_id!r} is taken by a process that started later: "
+            f"give every process its own rank, and every run its own SYNCPRIMS_RUN_ID",
+            rank=rank,
+        )
+
     # -- at the store ---------------------------------------------------------------------------
 
-    def _enter(self, store: Any) -> str:
+    def _enter(self, store: Any) -> str | None:
         """Add this rank's entry to the open epoch, and return the prefix of that epoch's keys.
 
-        A second world of the same processes opens the next epoch. If this rank comes to one that
-        is complete, a process before it was killed while it joined as this rank.
+        None if another process has this rank now. An epoch is closed once all ranks are in it, and
+        then belongs to their world. So a second world of the same processes opens the next.
         """
+        latest = store.add(f"{self._prefix}/incarnations/{self._top.rank}", not self._incarnation)
+        if self._incarnation not in (0, latest):
+            return None
+        self._incarnation = latest
         number = 1
-        while store.check([f"{self._prefix}/{number}/result"]):
-            store.compare_set(f"{self._prefix}/{number}/outcome", "", _VOID)
+        while store.check([f"{self._prefix}/{number}/end"]):
             number += 1
         epoch = f"{self._prefix}/{number}/"
-        store.append(f"{epoch}entries", self._entry)
+        entry = json.dumps([*self._entry, self._incarnation])
+        store.append(f"{epoch}entries", f"{entry}\n")
         if store.add(f"{epoch}count", 1) >= self._top.world_size:
             entries = _entries(store, epoch)
             if len(entries) == self._top.world_size:
-                result = json.dumps([secrets.token_hex(8), _by_host(entries)])
+                incarnations = [entries[rank].incarnation for rank in sorted(entries)]
+                result = json.dumps([secrets.token_hex(8), _by_host(entries), incarnations])
                 store.compare_set(f"{epoch}result", "", result)
         return epoch
 
-    def _confirm(self, store: Any) -> bytes:
-        """Confirm the result of this epoch if it is there, and return it; the last one begins."""
+    def _look(self, store: Any) -> bytes:
+        """Return how the epoch has ended, empty if it has not; confirm its result, or void it."""
+        end = read_key(store, f"{self._epoch}end")
+        if end == _VOID or self._confirmed:
+            return read_key(store, f"{self._epoch}result") if end == _COMPLETE else end
         result = read_key(store, f"{self._epoch}result")
-        if result not in (b"", _VOID):
-            store.append(f"{self._epoch}confirmed", f"{self._top.rank}\n")
-            if store.add(f"{self._epoch}confirmations", 1) == self._top.world_size:
-                store.compare_set(f"{self._epoch}outcome", "", _BEGUN)
-        return result
+        if not result:
+            return b""
+        *_, incarnations = json.loads(result)
+        if incarnations[self._top.rank] != self._incarnation:
+            # It names an earlier process of this rank. (Or a later one: then the next epoch says
+            # so.) If that has confirmed it, too, it is the result of an earlier world.
+            store.compare_set(f"{self._epoch}end", "", _VOID)
+            return _VOID
+        self._confirmed = True
+        store.append(f"{self._epoch}confirmed", f"{self._top.rank} ")
+        if store.add(f"{self._epoch}confirmations", 1) < self._top.world_size:
+            return b""
+        end = store.compare_set(f"{self._epoch}end", "", _COMPLETE)
+        return result if end == _COMPLETE else _VOID
 
     def _find_missing(self, store: Any) -> list[int]:
-        self._complete = bool(read_key(store, f"{self._epoch}result"))
-        if self._complete:
-            came = {int(rank) for rank in read_key(store, f"{self._epoch}confirmed").split()}
-        else:
-            came = set(_entries(store, self._epoch))
-        return [rank for rank in range(self._top.world_size) if rank not in came]
+        entries, ranks = _entries(store, self._epoch), range(self._top.world_size)
+        missing = [rank for rank in ranks if rank not in entries]
+        if missing or not store.check([f"{self._epoch}result"]):
+            return missing
+        confirmed = set(map(int, read_key(store, f"{self._epoch}confirmed").split()))
+        return [rank for rank in ranks if rank not in confirmed]
 
     def _void(self, store: Any) -> Placement | None:
-        """Void this epoch by compare-and-set; return its result if the world has begun.
+        """Void this epoch by compare-and-set; return its result if it was complete before.
 
         No rank may use an epoch that another has left. The others open the next one, where this
         rank may meet them if it tries again.
         """
-        result = bytes(store.compare_set(f"{self._epoch}result", "", _VOID))
-        outcome = bytes(store.compare_set(f"{self._epoch}outcome", "", _VOID))
-        return _decode(result) if outcome == _BEGUN else None
+        if store.compare_set(f"{self._epoch}end", "", _VOID) == _VOID:
+            return None
+        return _decode(read_key(store, f"{self._epoch}result"))
 
 
-def _decode(result: bytes) -> Placement:
-    token, hosts = json.loads(result)
+def _decode(result: bytes) -> Placement | None:
+    if result == _VOID:
+        return None
+    token, hosts, _ = json.loads(result)
     return Placement(token, [HostGroup(*host) for host in hosts])
 
 
-def _entries(store: Any, epoch: str) -> dict[int, tuple[str, str, int]]:
-    """Return the directory, the host's name and the number of devices of each rank."""
-    entries = map(json.loads, store.get(f"{epoch}entries").splitlines())
-    return {rank: (place, name, devices) for rank, place, name, devices in entries}
+class _Arrival(NamedTuple):
+    """What a process says of itself."""
+
+    rank: int
+    place: str  #: the directory where it would meet others
+    host: str  #: the name of its host
+    devices: int  #: that it sees
+    incarnation: int
 
 
-def _by_host(entries: dict[int, tuple[str, str, int]]) -> list[HostGroup]:
+def _entries(store: Any, epoch: str) -> dict[int, _Arrival]:
+    """Return the entry of each rank's latest process."""
+    lines = store.get(f"{epoch}entries").splitlines()
+    entries = sorted((_Arrival(*json.loads(line)) for line in lines), key=lambda e: e.incarnation)
+    return {entry.rank: entry for entry in entries}
+
+
+def _by_host(entries: dict[int, _Arrival]) -> list[HostGroup]:
     at: dict[str, list[int]] = {}
     for rank in sorted(entries):
-        at.setdefault(entries[rank][0], []).append(rank)
+        at.setdefault(entries[rank].place, []).append(rank)
     return [
-        HostGroup(entries[ranks[0]][1], ranks, min(entries[r][2] for r in ranks) >= len(ranks))
+        HostGroup(
+            entries[ranks[0]].host, ranks, min(entries[r].devices for r in ranks) >= len(ranks)
+        )
         for ranks in at.values()
     ]
 

@@ -13,7 +13,7 @@ import struct
 import sys
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims._protocol.rounds import RoundSequence
 from syncprims.errors import RankMismatch
@@ -177,7 +177,7 @@ class _Walk:
         if key in self._open or len(self._open) >= _DEEPEST:
             raise _NoTree
         self._open.add(key)
-        kind = type(value)
+        kind = type(cast("object", value))
         parts = self._parts(value)
         if parts is None:
             found = self._digest_object(value)
@@ -195,7 +195,7 @@ class _Walk:
         """Return the digests or bytes that make up `value`; None for an object."""
         if is_list_or_tuple(value):
             return map(self.digest, value)
-        if isinstance(value, Mapping):
+        if issubclass(type(cast("object", value)), Mapping):
             return self._parts_of_mapping(value)
         if type(value) in (set, frozenset):
             return self._digest_in_order(value)
@@ -267,7 +267,8 @@ def _parts_of_tensor(value: Any) -> list[bytes | memoryview] | None:
     import torch
 
     lazy = torch.nn.parameter.is_lazy(value)  # it has no items yet
-    if lazy or type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    dispatch, plain = (getattr(one, "__torch_dispatch__", None) for one in (value, torch.Tensor))
+    if lazy or dispatch is not plain:
         return None
     stored = on_host(value.detach())
     if stored.is_nested:

@@ -235,8 +235,12 @@ def _find_topology(environ: Mapping[str, str]) -> Topology:
         if environ.get("SYNCPRIMS_LAUNCHER"):
             raise
     run_id = environ.get("SYNCPRIMS_RUN_ID") or None
-    hosts = (0, 1, 0, 1) if group.size() == 1 else (UNKNOWN,) * 4
-    return Topology(group.rank(), group.size(), *hosts, "torch.distributed", run_id)
+    place = Topology(group.rank(), group.size(), launcher="torch.distributed", run_id=run_id)
+    if place.world_size == 1:
+        return place
+    return place._replace(
+        local_rank=UNKNOWN, local_world_size=UNKNOWN, node_rank=UNKNOWN, num_nodes=UNKNOWN
+    )
 
 
 def _get_process_group() -> Any:

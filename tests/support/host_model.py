@@ -173,7 +173,10 @@ class Model:
             action
             for action in state.actions
             if self._next_step(action)
-            and not (action.name == "await_decision" and self._is_past(state, *action[:3:2]))
+            and not (
+                action.name == "await_decision"
+                and self._is_past(state, action.host, action.arguments)
+            )
         )
         hosts = tuple(
             host._replace(known=tuple(k for k in host.known if k[0] > host.passed))
@@ -225,7 +228,7 @@ class Model:
             if what == "learn":
                 number, decision = facts
                 known = dict(host.known)
-                if known.get(number, _decisions.END)[:1] == _decisions.END:
+                if (known.get(number) or _decisions.END)[:1] == _decisions.END:
                     known[number] = decision
                 yield None, self._with(state, action.host, known=tuple(sorted(known.items())))
             else:
@@ -265,7 +268,7 @@ class Model:
         yield None, self._submit(after, host, "await_decision", number)
 
     def _wait(self, state: State, host: int, number: int) -> Iterator[tuple[Any, State]]:
-        known = dict(state.hosts[host].known).get(number, b"")
+        known = _decision_known(state, host, number)
         if known[:1] == _decisions.END:
             yield ("abort", known[1:].decode()), state
         elif known:
@@ -288,7 +291,7 @@ class Model:
         yield None, self._submit(state, host, "abort", number, text)
 
     def _await_answer(self, state: State, host: int, number: int) -> Iterator[tuple[Any, State]]:
-        known = dict(state.hosts[host].known).get(number, _decisions.END)
+        known = _decision_known(state, host, number) or bytes(_decisions.END)
         if known[:1] != _decisions.END:
             yield from self._obey(state, host, known)
         else:
@@ -341,6 +344,11 @@ class Model:
         if not working and any(h.alive and not h.raised and h.passed < self.rounds for h in hosts):
             return "a host waits for ever"
         return ""
+
+
+def _decision_known(state: State, host: int, number: int) -> bytes:
+    """Return the decision about a round that a host knows; empty if it knows none."""
+    return dict(state.hosts[host].known).get(number, b"")
 
 
 def explore(model: Model) -> int:

@@ -210,7 +210,7 @@ def _all_equal(value: Any) -> Any:
     return found.tolist()
 
 
-CALLS = {
+CALLS: dict[str, Call] = {
     "barrier": Call(lambda _: sp.barrier()),
     "named barrier": Call(lambda _: sp.barrier("x", timeout=30)),
     "broadcast": Call(lambda i: sp.broadcast([i]), lambda i: [i]),
@@ -339,7 +339,8 @@ def disturb_processes(
 
     def program() -> list[str]:
         rank, run_id = int(os.environ["SYNCPRIMS_RANK"]), os.environ["SYNCPRIMS_RUN_ID"]
-        recorder, problems = Injector(), []
+        recorder = Injector()
+        problems: list[str] = []
         todo: list[Disturbance] = []
         number = count = 0
         while number <= count:

@@ -92,6 +92,34 @@ def test_a_restarted_run_meets_though_each_agent_counts_its_own_restarts(
     assert {attempt for _, attempt in said} == {"0", "1"}, "each agent counts its own"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_is_killed_before_it_joined_or_while_it_joins_is_not_met(
+    first: int, tmp_path: Path, meeting_place: Path
+) -> None:
+    """What it has left at the store is of an earlier process of its rank."""
+    said = run_agents(
+        f"""
+        if get_rank() == {first} and first_time("waits"):
+            (folder / "waiting").touch()
+            barrier("begin")
+        if get_rank() != {first} and first_time("killed"):
+            await_file("waiting")
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if get_rank() == {first}:
+            await_file("met the other")  # which would meet the earlier process
+            time.sleep(0.5)
+        else:
+            (folder / "met the other").touch()
+        tell(all_gather(get_rank()))
+        """,
+        tmp_path,
+        meeting_place,
+        "--max-restarts=1",
+    )
+    assert [ranks for ranks, _ in said] == [[0, 1], [0, 1]]
+
+
 def test_agents_on_one_host_are_one_node(tmp_path: Path, meeting_place: Path) -> None:
     said = run_agents(
         """
