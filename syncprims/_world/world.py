@@ -265,6 +265,11 @@ def get_node_group(world: World) -> Group:
     return world._make_group([r for r, n in enumerate(world._nodes) if n == world.node_rank])
 
 
+def get_own_group(world: World) -> Group:
+    """Return the group of this rank alone. Its rounds wait for no other rank."""
+    return world._make_group([world.rank])
+
+
 def get_meeting_place(world: World) -> str:
     """Return where the ranks find each other; empty if there is nothing to say."""
     return world._backend.meeting_place

@@ -13,9 +13,16 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip_norm_
 from torch.nn.utils import clip_grad_value_ as torch_clip_value_
 from torch.optim import Optimizer
 
-from syncprims import all_gather, broadcast, get_rank, get_world_size
+from syncprims import all_gather, all_reduce, broadcast, get_rank, get_world_size
 
-from .accumulation_window import AccumulationWindow, WindowSet, parameters_of, without_gradient_sync
+from .accumulation_window import (
+    AccumulationWindow,
+    WindowSet,
+    averages_gradients_itself,
+    check_joinable,
+    parameters_of,
+    without_gradient_sync,
+)
 from .gradient_sync import broadcast_model
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .precision import Precision
@@ -31,7 +38,11 @@ class Accumulator:
     step. A window also closes with the last batch of a prepared loader, or by :meth:`flush`, and is
     then scaled by the micro-batches that it holds. Models that are given together share a window;
     windows of different models, and different accumulators, are independent. Without
-    `sync_with_dataloader` the end of a loader closes nothing.
+    `sync_with_dataloader` the end of a loader closes nothing. With `divide_by_steps` every mean
+    loss is divided by `steps` at once, as in Accelerate: also where a window holds fewer.
+
+    A plain ``loss.backward()`` averages over the ranks, too, except in a block that closes no
+    window. It is not counted, nor scaled.
 
     :raises ValueError: if `steps` is not positive; TypeError if it is not a whole number.
     """
@@ -42,15 +53,20 @@ class Accumulator:
         *,
         precision: Precision | None = None,
         sync_with_dataloader: bool = True,
+        divide_by_steps: bool = False,
     ) -> None:
         self.precision = precision or Precision("no")
-        self.windows = WindowSet(steps, self.precision, sync_with_dataloader=sync_with_dataloader)
+        self.windows = WindowSet(
+            steps,
+            self.precision,
+            sync_with_dataloader=sync_with_dataloader,
+            divide_by_steps=divide_by_steps,
+        )
         self.loaders = self.windows.loaders  #: prepared loaders that are being iterated
         self.models = self.windows.models  #: prepared models, for a block that names none
         self.optimizers: list[PreparedOptimizer] = []  #: that step with this accumulator
         self.schedules: list[PreparedScheduler] = []  #: that follow these optimizers
         self._entered = self.windows.entered
-        self._unsynced: list[nn.Module] = []
         self.steps = steps
 
     @property
@@ -68,6 +84,11 @@ class Accumulator:
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch closes its window, so that a step follows."""
         return self._entered[-1].sync if self._entered else True
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        window = self._entered[-1] if self._entered else self.windows.get(())
+        window.sync = bool(sync)
 
     # -- micro-batches --------------------------------------------------------------------------
 
@@ -96,30 +117,50 @@ class Accumulator:
         """
         window = self._entered[-1] if self._entered else None
         if window is None or (window.stepped and not window.inside):
-            window = AccumulationWindow(self.models, (), self.windows)
-            window.open()
-            window.count = 1
-            number = window.add_weight(weight)
-            factor = window.factor(number) if weight is not None else 1.0 / self.steps
-            self._add(loss, factor, options)
-            window.average(skip=self._unsynced)
+            self._backward_alone(loss, weight, options)
             return
-        announce = self.windows.announce
-        if announce is not None:
-            announce("backward", weight is not None)
+        windows = self.windows
+        if windows.announce is not None:
+            windows.announce("backward", weight is not None)
         number = window.add_weight(weight)
         if not window.sync:
-            self._add(loss, 1.0, options)
+            early = windows.divide_by_steps and weight is None
+            self._add(loss, 1.0 / windows.steps if early else 1.0, options)
             return
         factor = window.factor(number)
         if window.count > 1:
             window.scale_earlier(factor)
         self._add(loss, factor, options)
         if not window.alone:
-            window.average(skip=self._unsynced)
+            window.average(skip=self.windows.unsynced)
+
+    def _backward_alone(
+        self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
+    ) -> None:
+        """Add the gradients of a loss outside of any block: it is a window of its own."""
+        window = AccumulationWindow(self.models, (), self.windows)
+        window.open()
+        window.count = 1
+        number = window.add_weight(weight)
+        factor = 1.0 / self.steps
+        if weight is not None:
+            if self.windows.announce is not None:
+                self.windows.announce("weight", None)
+            factor = window.factor(number)
+        self._add(loss, factor, options)
+        unsynced = self.windows.unsynced
+        self.windows.average([m for m in self.models if not any(m is one for one in unsynced)])
 
     def _add(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
         """Add the gradients of `loss` times `factor`."""
+        watch = self.windows.watch
+        watch.paused = True
+        try:
+            self._run_backward(loss, factor, options)
+        finally:
+            watch.paused = False
+
+    def _run_backward(self, loss: torch.Tensor, factor: float, options: dict[str, Any]) -> None:
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
         if factor == 1.0:
@@ -143,12 +184,13 @@ class Accumulator:
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
         """In this block, backward passes do not average the gradients of `model` over ranks."""
-        self._unsynced.append(model)
+        unsynced = self.windows.unsynced
+        unsynced.append(model)
         try:
             with without_gradient_sync(model):
                 yield
         finally:
-            self._unsynced.remove(model)
+            del unsynced[next(i for i, one in enumerate(unsynced) if one is model)]
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -285,12 +327,19 @@ def join_uneven_inputs(accumulator: Accumulator) -> Generator[None]:
     join = _Join(accumulator)
     windows = accumulator.windows
     windows.announce = join.announce
-    try:
+    with contextlib.ExitStack() as stack:
+        for model in filter(averages_gradients_itself, windows.models):
+            stack.enter_context(without_gradient_sync(model))
+            stack.callback(model.register_forward_pre_hook(_check_joinable).remove)
+            windows.watch.add(model)
+        stack.callback(windows.end_join)
         yield
         join.follow()
-    finally:
-        windows.announce, windows.first_active = None, 0
     join.take_over()
+
+
+def _check_joinable(model: nn.Module, _: Any) -> None:
+    check_joinable([model])
 
 
 class _Join:
@@ -324,6 +373,10 @@ class _Join:
             if self._event == "enter":
                 window = self._windows.named(values[0][0])
                 window.enter_without_batch(at_end=all(at_end for _, at_end in values))
+            elif self._event == "gradients":
+                self._windows.average_zeros(values[0][0], kept=values[0][1])
+            elif self._event == "weight":
+                all_reduce(0.0)
             elif window is not None and self._event == "backward":
                 number = window.add_weight(0.0 if values[0] else None)
                 if window.sync:
@@ -337,9 +390,10 @@ class _Join:
         if len(self._active) == get_world_size():
             return
         source, accumulator = self._active[0], self._accumulator
-        for window in self._windows.all():
-            for model in window.models:
-                broadcast_model(model, source)
+        windows = self._windows
+        given = [model for window in windows.all() for model in window.models]
+        for model in {id(model): model for model in [*windows.models, *given]}.values():
+            broadcast_model(model, source)
         accumulator.precision.update_scaler()
         stateful: list[Any] = [*accumulator.optimizers, *accumulator.schedules]
         if accumulator.precision.scaler is not None:
@@ -348,5 +402,9 @@ class _Join:
         for obj, state in zip(stateful, broadcast(mine, source, name="states"), strict=True):
             if get_rank() != source:
                 obj.load_state_dict(state)
-        for optimizer in accumulator.optimizers:
-            optimizer.zero_grad()
+        # A rank that has not stepped has gradients that the others have cleared, or not yet used.
+        used = [p for optimizer in accumulator.optimizers for p in parameters_of(optimizer)]
+        left = broadcast([p.grad for p in used], source)
+        if get_rank() not in self._active:
+            for p, gradient in zip(used, left, strict=True):
+                p.grad = gradient

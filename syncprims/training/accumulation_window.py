@@ -16,6 +16,7 @@ from syncprims import all_gather, all_reduce, get_world_size
 
 from .data import Cursor, OpenLoaders
 from .gradient_sync import average_gradients, broadcast_buffers
+from .plain_backward import BackwardWatch
 from .precision import Precision
 
 #: How ranks name a window to each other: by its prepared models, else by its number.
@@ -25,9 +26,12 @@ WindowName = int | tuple[int, ...]
 class WindowSet:
     """The windows of one accumulator, and what they and the prepared optimizers share."""
 
-    def __init__(self, steps: int, precision: Precision, *, sync_with_dataloader: bool) -> None:
+    def __init__(
+        self, steps: int, precision: Precision, *, sync_with_dataloader: bool, divide_by_steps: bool
+    ) -> None:
         self.steps = steps
         self.precision = precision
+        self.divide_by_steps = divide_by_steps  #: each mean loss, whatever its window holds
         self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
         self.models: list[nn.Module] = []  #: prepared models, for a block that names none
@@ -37,6 +41,9 @@ class WindowSet:
         #: with unequal inputs: sends what this rank does, returns what the ranks that train sent
         self.announce: Callable[[str, Any], list[Any]] | None = None
         self.first_active = 0  #: the lowest rank that still trains
+        self.unsynced: list[nn.Module] = []  #: models in a block of ``no_sync``
+        self.watch = BackwardWatch(self._average_plain)
+        self._averaged: dict[nn.Parameter, torch.Tensor | None] = {}
         self._by_models: dict[tuple[nn.Module, ...], AccumulationWindow] = {}
         self._loaded: list[dict[str, Any]] = []  # states of windows that no block has entered yet
 
@@ -52,6 +59,8 @@ class WindowSet:
                     "accumulate() takes the models whose gradients add up, or prepare one"
                 )
             window = self._by_models[models] = AccumulationWindow(chosen, models, self)
+            for model in chosen:
+                self.add_model(model)
             if self._loaded:
                 window.load_state_dict(self._loaded.pop(0))
         self.entered.append(window)
@@ -87,10 +96,56 @@ class WindowSet:
             )
         return windows[name]
 
+    def add_model(self, model: nn.Module) -> None:
+        """Average the gradients of `model` after passes that the library does not run, too."""
+        if get_world_size() > 1 and not averages_gradients_itself(model):
+            self.watch.add(model)
+
     def clear(self) -> None:
         """Forget all models and windows."""
         for container in (self.models, self.entered, self.held, self._by_models, self._loaded):
             container.clear()
+        self.watch.clear()
+        self._averaged.clear()
+
+    # -- backward passes outside of windows ---------------------------------------------------
+
+    def _average_plain(self, models: Sequence[nn.Module]) -> None:
+        """Average after a script's own backward pass, unless a window or ``no_sync`` holds it."""
+        waiting = [m for w in self.entered if w.inside and not w.sync for m in w.models]
+        held = [*waiting, *self.unsynced]
+        self.average([m for m in models if not any(m is one for one in held)])
+
+    def average(self, models: Sequence[nn.Module]) -> None:
+        """Average what a backward pass outside of windows left in `models`. Collective."""
+        joining = self.announce is not None
+        models = [m for m in models if joining or not averages_gradients_itself(m)]
+        if not models or get_world_size() == 1:
+            return
+        own = dict.fromkeys(p for m in models for p in m.parameters())
+        if self.announce is not None:
+            places = [i for i, known in enumerate(self.models) if any(known is m for m in models)]
+            kept = any(p.grad is not None and p.grad is self._averaged.get(p) for p in own)
+            self.announce("gradients", (places, kept))
+        average_gradients(own)
+        if joining:
+            self._averaged.update((p, p.grad) for p in own)
+
+    def end_join(self) -> None:
+        """Return to ranks with equally many micro-batches."""
+        self.announce, self.first_active = None, 0
+        self._averaged.clear()
+
+    def average_zeros(self, places: Sequence[int], *, kept: bool) -> None:
+        """Add zeros to the gradients of other ranks' models. Collective.
+
+        If they have `kept` what the last pass left, so does this rank: it is the same everywhere.
+        """
+        own = dict.fromkeys(p for i in places for p in self.models[i].parameters())
+        if not kept:
+            for p in own:
+                p.grad = None
+        average_gradients(own)
 
     def load_state_dicts(self, states: Iterable[dict[str, Any]]) -> None:
         """Continue windows, matched in the order in which they are first entered."""
@@ -131,6 +186,8 @@ class AccumulationWindow:
         self._unsynced = contextlib.ExitStack()
         self._ids = {id(p) for p in self.parameters}
         self._joining = False  # ranks may be out of batches: gradients are averaged here
+        # What earlier windows left in ``.grad``, and their gradients then.
+        self._leftovers: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
         self._wrapped = [m for m in models if averages_gradients_itself(m)]
         self._buffered = [m for m in models if any(True for _ in m.buffers())]
         self._sends_buffers = bool(self._buffered) and not self.alone
@@ -162,7 +219,7 @@ class AccumulationWindow:
         shared = self._shared
         self._joining = shared.announce is not None
         if shared.announce is not None:
-            self._check_joinable()
+            check_joinable(self._wrapped)
             at_end = all(end for _, end in shared.announce("enter", (shared.name_of(self), at_end)))
         self.sync = at_end or self.count >= shared.steps
         self.inside = True
@@ -188,7 +245,7 @@ class AccumulationWindow:
     def enter_without_batch(self, *, at_end: bool) -> None:
         """Begin a micro-batch of other ranks, to which this rank adds zeros."""
         self._joining = True
-        self._check_joinable()
+        check_joinable(self._wrapped)
         if self.sync or not self.count:
             self.open()
             for p in self.parameters:  # this rank does not step, so no call clears the last step's
@@ -197,20 +254,6 @@ class AccumulationWindow:
         self._backward = 0
         self.sync = at_end or self.count >= self._shared.steps
 
-    def _check_joinable(self) -> None:
-        """Raise ValueError for models whose forward pass needs all ranks."""
-        for model in self._wrapped:
-            if not isinstance(model, DistributedDataParallel):
-                raise ValueError(
-                    f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
-                    f"ranks, also those without a batch; use loaders with even batches"
-                )
-            if model.broadcast_buffers and any(True for _ in model.buffers()):
-                raise ValueError(
-                    "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
-                    "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
-                )
-
     def open(self) -> None:
         """Begin a new window of the same models."""
         entered = self._shared.entered
@@ -218,6 +261,7 @@ class AccumulationWindow:
             self._shared.precision.update_scaler()  # no other window has gradients of its scale
         self.count, self.sync, self.stepped = 0, False, False
         self.weights, self._weighted, self._factor = [], None, None
+        self._leftovers.clear()
 
     def _at_end(self) -> bool:
         """Return whether the current micro-batch is the last of its loader."""
@@ -249,6 +293,8 @@ class AccumulationWindow:
         if weight is not None and not 0 <= (weight := float(weight)) < math.inf:
             raise ValueError(f"weight={weight!r}: it is the number of items the loss sums up")
         weighted = weight is not None
+        if not self.weights and self._shared.steps > 1:
+            self._note_leftovers()
         if weighted is not self._weighted and self._weighted is not None:
             raise ValueError(
                 "a window with some losses given as backward(loss_sum, weight=n) and others as "
@@ -270,7 +316,7 @@ class AccumulationWindow:
             total = all_reduce(self.weights[number], name="weights")
             found = get_world_size() / total if total else 0.0
         else:
-            found = 1.0 / self.count
+            found = 1.0 / (self._shared.steps if self._shared.divide_by_steps else self.count)
         if self._factor is not None and self.count > 1 and found != self._factor:
             raise ValueError(
                 "the backward passes of one micro-batch have different weights, and their "
@@ -284,12 +330,26 @@ class AccumulationWindow:
         if self._factor is not None:
             return
         self._factor = factor
+        if self._shared.divide_by_steps and not self._weighted:
+            return  # each loss has been divided
         there = [p.grad for p in self.parameters if p.grad is not None] if self.weights else []
         for optimizer, held in self._shared.held:
             if held and self.owns({id(p) for p in parameters_of(optimizer)}):
                 there += held.values()
         if factor != 1.0 and there:
             torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            for p, gradient, before in self._leftovers:
+                if p.grad is gradient:  # else it has been cleared since
+                    gradient.add_(before, alpha=1.0 - factor)
+        self._leftovers.clear()
+
+    def _note_leftovers(self) -> None:
+        """Remember what is in ``.grad`` before the window's first backward pass.
+
+        Nobody has cleared it after an earlier step: it stays as it is when the window is scaled.
+        """
+        found = ((p, p.grad) for p in self.parameters if p.grad is not None)
+        self._leftovers = [(p, gradient, gradient.detach().clone()) for p, gradient in found]
 
     def average(self, skip: Iterable[nn.Module] = ()) -> None:
         """Average gradients over the ranks, except those that a wrapper averages. Collective."""
@@ -349,6 +409,21 @@ class AccumulationWindow:
         for index, gradient in state["gradients"].items():
             parameter = self.parameters[int(index)]
             parameter.grad = gradient.to(parameter.device, copy=True)
+
+
+def check_joinable(models: Iterable[nn.Module]) -> None:
+    """Raise ValueError for models whose forward pass needs all ranks."""
+    for model in filter(averages_gradients_itself, models):
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"join_uneven_inputs(): the forward pass of {type(model).__name__} needs all "
+                f"ranks, also those without a batch; use loaders with even batches"
+            )
+        if model.broadcast_buffers and any(True for _ in model.buffers()):
+            raise ValueError(
+                "join_uneven_inputs(): this DDP model sends buffers in its forward pass, which "
+                "needs all ranks; wrap it with broadcast_buffers=False, or let prepare() do it"
+            )
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,10 @@ from .gradient_sync import check_alike, describe
 from .pytree import has_only_tensors, map_tensors, named_leaves
 
 Reduction = Literal["sum", "mean", "min", "max", "prod", "none"]
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor is returned as it is."""
 
 
 def gather(tensor: Any, *, name: str | None = None) -> Any:
@@ -26,6 +31,8 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
     """
     if not has_only_tensors(tensor):
         raise TypeError("gather() takes tensors, and lists, tuples and mappings of them only")
+    if any(one.is_nested for _, one in named_leaves(tensor)):
+        raise TypeError("gather() takes no nested tensors; convert them by to_padded_tensor()")
     mine = [(path, one.detach().reshape(one.shape or (1,))) for path, one in named_leaves(tensor)]
     kinds = [(path, str(one.dtype), list(one.shape[1:])) for path, one in mine]
     rows = syncprims.all_gather((kinds, [one.cpu() for _, one in mine]), name=name)
@@ -117,21 +124,50 @@ def pad_across_processes(
 ) -> Any:
     """Return the tensors, padded with `pad_index` in `dim` to the longest of all ranks. Collective.
 
-    A tensor without that dimension is returned unchanged.
+    A tensor without that dimension is returned unchanged, and, with a warning, one of torch's
+    nested tensors.
+
+    :raises RankMismatch: on all ranks, if they have tensors in other places, or of another number
+        of dimensions.
     """
-    leaves = [leaf for _, leaf in named_leaves(tensor) if isinstance(leaf, torch.Tensor)]
-    mine = [leaf.shape[dim] for leaf in leaves if -leaf.ndim <= dim < leaf.ndim]
+    named = [(path, leaf) for path, leaf in named_leaves(tensor) if isinstance(leaf, torch.Tensor)]
+    mine = [(path, one.ndim, _length(one, dim)) for path, one in named]
     rows = syncprims.all_gather(mine, name=name)
-    longest = iter([max(sizes) for sizes in zip(*rows, strict=True)])
+    kinds = [[(path, ndim) for path, ndim, _ in row] for row in rows]
+    if any(one != kinds[0] for one in kinds):
+        lines = "\n".join(
+            f"  rank {rank}: {[f'{path} of {ndim} dimensions' for path, ndim in one]}"
+            for rank, one in enumerate(kinds)
+        )
+        raise syncprims.RankMismatch(
+            f"pad_across_processes() of tensors in different places, or with different numbers of "
+            f"dimensions:\n{lines}\nPass the same structure on every rank."
+        )
+    if any(one.is_nested for _, one in named):
+        warnings.warn(
+            "pad_across_processes() leaves nested tensors as they are; convert them by "
+            "to_padded_tensor()", CannotPadNestedTensorWarning, stacklevel=2,
+        )  # fmt: skip
+    longest = iter(
+        [max(lengths) for lengths in zip(*([n for *_, n in row] for row in rows), strict=True)]
+    )
 
     def pad(one: torch.Tensor) -> torch.Tensor:
-        if not -one.ndim <= dim < one.ndim:
+        wanted = next(longest)
+        if wanted < 0:
             return one
         shape = list(one.shape)
-        shape[dim] = next(longest) - one.shape[dim]
+        shape[dim] = wanted - one.shape[dim]
         if not shape[dim]:
             return one
         more = one.new_full(shape, pad_index)
         return torch.cat([more, one] if pad_first else [one, more], dim=dim)
 
     return map_tensors(pad, tensor)
+
+
+def _length(tensor: torch.Tensor, dim: int) -> int:
+    """Return the length of `tensor` in `dim`; -1 if it cannot be padded there."""
+    if tensor.is_nested or not -tensor.ndim <= dim < tensor.ndim:
+        return -1
+    return tensor.shape[dim]

@@ -208,7 +208,8 @@ class PreparedScheduler(LRScheduler):
 
     That is so between windows, and after a step that was skipped for an overflow. It advances by
     `advance`, whatever the number of ranks. With `follow` False it advances at every call, and is
-    wrapped only to be saved with the rest. Everything else is that of :attr:`scheduler`.
+    wrapped only to be saved with the rest. With `to_end` it stays at the end of a schedule that has
+    one, as `OneCycleLR`. Everything else is that of :attr:`scheduler`.
     """
 
     def __init__(
@@ -218,12 +219,14 @@ class PreparedScheduler(LRScheduler):
         advance: int = 1,
         *,
         follow: bool = True,
+        to_end: bool = False,
     ) -> None:
         # Not LRScheduler.__init__: the schedule has begun already.
         self.scheduler: LRScheduler = scheduler  # or an object with the same methods
         self._optimizers = optimizers
         self._advance = advance
         self._follow = follow
+        self._to_end = to_end
         self._seen = (0, 0)  # steps taken and skipped at the last call
         self._found: PreparedOptimizer | None = None
 
@@ -246,7 +249,9 @@ class PreparedScheduler(LRScheduler):
             if optimizer.steps_skipped > skipped and optimizer.steps_taken == taken:
                 return
         for _ in range(self._advance):
-            self.scheduler.step(*args, **kwargs)
+            total = getattr(self.scheduler, "total_steps", None) if self._to_end else None
+            if total is None or self.scheduler._step_count <= total:
+                self.scheduler.step(*args, **kwargs)
 
     def _find_optimizer(self) -> PreparedOptimizer | None:
         """Return the prepared optimizer whose rates this schedule sets, or the only one."""

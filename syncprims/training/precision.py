@@ -59,11 +59,14 @@ class Precision:
     def __repr__(self) -> str:
         return f"Precision({self.mode!r}, {str(self.device)!r})"
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which forward passes compute in this precision."""
+    def autocast(
+        self, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which forward passes compute in this precision, if `enabled`."""
         if self.mode == "no":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=_DTYPES[self.mode])
+        dtype = _DTYPES[self.mode]
+        return torch.autocast(self.device.type, dtype, enabled, cache_enabled)
 
     def apply(self, model: M) -> M:
         """Make the forward pass of `model` autocast and return float32; return `model`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple, overload
 
@@ -11,7 +14,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from syncprims import current, get_local_rank, get_world_size
 from syncprims._data.arrays import own_device
@@ -61,11 +64,29 @@ class JobOptions:
     even_batches: bool = True
     split_batches: bool = False
     dispatch_batches: bool | None = None
+    dispatch_streams: bool = False  #: rank 0 reads streams, unless `dispatch_batches` is False
     seed: int | None = None
+    order: str = "seeded"  #: of shuffled data, or ``"torch"``, or ``"seedable"``
+    skip_finished: bool = False  #: a state saved in an epoch's last batch goes on with the next one
     non_blocking: bool = False
     schedule: bool = True  #: schedules follow the optimizers' steps
     schedule_advance: int = 1  #: per step of the optimizer
+    schedule_to_end: bool = False  #: schedules that have an end stay there
     ddp: dict[str, Any] | None = None  #: options for DDP
+
+
+class _NoSync:
+    """The method ``no_sync()`` of a prepared model, as DDP has it. In a copy it does nothing."""
+
+    def __init__(self, accumulator: Accumulator, model: nn.Module) -> None:
+        self._accumulator = accumulator
+        self._model = model
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self._accumulator.no_sync(self._model)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (contextlib.nullcontext,)
 
 
 class Preparation:
@@ -107,18 +128,26 @@ class Preparation:
             if self.device.type == "cuda":
                 options.setdefault("device_ids", [self.device.index])
             model = DistributedDataParallel(model, **options)
+        if get_world_size() > 1 and not hasattr(model, "no_sync"):
+            object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)
+        self.accumulator.windows.add_model(model)
         return model
 
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:
         """Return a loader of this rank's batches. Collective."""
         options = self.options
+        dispatched = options.dispatch_batches
+        if dispatched is None:
+            dispatched = options.dispatch_streams and isinstance(loader.dataset, IterableDataset)
         prepared = prepare_data_loader(
             loader,
             device=self.device if options.device_placement else None,
             even_batches=options.even_batches,
             split_batches=options.split_batches,
-            dispatch_batches=bool(options.dispatch_batches),
+            dispatch_batches=dispatched,
+            order=options.order,
+            skip_finished=options.skip_finished,
             seed=options.seed,
             loaders=self.accumulator.loaders,
             non_blocking=options.non_blocking,
@@ -133,8 +162,14 @@ class Preparation:
         if isinstance(scheduler, PreparedScheduler):
             prepared = scheduler
         else:
-            advance, follow = options.schedule_advance if options.schedule else 1, options.schedule
-            prepared = PreparedScheduler(scheduler, accumulator.optimizers, advance, follow=follow)
+            advance = options.schedule_advance if options.schedule else 1
+            prepared = PreparedScheduler(
+                scheduler,
+                accumulator.optimizers,
+                advance,
+                follow=options.schedule,
+                to_end=options.schedule_to_end,
+            )
         if not any(prepared is known for known in accumulator.schedules):
             accumulator.schedules.append(prepared)
         return prepared

@@ -24,6 +24,7 @@ ROOMS = {
     "tracing": {"errors", "_protocol"},
     "testing": {"errors", "interface", "_protocol", "_data", "_world", ""},
     "training": {"errors", "_protocol", "_data", "_world", ""},
+    "accelerate": {"training", "testing", ""},
     "cli": {"errors", "interface", "_world", "", "doctor", "tracing"},
     "__main__": {"cli"},
 }
@@ -43,6 +44,7 @@ ROOM_FOR = {
     "syncprims.testing.plugin": {"pytest"},
     "syncprims.tracing": {"numpy"},
     "syncprims.training": {"torch", "numpy", "safetensors"},
+    "syncprims.accelerate": {"torch"},
 }
 
 
@@ -186,7 +188,8 @@ def test_the_environment_is_read_in_one_place() -> None:
     readers = {
         module
         for module in SOURCES
-        if part(module) not in ("testing", "training") and "os.environ" in code(module)
+        if part(module) not in ("testing", "training", "accelerate")
+        and "os.environ" in code(module)
     }
     # The command line passes its own environment on to the ranks that it starts.
     assert readers == {"syncprims._world.runtime", "syncprims.cli"}

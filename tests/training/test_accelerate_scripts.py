@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,7 +73,11 @@ class DistributedDataParallelKwargs(Handler): ...
 class AutocastKwargs(Handler): ...
 
 
-class InitProcessGroupKwargs(Handler): ...
+class InitProcessGroupKwargs(Handler):
+    timeout = timedelta(seconds=77)
+
+
+class FP8RecipeKwargs(Handler): ...
 
 
 @alone
@@ -88,10 +94,16 @@ def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> N
             kwargs_handlers=[
                 GradScalerKwargs(init_scale=4.0),
                 DistributedDataParallelKwargs(find_unused_parameters=True),
-                AutocastKwargs(),
+                AutocastKwargs(enabled=False),
+                InitProcessGroupKwargs(),
             ],
             deepspeed_plugin=None,
         )
+        assert syncprims.current().timeout == 77
+        with job.autocast():
+            assert not torch.is_autocast_enabled("cpu")
+        with job.autocast(AutocastKwargs()):
+            assert torch.is_autocast_enabled("cpu")
         for number in range(3):
             assert job.project_configuration.iteration == number
             where = job.save_state()
@@ -137,10 +149,10 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
         ({"fsdp_plugin": object()}, TypeError, "fully_shard"),
         ({"dynamo_backend": "inductor"}, TypeError, "torch.compile"),
         ({"rng_types": ["torch"]}, TypeError, "seed="),
-        ({"log_with": "tensorboard"}, TypeError, r"log\(values"),
+        ({"log_with": "nobody"}, ValueError, r"log\(values"),
+        ({"log_with": "jsonl"}, ValueError, "project_dir"),
         ({"surprise": None}, TypeError, "surprise"),
-        ({"kwargs_handlers": [InitProcessGroupKwargs()]}, TypeError, "SYNCPRIMS_TIMEOUT"),
-        ({"kwargs_handlers": [AutocastKwargs(enabled=False)]}, TypeError, "torch.autocast"),
+        ({"kwargs_handlers": [FP8RecipeKwargs()]}, TypeError, "FP8RecipeKwargs"),
         (
             {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=1)]},
             TypeError,
@@ -206,7 +218,6 @@ def test_arguments_that_are_not_offered_say_what_to_do(world: Ranks, tmp_path: P
             (lambda: job.prepare_model(model, False), "move"),
             (lambda: job.prepare_model(model, evaluation_mode=True), "requires_grad_"),
             (lambda: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
-            (lambda: job.autocast(AutocastKwargs(enabled=False)), "torch.autocast"),
             (lambda: job.trigger_sync_in_backward(model), "no_sync"),
             (lambda: job.save_state(tmp_path / "x", False), "never pickle"),
             (lambda: job.load_state(tmp_path / "x", {"a": 1}), "leave it out"),
@@ -378,3 +389,105 @@ def test_a_job_on_a_stream_that_one_rank_reads(world: Ranks) -> None:
     for moved, seen in world.run(program):
         assert close(moved, [-(0 + 1 + 2 + 3) / 4 - (4 + 5) / 2])
         assert seen == list(range(6))
+
+
+@in_pairs
+def test_trackers_are_made_by_their_names(world: Ranks, tmp_path: Path) -> None:
+    def program() -> list[Any]:
+        project = ProjectConfiguration(str(tmp_path), str(tmp_path / "logs"))
+        job = Accelerator(cpu=True, log_with=["jsonl", "mlflow"], project_config=project)
+        job.init_trackers("run", {"lr": 1})
+        job.log({"loss": torch.tensor([2.0]), "note": "x"}, step=3)
+        job.log_images({"samples": [1, 2]}, step=4)
+        job.get_tracker("jsonl").writer.flush()  # also where nothing is written
+        job.get_tracker("mlflow", unwrap=True).anything.at_all()
+        job.end_training()
+        return [tracker.name for tracker in job.trackers]
+
+    assert world.run(program) == [["jsonl"], ["jsonl"]]
+    lines = (tmp_path / "logs/run/metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert found[0] == {"config": {"lr": 1}}
+    assert {k: v for k, v in found[1].items() if k != "time"} == {
+        "step": 3,
+        "loss": 2.0,
+        "note": "x",
+    }
+    assert found[2]["samples"] == "2 images"
+
+
+@in_pairs
+def test_a_tracker_of_a_library_gets_its_calls(world: Ranks, tmp_path: Path) -> None:
+    """With a stand-in for the library: what it is called with."""
+    import sys
+    import types
+
+    def program() -> list[Any]:
+        seen: list[Any] = []
+        wandb: Any = types.ModuleType("wandb")
+
+        class Run:
+            def log(self, values: Any, step: Any = None, **more: Any) -> None:
+                seen.append((values, step, more))
+
+            def finish(self) -> None:
+                seen.append("finish")
+
+        def init(**options: Any) -> Run:
+            seen.append(options)
+            return Run()
+
+        wandb.init = init
+        wandb.config = types.SimpleNamespace(update=lambda values, **_: seen.append(values))
+        wandb.Image = lambda image: f"image {image}"
+        wandb.__spec__ = types.SimpleNamespace(name="wandb")
+        sys.modules["wandb"] = wandb
+        job = Accelerator(cpu=True, log_with="wandb")
+        job.init_trackers("project", {"lr": 1}, {"wandb": {"name": "run"}})
+        job.log({"loss": 1.0}, step=2, log_kwargs={"wandb": {"commit": True}})
+        job.log_images({"samples": ["a"]}, step=3)
+        job.end_training()
+        return seen
+
+    assert world.run(program) == [
+        [
+            {"project": "project", "name": "run"},
+            {"lr": 1},
+            ({"loss": 1.0}, 2, {"commit": True}),
+            ({"samples": ["image a"]}, 3, {}),
+            "finish",
+        ],
+        [],
+    ]
+
+
+@everywhere
+def test_the_state_has_accelerates_names(world: Ranks) -> None:
+    def program() -> list[Any]:
+        job = Accelerator(cpu=True, mixed_precision="bf16")
+        state: Any = job.state
+        assert state.num_processes == state.world_size == job.num_processes
+        assert state.process_index == state.rank == job.process_index
+        assert state.local_process_index == job.local_process_index
+        assert state.device == torch.device("cpu")
+        assert state.mixed_precision == "bf16"
+        assert state.distributed_type.name == job.distributed_type.value
+        assert state.is_main_process == job.is_main_process
+        state.wait_for_everyone()
+        with state.split_between_processes([1, 2, 3, 4]) as mine:
+            part: list[int] = mine
+        job.project_configuration.set_directories("elsewhere")
+        assert job.project_dir == job.logging_dir == Path("elsewhere")
+        with pytest.raises(ValueError, match="registered_0: 1, registered_1: 'x'"):
+            job.register_for_checkpointing(1, "x")
+        return part
+
+    assert [one for mine in world.run(program) for one in mine] == [1, 2, 3, 4]
+
+
+@in_pairs
+def test_an_accelerator_on_the_device_that_the_environment_names(world: Ranks) -> None:
+    def program() -> str:
+        return str(Accelerator().device)
+
+    assert world.run(program, ACCELERATE_TORCH_DEVICE="meta") == ["meta", "meta"]

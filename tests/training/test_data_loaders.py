@@ -549,3 +549,118 @@ def test_what_moves_itself_is_asked_to_wherever_it_is(world: Ranks) -> None:
         ]
 
     assert world.run(program) == [["meta"] * 5]
+
+
+@everywhere
+def test_what_is_left_of_a_loader_can_be_prepared(world: Ranks) -> None:
+    def program() -> list[Any]:
+        found: list[Any] = []
+        stream: Any = Lines(24)
+        for data, options in ((list(range(24)), {}), (stream, {})):
+            rest = skip_first_batches(feed(data, batch_size=2, **options), 4)
+            assert len(rest) == 8
+            found.append(items(list(prepare_data_loader(rest))))
+        single = skip_first_batches(feed(list(range(24)), batch_size=None), 16)
+        found.append(list(prepare_data_loader(single)))
+        return found
+
+    for rank, (mapped, streamed, single) in enumerate(world.run(program)):
+        wanted = [[i, i + 1] for i in range(8 + 2 * rank, 24, 2 * world.ranks)]
+        assert mapped == streamed == wanted
+        assert single == list(range(16 + rank, 24, world.ranks))
+
+
+class Lines(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+@everywhere
+def test_a_sampler_may_change_between_epochs(world: Ranks) -> None:
+    class Mine(torch.utils.data.Sampler[int]):
+        def __init__(self) -> None:
+            self.length, self.epoch = 8, 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(100 * self.epoch, 100 * self.epoch + self.length))
+
+    class Numbers(torch.utils.data.Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __len__(self) -> int:
+            return 1000
+
+    def program() -> list[Any]:
+        sampler = Mine()
+        weighted = torch.utils.data.WeightedRandomSampler([1.0] + [0.0] * 7, 8)
+        loader = prepare_data_loader(feed(Numbers(), batch_size=1, sampler=sampler))
+        other = prepare_data_loader(feed(Numbers(), batch_size=1, sampler=weighted))
+        found = [items(list(loader)), items(list(loader)), items(list(other))]
+        sampler.length = 4
+        assert len(loader) == 4 // world.ranks
+        sampler.set_epoch(7)
+        weighted.weights = torch.tensor([0.0] * 7 + [1.0])
+        found += [items(list(loader)), items(list(other))]
+        assert weighted.generator is None
+        return found
+
+    for rank, found in enumerate(world.run(program)):
+        mine = list(range(rank, 8, world.ranks))
+        assert found[0] == [[i] for i in mine]
+        assert found[1] == [[100 + i] for i in mine]
+        assert found[3] == [[700 + i] for i in range(rank, 4, world.ranks)]
+        assert (found[2][0], found[4][0]) == ([0], [7])
+
+
+@everywhere
+@pytest.mark.parametrize("order", ["torch", "seedable"])
+def test_torchs_own_order(world: Ranks, order: str) -> None:
+    """On one rank that of the plain loader; on more, of a generator seeded as in Accelerate."""
+
+    def program() -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(3)
+        loader = prepare_data_loader(feed(range(16), batch_size=1, shuffle=True), order=order)
+        assert loader.batch_sampler is not None
+        assert getattr(loader.batch_sampler, "even_batches", False)
+        mine = [items(list(loader)) for _ in range(2)]
+        torch.manual_seed(3)
+        if order == "seedable":
+            whole = [
+                torch.randperm(16, generator=torch.Generator().manual_seed(3 + e)).tolist()
+                for e in range(2)
+            ]
+        elif world.ranks == 1:
+            plain = feed(range(16), batch_size=1, shuffle=True)
+            whole = [[int(batch) for batch in plain] for _ in range(2)]
+        else:
+            drawn = int(torch.empty((), dtype=torch.int64).random_().item())
+            generator = torch.Generator().manual_seed(drawn)
+            whole = [list(RandomSampler(range(16), generator=generator)) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
+            loader.state_dict()
+        return mine, whole
+
+    for rank, (mine, whole) in enumerate(world.run(program)):
+        assert mine == [[[i] for i in epoch[rank :: world.ranks]] for epoch in whole]
+
+
+@in_pairs
+def test_what_is_no_loader_is_named(world: Ranks) -> None:
+    def program() -> None:
+        with pytest.raises(TypeError, match="this is a list"):
+            prepare_data_loader([1, 2])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    world.run(program)

@@ -12,7 +12,7 @@ from support.training_models import in_pairs, numbers
 from torch import nn
 
 import syncprims
-from syncprims.training import Accelerator, broadcast_model
+from syncprims.training import Accelerator, broadcast_model, gather, pad_across_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,3 +125,24 @@ def test_a_broadcast_fills_by_name_and_place(world: Ranks) -> None:
         return [int(tensor) for tensor in held]
 
     assert world.run(program) == [list(range(13))] * 2
+
+
+@in_pairs
+def test_padding_of_unlike_structures_is_a_mismatch(world: Ranks) -> None:
+    def program() -> list[Any]:
+        rank = syncprims.get_rank()
+        a, b = torch.ones(2), torch.ones(2, 3)
+        cases: list[Any] = [[a, b][rank], [[a], [a, a]][rank], [{"x": a}, {"y": a}][rank]]
+        for case in cases:
+            with pytest.raises(syncprims.RankMismatch, match="rank 1"):
+                pad_across_processes(case)
+        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+        with pytest.warns(UserWarning, match="nested"):
+            same, padded = pad_across_processes([nested, torch.ones(1 + rank)])
+        assert same is nested
+        with pytest.raises(TypeError, match="nested"):
+            gather(nested)
+        found: list[Any] = padded.tolist()
+        return found
+
+    assert world.run(program) == [[1.0, 0.0], [1.0, 1.0]]

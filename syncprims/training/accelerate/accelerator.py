@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar, TypeVarTuple, overload
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import nn
 
 import syncprims
-from syncprims import World
-from syncprims._world.sequential import MainFirst
 from syncprims.training import gathering
 from syncprims.training.accumulation import Accumulator, join_uneven_inputs
 from syncprims.training.data import skip_first_batches
@@ -24,24 +23,31 @@ from syncprims.training.preparation import Preparation, rank_device, unwrap_mode
 
 from .config import AcceleratorSettings, check_fixed, check_unsupported, read_configuration
 from .saving import Checkpointing
+from .state import DistributedType, GradientState, RankCalls, set_timeout, state_of_job
+from .tracking import Tracking
 
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 M = TypeVar("M", bound="nn.Module")
 Placement = bool | list[bool] | None  #: as in Accelerate's `prepare`
 
 
-class Accelerator(Checkpointing):
+class Accelerator(RankCalls, Checkpointing, Tracking):
     """One training job on this rank, with the names of Accelerate's object, on every backend.
 
     If `mixed_precision` is None, ``SYNCPRIMS_MIXED_PRECISION`` is used, else ``"no"``. `seed` fixes
     the order of shuffled data. With `step_schedule_per_rank` schedules advance by the number of
     ranks per step. `ddp` and `scaler` are options for DDP and the loss scaler, if there are any.
     With `dispatch_batches` rank 0 reads the data and sends the others theirs. `log_with` takes
-    trackers: objects with ``log(values, step=...)``. Accelerate's configuration objects are
-    accepted if there is an equivalent.
+    trackers: objects with ``log(values, step=...)``, or names (see :meth:`init_trackers`).
+    Accelerate's configuration objects are accepted if there is an equivalent.
+
+    These give what Accelerate does: `divide_by_steps` divides each loss by the number of steps at
+    once; `order` ``"torch"`` or ``"seedable"`` shuffles as torch does; `dispatch_streams` lets rank
+    0 read streams; `resume_loaders` False leaves a loader's place to the script when a state is
+    loaded; `skip_finished` continues a state from an epoch's last batch with the next epoch;
+    `save_together` False lets each rank save its part of a state without the others;
+    `unwrap_for_hooks` gives the models inside of DDP to hooks.
 
     :raises ConfigurationError: if the device cannot compute in this precision.
     :raises TypeError: for what has no equivalent, saying what to do instead.
@@ -64,6 +70,13 @@ class Accelerator(Checkpointing):
         ddp: dict[str, Any] | None = None,
         scaler: dict[str, Any] | None = None,
         dispatch_batches: bool | None = None,
+        divide_by_steps: bool = False,
+        order: str = "seeded",
+        dispatch_streams: bool = False,
+        resume_loaders: bool = True,
+        skip_finished: bool = False,
+        save_together: bool = True,
+        unwrap_for_hooks: bool = False,
         log_with: Any = None,
         dataloader_config: Any = None,
         gradient_accumulation_plugin: Any = None,
@@ -81,31 +94,41 @@ class Accelerator(Checkpointing):
             dispatch_batches=dispatch_batches,
             seed=seed,
             non_blocking=non_blocking,
+            order=order,
+            dispatch_streams=dispatch_streams,
+            skip_finished=skip_finished,
             schedule=step_scheduler_with_optimizer,
-            schedule_advance=syncprims.get_world_size() if step_schedule_per_rank else 1,
             ddp=ddp,
             scaler=scaler,
         )
         configured = (dataloader_config, gradient_accumulation_plugin, project_config)
         read_configuration(settings, *configured, kwargs_handlers)
-        device = rank_device(cpu=cpu)
+        if step_schedule_per_rank and not settings.split_batches:
+            settings.schedule_advance = syncprims.get_world_size()
+            settings.schedule_to_end = True
+        set_timeout(settings.timeout)
+        chosen = None if cpu else os.environ.get("ACCELERATE_TORCH_DEVICE")
+        device = torch.device(chosen) if chosen else rank_device(cpu=cpu)
         self.accumulator = Accumulator(
             settings.gradient_accumulation_steps,
             precision=Precision(mixed_precision, device, scaler=settings.scaler),
             sync_with_dataloader=settings.sync_with_dataloader,
+            divide_by_steps=divide_by_steps,
         )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.preparation = Preparation(self.accumulator, device, settings)
         self._trigger = syncprims.Trigger("accelerator")
-        self._start_saving(settings)
-        given: Any = log_with if isinstance(log_with, list | tuple) else [log_with]
-        self.trackers = [tracker for tracker in given if tracker is not None]
-        for tracker in self.trackers:
-            if isinstance(tracker, type) or not callable(getattr(tracker, "log", None)):
-                raise TypeError(
-                    f"log_with={tracker!r}: it takes objects with log(values, step=...), such as "
-                    f"a run of wandb or a tracker of your own; none is made by its name"
-                )
+        self._start_saving(
+            settings,
+            resume_loaders=resume_loaders,
+            together=save_together,
+            unwrap_for_hooks=unwrap_for_hooks,
+        )
+        self._autocast_options = settings.autocast
+        self._profile_options = settings.profile
+        self._start_tracking(log_with)
+        self.state = state_of_job(self)  #: this rank, under Accelerate's names
+        self.gradient_state = GradientState(accelerator=self)
 
     # -- this rank ------------------------------------------------------------------------------
 
@@ -130,87 +153,11 @@ class Accelerator(Checkpointing):
         return syncprims.get_local_rank()
 
     @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return syncprims.is_main()
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return syncprims.is_local_main()
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
-        return syncprims.is_last()
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are other ranks."""
-        return self.num_processes > 1
-
-    @property
-    def distributed_type(self) -> str:
-        """``"NO"``, ``"MULTI_CPU"`` or ``"MULTI_GPU"``, equal to Accelerate's values."""
-        if not self.use_distributed:
-            return "NO"
-        return "MULTI_CPU" if self.device.type == "cpu" else "MULTI_GPU"
-
-    @property
-    def state(self) -> World:
-        """The world."""
-        return syncprims.current()
+    def distributed_type(self) -> DistributedType:
+        """``NO``, ``MULTI_CPU`` or ``MULTI_GPU``, equal to Accelerate's values."""
+        return self.state.distributed_type
 
     # -- collectives ----------------------------------------------------------------------------
-
-    def wait_for_everyone(self) -> None:
-        """Return when every rank has arrived."""
-        syncprims.barrier("wait_for_everyone")
-
-    def main_process_first(self) -> MainFirst:
-        """Return a context whose body rank 0 runs before the others."""
-        return syncprims.main_first()
-
-    def local_main_process_first(self) -> MainFirst:
-        """Return a context whose body the first rank of each node runs before the others."""
-        return syncprims.main_first(local=True)
-
-    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make a function run on rank 0 only."""
-        return syncprims.on_main(function)
-
-    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make a function run on the first rank of each node only."""
-        return syncprims.on_local_main(function)
-
-    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make a function run on the highest rank only."""
-        return syncprims.on_last(function)
-
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Make a function run on one rank only. With or without the function."""
-        if process_index is None:
-            raise ValueError("on_process takes the rank: on_process(process_index=1)")
-        decorator = syncprims.on_rank(process_index)
-        return decorator if function is None else decorator(function)
-
-    def on_local_process(
-        self,
-        function: Any = None,
-        local_process_index: int | None = None,
-        *,
-        local_process_idx: int | None = None,
-    ) -> Any:
-        """Make a function run on one rank of each node only. With or without the function."""
-        index = local_process_idx if local_process_index is None else local_process_index
-        if index is None:
-            raise ValueError("on_local_process takes the rank: local_process_index=1")
-        decorator = syncprims.on_local_rank(index)
-        return decorator if function is None else decorator(function)
-
-    def print(self, *args: Any, **options: Any) -> None:
-        """Print once per node."""
-        syncprims.print_main(*args, local=True, **options)
 
     def set_trigger(self, reason: str | None = None) -> None:
         """Set this object's flag on this rank."""
@@ -253,11 +200,6 @@ class Accelerator(Checkpointing):
     ) -> Any:
         """Return the tensors, padded to the longest of all ranks. Collective."""
         return gathering.pad_across_processes(tensor, dim, pad_index, pad_first, name=name)
-
-    @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
-        """Yield this rank's contiguous part of `inputs`. See :func:`syncprims.split`."""
-        yield syncprims.split(inputs, pad=apply_padding)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -325,8 +267,12 @@ class Accelerator(Checkpointing):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch closes its window."""
+        """Whether the current micro-batch closes its window. It can be set, for the next step."""
         return self.accumulator.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self.accumulator.sync_gradients = sync
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -369,10 +315,31 @@ class Accelerator(Checkpointing):
         return self.accumulator.precision.scaler
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Return a context in which forward passes compute in the job's precision."""
-        asked = autocast_handler.to_kwargs() if autocast_handler is not None else {}
-        check_fixed({}, asked, "autocast(autocast_handler=)", "use torch.autocast in the loop")
-        return self.accumulator.precision.autocast()
+        """Return a context in which forward passes compute in the job's precision.
+
+        `autocast_handler` is Accelerate's AutocastKwargs; without, that of the job.
+        """
+        options = self._autocast_options
+        if autocast_handler is not None:
+            options = autocast_handler.to_kwargs()
+        return self.accumulator.precision.autocast(**options)
+
+    @contextlib.contextmanager
+    def profile(self, profile_handler: Any = None) -> Generator[Any]:
+        """Profile the block with torch's profiler, and yield it.
+
+        `profile_handler` is Accelerate's ProfileKwargs; without, that of the job. With its
+        ``output_trace_dir`` each rank writes its trace there.
+        """
+        options = dict(self._profile_options)
+        if profile_handler is not None:
+            options = profile_handler.to_kwargs()
+        directory = options.pop("output_trace_dir", None)
+        with torch.profiler.profile(**options) as profiler:
+            yield profiler
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(f"{directory}/profile_{self.process_index}.json")
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -417,6 +384,11 @@ class Accelerator(Checkpointing):
         return bool(self.preparation.options.dispatch_batches)
 
     @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether a loaded state has the loaders' places."""
+        return self._resume_loaders
+
+    @property
     def non_blocking(self) -> bool:
         """Whether batches are copied to the device while training goes on."""
         return self.preparation.options.non_blocking
@@ -459,56 +431,3 @@ class Accelerator(Checkpointing):
         cursor = self.accumulator.loaders.innermost
         real = None if cursor is None else cursor.real
         return gathering.gather_for_metrics(input_data, real, use_gather_object, name=name)
-
-    # -- trackers -------------------------------------------------------------------------------
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Start the trackers on rank 0, with `config`.
-
-        Calls ``start()`` and ``store_init_configuration(config)`` of those that have them.
-
-        :raises TypeError: if there are `init_kwargs`: the trackers exist already.
-        """
-        del project_name  # trackers have names of their own
-        if init_kwargs:
-            raise TypeError("init_trackers(init_kwargs=): make trackers with them, for log_with=")
-        for tracker in self.trackers if syncprims.is_main() else ():
-            if hasattr(tracker, "start"):
-                tracker.start()
-            if config is not None and hasattr(tracker, "store_init_configuration"):
-                tracker.store_init_configuration(config)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker with this `name`; with `unwrap`, the ``tracker`` inside of it.
-
-        :raises ValueError: if there is none.
-        """
-        for tracker in self.trackers:
-            if _name_of(tracker) == name:
-                return getattr(tracker, "tracker", tracker) if unwrap else tracker
-        raise ValueError(f"no tracker is named {name!r}; log_with= takes them")
-
-    def log(
-        self,
-        values: dict[str, Any],
-        step: int | None = None,
-        log_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Log `values` with all trackers on rank 0; `log_kwargs` has options by tracker's name."""
-        for tracker in self.trackers if syncprims.is_main() else ():
-            tracker.log(values, step=step, **(log_kwargs or {}).get(_name_of(tracker), {}))
-
-    def end_training(self) -> None:
-        """Finish the trackers on rank 0. The world runs on until the program ends."""
-        for tracker in self.trackers if syncprims.is_main() else ():
-            if hasattr(tracker, "finish"):
-                tracker.finish()
-
-
-def _name_of(tracker: Any) -> Any:
-    return getattr(tracker, "name", type(tracker).__name__)

@@ -6,7 +6,7 @@ Objects are recognised by their fields, so Accelerate need not be installed.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from syncprims.training.preparation import JobOptions
@@ -68,6 +68,9 @@ class AcceleratorSettings(JobOptions):
     logging_dir: str | os.PathLike[str] | None = None
     keep_last: int | None = None
     scaler: dict[str, Any] | None = None
+    timeout: Any = None  #: of all calls, as a timedelta
+    autocast: dict[str, Any] = field(default_factory=dict[str, Any])
+    profile: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def read_configuration(
@@ -99,11 +102,12 @@ def read_configuration(
         found["keep_last"] = project.total_limit
     for handler in handlers or ():
         found |= _read_handler(handler)
+    defaults = {one.name: one.default for one in fields(settings)}
     for name, value in found.items():
-        given, default = getattr(settings, name), getattr(AcceleratorSettings, name)
+        given, default = getattr(settings, name), defaults[name]
         if value is None or value == default:
             continue
-        if given not in (default, value):
+        if given not in (default, value) and default is not MISSING:
             raise ValueError(
                 f"{name}={given!r} contradicts the configuration object, which says {value!r}"
             )
@@ -122,14 +126,10 @@ def _read_handler(handler: Any) -> dict[str, Any]:
                 "model.register_comm_hook() after prepare()"
             )
         return {"ddp": options}
-    if kind == "AutocastKwargs" and not options:
-        return {}
-    instead = {
-        "InitProcessGroupKwargs": "set SYNCPRIMS_TIMEOUT; without, a slow rank is waited "
-        "for, and a dead one is not",
-        "AutocastKwargs": "use torch.autocast in the loop",
-        "ProfileKwargs": "use torch.profiler.profile around the loop",
-    }
-    raise TypeError(
-        f"kwargs_handlers: {kind} is not offered; instead: {instead.get(kind, 'there is none')}"
-    )
+    if kind == "InitProcessGroupKwargs":
+        return {"timeout": getattr(handler, "timeout", None)}
+    if kind == "AutocastKwargs":
+        return {"autocast": options}
+    if kind == "ProfileKwargs":
+        return {"profile": options}
+    raise TypeError(f"kwargs_handlers: {kind} is not offered; instead: there is none")

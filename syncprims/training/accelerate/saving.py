@@ -66,13 +66,37 @@ class Project(NamedTuple):
     save_on_each_node: bool = False
 
 
+class _OwnProject(Project):
+    """The project of an Accelerator."""
+
+    owner: Checkpointing
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Make this the Accelerator's project directory, and its logging directory without one."""
+        owner = self.owner
+        owner.project_dir = None if project_dir is None else Path(project_dir)
+        owner.logging_dir = owner.logging_dir or owner.project_dir
+
+
 class Checkpointing:
     """The part of an Accelerator that saves and loads."""
 
     accumulator: Accumulator
     preparation: Preparation
+    project_dir: Path | None
+    logging_dir: Path | None
 
-    def _start_saving(self, settings: AcceleratorSettings) -> None:
+    def _start_saving(
+        self,
+        settings: AcceleratorSettings,
+        *,
+        resume_loaders: bool,
+        together: bool,
+        unwrap_for_hooks: bool,
+    ) -> None:
+        self._unwrap_for_hooks = unwrap_for_hooks
+        self._resume_loaders = resume_loaders
+        self._together = together
         project, logging = settings.project_dir, settings.logging_dir
         self.project_dir = None if project is None else Path(project)
         #: where trackers may write: by default the project's directory
@@ -118,12 +142,17 @@ class Checkpointing:
         first = sum(name.startswith("registered_") for name in self._registered)
         fresh = {f"registered_{first + i}": obj for i, obj in enumerate(objects)} | named
         taken = {*self.stateful(), *self.rank_stateful()}
+        wrong = [
+            f"{name}: {obj!r}"
+            for name, obj in fresh.items()
+            if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))
+        ]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} has no state_dict() and load_state_dict(); only objects that "
+                f"have both can be checkpointed"
+            )
         for name, obj in fresh.items():
-            if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
-                raise ValueError(
-                    f"{obj!r} has no state_dict() and load_state_dict(); only objects that have "
-                    f"both can be checkpointed"
-                )
             if name in taken:
                 raise ValueError(f"the name {name!r} is taken; give {obj!r} another")
         self._registered.update(fresh)
@@ -134,18 +163,24 @@ class Checkpointing:
         named: dict[str, Any] = {}
         if accumulator.precision.scaler is not None:
             named["precision"] = accumulator.precision
-        named |= {name: unwrap_model(model) for name, model in self._named_models().items()}
+        named |= self._named_models()
         named |= {f"optimizer_{i}": one for i, one in enumerate(accumulator.optimizers)}
         named |= {f"scheduler_{i}": one for i, one in enumerate(accumulator.schedules)}
         return {**named, **self._registered}
 
     def rank_stateful(self) -> dict[str, Any]:
         """Return, by name, the objects with a state of this rank's own: windows and loaders."""
-        named = {f"loader_{i}": one for i, one in enumerate(self.preparation.loaders)}
+        loaders = self.preparation.loaders if self._resume_loaders else []
+        named = {f"loader_{i}": one for i, one in enumerate(loaders)}
         return {"accumulator": self.accumulator, **named}
 
     def _named_models(self) -> dict[str, nn.Module]:
-        """Return the prepared models by the names under which they are saved."""
+        """Return the models inside of the prepared ones, by the names for saving them."""
+        return {f"model_{i}": unwrap_model(m) for i, m in enumerate(self.accumulator.models)}
+
+    def _models_for_hooks(self) -> dict[str, nn.Module]:
+        if self._unwrap_for_hooks:
+            return self._named_models()
         return {f"model_{i}": model for i, model in enumerate(self.accumulator.models)}
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> Registered:
@@ -185,12 +220,14 @@ class Checkpointing:
         return is_local_main()
 
     @property
-    def project_configuration(self) -> Project:
+    def project_configuration(self) -> _OwnProject:
         """The project's directories, the number of kept checkpoints, and the next one's number."""
         named = self.project_dir is not None
-        return Project(
+        made = _OwnProject(
             self.project_dir, self.logging_dir, named, self._keep_last, self.save_iteration
         )
+        made.owner = self
+        return made
 
     @property
     def save_iteration(self) -> int:
@@ -215,34 +252,81 @@ class Checkpointing:
 
         :raises CheckpointError: on all ranks, if one rank cannot write its part.
         """
-        instead = "leave it out: a state is tensors and JSON, and never pickle"
-        check_fixed(True, safe_serialization, "save_state(safe_serialization=False)", instead)
+        if self._together:
+            instead = "leave it out: a state is tensors and JSON, and never pickle"
+            check_fixed(True, safe_serialization, "save_state(safe_serialization=False)", instead)
         common, own = self.stateful(), self.rank_stateful()
-        models, hooks = self._named_models(), self._before_saving
+        models, hooks = self._models_for_hooks(), self._before_saving
         if output_dir is not None:
-            checkpoints.offer_weights(os.fspath(output_dir), hooks, models, common)
-            return checkpoints.save_state(output_dir, common, rank_objects=own, block=block)
+            path = os.fspath(output_dir)
+
+            def offered() -> dict[str, Any]:
+                checkpoints.offer_weights(path, hooks, models, common)
+                return common
+
+            if self._together or self._has_shards():
+                return checkpoints.save_state(path, offered(), rank_objects=own, block=block)
+            saving = checkpoints.save_state_alone(
+                path, offered, own, mark=self._mark(), block=block
+            )
+            if not safe_serialization and is_main():
+                for i, model in enumerate(self._named_models().values()):
+                    name = f"pytorch_model_{i}.bin" if i else "pytorch_model.bin"
+                    checkpoints.save_object(model.state_dict(), f"{path}/{name}", safe=False)
+            return saving
         kept = self._checkpoints()
         steps = checkpoints.agreed_steps(kept, f"save_state to {kept.directory}")
         step = max(steps, default=-1) + 1
         checkpoints.offer_weights(kept.path(step), hooks, models, common)
         return kept.save(step, common, rank_objects=own, block=block)
 
+    def _mark(self) -> int:
+        """Return a number that is the same on all ranks where they save the same state."""
+        return sum(one.steps_taken + one.steps_skipped for one in self.accumulator.optimizers)
+
+    def _has_shards(self) -> bool:
+        """Return whether a model is spread over ranks, so that no rank can save it alone."""
+        models = self._named_models().values()
+        return any(checkpoints.is_dtensor(p) for m in models for p in m.parameters())
+
     def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: None = None
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: None = None,
+        *,
+        map_location: str | None = None,
     ) -> None:
         """Load the state in a directory, by default the project's latest. Collective.
 
+        Also one that Accelerate has saved. `map_location` is None, ``"cpu"``
+        or ``"on_device"``; each object is loaded where it is in every case.
+
         :raises CheckpointError: on all ranks, if there is none, it is damaged, or it was saved by
             another number of ranks.
+        :raises TypeError: for another `map_location`, and for `load_kwargs`.
         """
         instead = "leave it out: all comes back as it was"
         check_fixed({}, load_kwargs, "load_state(load_kwargs=)", instead)
+        if map_location not in (None, "cpu", "on_device"):
+            raise TypeError(
+                f"load_state(map_location={map_location!r}): it takes None, 'cpu' or 'on_device'"
+            )
         common, own = self.stateful(), self.rank_stateful()
-        models, hooks = self._named_models(), self._before_loading
+        models, hooks = self._models_for_hooks(), self._before_loading
         if input_dir is not None:
-            checkpoints.offer_models(os.fspath(input_dir), hooks, models, common)
-            checkpoints.load_state(input_dir, common, rank_objects=own)
+            path = os.fspath(input_dir)
+            if checkpoints.is_by_accelerate(path):
+                self._load_from_accelerate(path)
+                return
+
+            def offered() -> dict[str, Any]:
+                checkpoints.offer_models(path, hooks, models, common)
+                return common
+
+            if self._together:
+                checkpoints.load_state(path, offered(), rank_objects=own)
+            else:
+                checkpoints.load_state_alone(path, offered, own)
             return
         kept = self._checkpoints()
         step = None
@@ -250,6 +334,19 @@ class Checkpointing:
             step = steps[-1]
             checkpoints.offer_models(kept.path(step), hooks, models, common)
         kept.load(common, step, rank_objects=own)
+
+    def _load_from_accelerate(self, path: str) -> None:
+        accumulator, common = self.accumulator, self.stateful()
+        models = self._named_models()
+        checkpoints.offer_models(path, self._before_loading, self._models_for_hooks(), common)
+        checkpoints.load_accelerate_state(
+            path,
+            [model for name, model in models.items() if name in common],
+            accumulator.optimizers,
+            accumulator.schedules,
+            self._registered,
+            accumulator.precision.scaler,
+        )
 
     def _checkpoints(self) -> checkpoints.Checkpoints:
         if self.project_dir is None:

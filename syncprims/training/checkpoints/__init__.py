@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from .accelerate_files import is_by_accelerate as is_by_accelerate
+from .accelerate_files import load_accelerate_state as load_accelerate_state
+from .alone import load_state_alone as load_state_alone
+from .alone import save_state_alone as save_state_alone
 from .async_save import Saving as Saving
+from .dtensor import is_dtensor as is_dtensor
 from .hooks import LoadHook as LoadHook
 from .hooks import Registered as Registered
 from .hooks import SaveHook as SaveHook

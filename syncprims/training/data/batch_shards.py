@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset
 
-from syncprims import on_main
+from syncprims import assert_same, on_main
 from syncprims.training.pytree import as_mapping_type, map_tensors, named_leaves
 
-from .sampling import draw
+from .sampling import SEEDED, draw, has_type
 
 _END: Any = object()  # never a batch
 
@@ -49,12 +49,15 @@ class BatchShard:
     """
 
     def __init__(self, batches: Iterable[Any], plan: ShardPlan) -> None:
-        self.batches = batches
+        self.batches = batches  #: a sampler, or a copy of it for the current epoch
+        self.batch_sampler: Any = batches  #: the sampler itself
         self.plan = plan
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.skip = self.seed = self.epoch = 0
-        #: items that are not padding, by the number of this rank's batch, for padded rounds only
+        self.checked = False  #: the first batches are compared on all ranks
+        self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
+        #: items that are not padding, by the number of this rank's batch, of a round not full
         self.real: dict[int, int] = {}
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             raise ValueError(
@@ -62,8 +65,23 @@ class BatchShard:
                 f"equal parts, one per rank; make it a multiple"
             )
 
+    @property
+    def sampler(self) -> Any:
+        """The sampler of single indices, if there is one."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get equally many batches."""
+        return self.plan.even
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether each batch is cut into one part per rank."""
+        return self.plan.split
+
     def __len__(self) -> int:
-        total = len(self.batches)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+        total = len(self.batch_sampler)
         if self.plan.split:
             return self._split_length(total)
         full, rest = divmod(total, self.plan.ranks)
@@ -74,7 +92,7 @@ class BatchShard:
     def _split_length(self, total: int) -> int:
         if self.plan.even or self.drop_last or not total:
             return total
-        items = getattr(self.batches, "sampler", None)
+        items = self.sampler
         if items is None or self.batch_size is None:
             return total
         last = len(items) - (total - 1) * self.batch_size  # the items of the last batch
@@ -83,7 +101,25 @@ class BatchShard:
     def __iter__(self) -> Iterator[Any]:
         self.real = {}
         dealt = self._split(self.real) if self.plan.split else self._deal(self.real)
-        return islice(draw(dealt, self.batches, self.seed, self.epoch), self.skip, None)
+        if self.seeded:
+            dealt = draw(dealt, self.batches, self.seed, self.epoch)
+        return islice(dealt, self.skip, None)
+
+    def _checked(self) -> Iterator[Any]:
+        """Yield the batches, after a check that the first ones are the same on all ranks.
+
+        A sampler of the user's may give each rank another order. There is nothing to check if
+        nothing is dealt.
+
+        :raises RankMismatch: on all ranks, if they are not. Collective.
+        """
+        batches = iter(self.batches)
+        if self.checked and self.plan.ranks > 1 and not has_type(self.batch_sampler, SEEDED):
+            first = list(islice(batches, self.plan.ranks))
+            order = [list(one) if isinstance(one, list | tuple) else one for one in first]
+            assert_same(order, f"the order of {type(self.batch_sampler).__name__}")
+            yield from first
+        yield from batches
 
     def _deal(self, real: dict[int, int]) -> Iterator[Any]:
         rank, ranks, even, *_ = self.plan
@@ -91,7 +127,7 @@ class BatchShard:
         size = self.batch_size  # of all batches except the last; None if unknown or mixed
         rounds = 0
         current: list[Any] = []
-        for batch, is_last in _mark_last(self.batches):
+        for batch, is_last in _mark_last(self._checked()):
             if not is_last and _count(batch) != size:
                 size = None
             if len(first) < ranks:
@@ -103,10 +139,11 @@ class BatchShard:
                 rounds += 1
         if self.drop_last and len(current) < ranks:
             return
-        if current and even and ranks > 1:
+        if current:
             count = sum(map(_count, current))
-            current = self._pad(current, first, size)
-            if count < sum(map(_count, current)):
+            if even and ranks > 1:
+                current = self._pad(current, first, size)
+            if count < max(sum(map(_count, current)), (size or 0) * ranks):
                 real[rounds] = count
         if rank < len(current):
             yield current[rank]
@@ -129,7 +166,7 @@ class BatchShard:
         first: list[Any] = []
         size = self.batch_size
         parts = 0
-        for batch, is_last in _mark_last(self.batches):
+        for batch, is_last in _mark_last(self._checked()):
             if not _is_batch(batch):
                 raise ValueError("split_batches cuts batches, and this loader has single items")
             items = list(batch)
@@ -138,8 +175,9 @@ class BatchShard:
                 size = None
             part = max(-(-len(items) // ranks), (size or 0) // ranks)
             missing = part * ranks - len(items)
-            if even and ranks > 1 and missing:
+            if missing or len(items) < (size or 0):
                 real[parts] = len(items)
+            if even and ranks > 1 and missing:
                 items += islice(cycle([*(first if size else items)]), missing)
             if mine := items[rank * part : (rank + 1) * part]:
                 yield mine
@@ -223,8 +261,8 @@ class StreamShard(IterableDataset[Any]):
             if len(round_) < size * ranks:
                 if self.plan.drop_last:
                     return
+                real = len(round_)
                 if self.plan.even and ranks > 1:
-                    real = len(round_)
                     round_ += islice(cycle(list(first)), size * ranks - len(round_))
             for item in round_[mine]:
                 yield Counted(item, real)

@@ -9,14 +9,24 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset
 
-from syncprims import assert_same, broadcast, get_rank, get_world_size
+from syncprims import broadcast, get_rank, get_world_size
 from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
 from .batch_shards import BatchShard, Counted, CountingCollate, ShardPlan, StreamShard, dispatch
-from .sampling import SEEDED, begin_epoch, copy_sampler, draw, has_type, is_sharded
+from .sampling import (
+    EpochSetter,
+    SeedableRandomSampler,
+    SkippedBatches,
+    SkippedItems,
+    copy_sampler,
+    is_sharded,
+    samplers,
+    seed_generators,
+)
 
 T = TypeVar("T")
 _END: Any = object()  # never a batch
@@ -88,9 +98,12 @@ class PreparedLoader(DataLoader[T]):
         loader: DataLoader[T],
         plan: ShardPlan,
         device: torch.device | None,
-        seed: int,
+        seed: int | None,
         loaders: OpenLoaders,
-        non_blocking: bool,
+        *,
+        non_blocking: bool = False,
+        generator: torch.Generator | None = None,
+        skip_finished: bool = False,
     ) -> None:
         # Not DataLoader.__init__: the wrapped loader has everything already.
         self.loader = loader
@@ -100,8 +113,15 @@ class PreparedLoader(DataLoader[T]):
         self._skip = 0  # of every iteration: a view of :func:`skip_first_batches`
         self._loaders = loaders
         self._non_blocking = non_blocking
-        samplers: tuple[Any, ...] = (loader.batch_sampler, loader.sampler)
-        self._shard = next((one for one in samplers if isinstance(one, BatchShard)), None)
+        self._generator = generator  # of torch's own order, which all ranks take from rank 0
+        self._skip_finished = skip_finished
+        inner: tuple[Any, ...] = (loader.batch_sampler, loader.sampler)
+        self._shard = next((one for one in inner if isinstance(one, BatchShard)), None)
+        given: Any = inner[1] if inner[0] is None else inner[0]
+        given = given if self._shard is None else self._shard.batch_sampler
+        self._epochs = EpochSetter(given)
+        if self._shard is not None:
+            self._shard.seeded, self._shard.checked = seed is not None, True
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: the object is being copied
@@ -148,11 +168,20 @@ class PreparedLoader(DataLoader[T]):
         self._progress.epoch, self._progress.batch, self._progress.resume = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order: seed, epoch, and the epoch's batches yielded so far."""
+        """Return the position in the order: seed, epoch, and the epoch's batches yielded so far.
+
+        :raises RuntimeError: if the order does not follow from a seed.
+        """
         progress = self._progress
+        if progress.seed is None:
+            raise RuntimeError(
+                "this loader has the order of torch's own generators, which no state of it holds; "
+                "prepare it with use_stateful_dataloader=True, and its order can be resumed"
+            )
         state = {"seed": progress.seed, "epoch": progress.epoch, "batch": progress.batch}
         stream = {} if progress.stream is None else {"stream": progress.stream}
-        return {**state, "world_size": self._plan.ranks, **stream}
+        last = {"at_end": True} if progress.at_end else {}
+        return {**state, "world_size": self._plan.ranks, **stream, **last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue in the next iteration where `state` was taken, with the very next batch.
@@ -173,12 +202,14 @@ class PreparedLoader(DataLoader[T]):
         progress.seed, progress.epoch = state["seed"], state["epoch"]
         progress.batch = progress.resume = state["batch"]
         progress.stream = state.get("stream")
+        if self._skip_finished and state.get("at_end"):
+            self.set_epoch(progress.epoch + 1)
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         progress = self._progress
         epoch, done = progress.epoch, max(self._skip, progress.resume)
-        progress.batch, progress.resume = done, 0
-        cursor = Cursor(self)
+        progress.batch, progress.resume, progress.at_end = done, 0, False
+        cursor, finished = Cursor(self), False
         self._loaders.enter(cursor)
         try:
             dispatched = self._plan.dispatch
@@ -198,7 +229,7 @@ class PreparedLoader(DataLoader[T]):
                 stream = self.loader.state_dict() if stateful else None  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
                 after = next(batches, _END)
                 progress.batch, progress.stream = progress.batch + 1, stream
-                cursor.at_end = after is _END
+                cursor.at_end = progress.at_end = after is _END
                 cursor.real = None if shard is None else shard.real.get(progress.batch - 1)
                 if isinstance(batch, Counted):
                     batch, cursor.real = batch
@@ -206,28 +237,40 @@ class PreparedLoader(DataLoader[T]):
                 if device is not None:
                     batch = to_device(batch, device, non_blocking=self._non_blocking)
                 yield batch
+            finished = True
         finally:
             self._loaders.leave(cursor)
-            if progress.epoch == epoch and not progress.resume:
+            # Where the order is torch's own, an epoch that was left has not been one, as there.
+            ended = finished or progress.seed is not None
+            if ended and progress.epoch == epoch and not progress.resume:
                 progress.epoch, progress.batch, progress.stream = epoch + 1, 0, None
+                progress.at_end = False
 
     def _begin(self, epoch: int, done: int) -> Iterator[Any]:
         """Return the batches of `epoch` after the first `done`, which are not read if possible."""
         progress, loader = self._progress, self.loader
-        loader.generator = epoch_generator(progress.seed, epoch)  # torch's own stays as it is
+        seed = progress.seed
+        if seed is not None:
+            loader.generator = epoch_generator(seed, epoch)  # torch's own stays as it is
+        elif self._generator is not None:
+            self._generator.set_state(broadcast(self._generator.get_state()))
         dataset: Any = loader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if isinstance(sampler, BatchShard):
-            sampler.skip, sampler.seed, sampler.epoch = done, progress.seed, epoch
-            begin_epoch(sampler.batches, progress.seed, epoch)
-            _check_order(sampler)
+            sampler.skip, sampler.epoch = done, epoch
+            self._epochs.set(sampler.batch_sampler, epoch)
+            if seed is not None:
+                sampler.seed, sampler.batches = seed, copy_sampler(sampler.batch_sampler)
+                seed_generators(sampler.batches, seed, epoch)
             return iter(loader)
         if isinstance(dataset, IterableDataset) and progress.stream is not None and done:
             loader.load_state_dict(progress.stream)  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
             return iter(loader)
-        begin_epoch(sampler, progress.seed, epoch)
+        self._epochs.set(sampler, epoch)
+        if seed is not None:
+            seed_generators(sampler, seed, epoch)
         return islice(iter(loader), done, None)
 
 
@@ -235,24 +278,12 @@ class PreparedLoader(DataLoader[T]):
 class _Progress:
     """The position in the order, which a loader shares with its views without first batches."""
 
-    seed: int
+    seed: int | None  #: None: the order is that of torch's own generators
     epoch: int = 0
     batch: int = 0  #: yielded in this epoch
+    at_end: bool = False  #: the latest batch is the epoch's last
     resume: int = 0  #: batches that the next iteration leaves out
     stream: dict[str, Any] | None = None  #: for streams, the state of torchdata's loader
-
-
-def _check_order(shard: BatchShard) -> None:
-    """Check that the first batches of a sampler of the user's are the same on all ranks.
-
-    They may differ if nothing is dealt: a sampler shards by itself, or rank 0 reads for all.
-    """
-    batches: Any = shard.batches
-    if shard.plan.ranks == 1 or has_type(batches, SEEDED) or isinstance(batches, Iterator):
-        return  # reading from an iterator here would take its first batches away
-    some = islice(draw(batches, batches, shard.seed, shard.epoch), 2)
-    first = [list(b) if isinstance(b, list | tuple) else b for b in some]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    assert_same(first, f"the order of {type(batches).__name__}")
 
 
 def prepare_data_loader(
@@ -265,6 +296,8 @@ def prepare_data_loader(
     loaders: OpenLoaders | None = None,
     non_blocking: bool = False,
     dispatch_batches: bool = False,
+    order: str = "seeded",
+    skip_finished: bool = False,
 ) -> PreparedLoader[T]:
     """Return a loader of this rank's batches of `loader`, on `device`. Collective.
 
@@ -282,6 +315,10 @@ def prepare_data_loader(
     """
     if isinstance(loader, PreparedLoader):
         return loader
+    if not isinstance(loader, DataLoader):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"prepare_data_loader() takes a torch DataLoader, and this is a {type(loader).__name__}"
+        )
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         raise ValueError(
             f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
@@ -292,28 +329,69 @@ def prepare_data_loader(
         get_rank(), ranks, even_batches, split_batches, loader.drop_last,
         dispatch=dispatch_batches and ranks > 1,
     )  # fmt: skip
-    if seed is None:
-        own = loader.generator or getattr(loader.sampler, "generator", None)
-        source: Any = own if isinstance(own, torch.Generator) else torch
-        seed = broadcast(int(source.initial_seed()), name="seed")
     if plan.dispatch and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
         raise ValueError(
             "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
             "of the data only; drop the sampler, or dispatch_batches"
         )
-    mine, loaders = _rebuild(loader, plan), loaders or OpenLoaders()
-    return PreparedLoader(mine, plan, device, seed, loaders, non_blocking)
+    generator = None
+    if order == "torch":
+        mine = _rebuild(loader, plan)
+        generator = None if plan.dispatch else _common_generator(mine)
+        seed = None
+    else:
+        if seed is None:
+            own = loader.generator or getattr(loader.sampler, "generator", None)
+            source: Any = own if isinstance(own, torch.Generator) else torch
+            seed = broadcast(int(source.initial_seed()), name="seed")
+        mine = _rebuild(loader, plan, seed if order == "seedable" else None)
+    return PreparedLoader(
+        mine,
+        plan,
+        device,
+        None if order == "seedable" else seed,
+        loaders or OpenLoaders(),
+        non_blocking=non_blocking,
+        generator=generator,
+        skip_finished=skip_finished,
+    )
 
 
-def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
-    """Return a loader with the options of `loader` that reads this rank's batches."""
-    undealt = ShardPlan(0, 1, plan.even, drop_last=plan.drop_last)
-    plan = undealt if plan.dispatch else plan
+def _common_generator(loader: DataLoader[Any]) -> torch.Generator | None:
+    """Return the generator that a sampler of torch's draws from, the same one on all ranks.
+
+    A sampler without one gets one, from a seed that torch's generator draws.
+    """
+    shard: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if get_world_size() == 1 or not isinstance(shard, BatchShard):
+        return None
+    for one in samplers(shard.batch_sampler):
+        if hasattr(one, "generator"):
+            if one.generator is None:
+                drawn = int(torch.empty((), dtype=torch.int64).random_().item())
+                one.generator = torch.Generator().manual_seed(drawn)
+            return one.generator  # type: ignore[no-any-return]
+    return None
+
+
+def _options(loader: DataLoader[T]) -> tuple[Callable[..., DataLoader[T]], dict[str, Any]]:
+    """Return the class and the options for a loader like `loader` with other data."""
     names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
     options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
     kind: Callable[..., DataLoader[T]] = type(loader)
     if "__init__" in vars(kind) and kind is not DataLoader and not hasattr(loader, "state_dict"):
         kind = DataLoader  # a subclass may have a constructor with other arguments
+    return kind, options
+
+
+def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) -> DataLoader[T]:
+    """Return a loader with the options of `loader` that reads this rank's batches.
+
+    With `seed` a random sampler gets torch's order for that seed.
+    """
+    undealt = ShardPlan(0, 1, plan.even, drop_last=plan.drop_last)
+    plan = undealt if plan.dispatch else plan
+    kind, options = _options(loader)
     if isinstance(loader.dataset, IterableDataset):
         size = loader.batch_size or 1
         if plan.split and size % plan.ranks:
@@ -323,7 +401,9 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
         options["batch_size"] = None if loader.batch_size is None else size
         return kind(StreamShard(loader.dataset, plan, size), **options)
     batched = loader.batch_sampler is not None
-    sampler = copy_sampler(loader.batch_sampler if batched else loader.sampler)
+    sampler: Any = loader.batch_sampler if batched else loader.sampler
+    if seed is not None:
+        sampler = _make_seedable(sampler, seed)
     sharded = is_sharded(sampler)
     if batched:
         shard = BatchShard(sampler, undealt if sharded else plan)
@@ -332,7 +412,23 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan) -> DataLoader[T]:
     return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
 
 
+def _make_seedable(sampler: Any, seed: int) -> Any:
+    """Return `sampler` with torch's random sampler replaced by one of this seed."""
+    if type(sampler) is data.RandomSampler:
+        count = None if sampler._num_samples is None else sampler.num_samples  # pyright: ignore[reportPrivateUsage]
+        return SeedableRandomSampler(
+            sampler.data_source, sampler.replacement, count, torch.Generator(), data_seed=seed
+        )
+    inner = getattr(sampler, "sampler", None)
+    made = inner if inner is None else _make_seedable(inner, seed)
+    if made is not inner:
+        sampler = copy.copy(sampler)
+        sampler.sampler = made
+    return sampler
+
+
 _KEPT = (
+    "generator",
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -347,6 +443,8 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Return a view of `loader` without the first `num_batches` of each iteration.
 
     Batches of map-style data are not even read. A prepared loader and its views share their epochs.
+    The view of a DataLoader can be prepared: its ranks share what is left. If a stream is read by
+    workers, prepare the loader first.
 
     :raises ValueError: if `num_batches` is negative.
     """
@@ -356,7 +454,20 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         view = copy.copy(loader)  # pyright: ignore[reportUnknownVariableType]
         view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
         return view  # pyright: ignore[reportUnknownVariableType]
-    return _Rest(loader, num_batches)
+    if not isinstance(loader, DataLoader):
+        return _Rest(loader, num_batches)
+    kind, options = _options(loader)  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.num_workers:
+            return _Rest(loader, num_batches)  # each worker has a stream of its own
+        items = SkippedItems(loader.dataset, num_batches * (loader.batch_size or 1))
+        drop_last = {} if loader.batch_size is None else {"drop_last": loader.drop_last}
+        return kind(items, batch_size=loader.batch_size, **drop_last, **options)
+    if loader.batch_sampler is None:
+        sampler = SkippedBatches(loader.sampler, num_batches)
+        return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
+    rest = SkippedBatches(loader.batch_sampler, num_batches)
+    return kind(loader.dataset, batch_sampler=rest, **options)
 
 
 class _Rest:

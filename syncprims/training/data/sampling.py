@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
+import torch
 from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
@@ -13,38 +15,121 @@ from syncprims.training.rng import capture_cpu, epoch_generator, restore_cpu, se
 
 T = TypeVar("T")
 _END: Any = object()  # never an item
+
+
+class SeedableRandomSampler(data.RandomSampler):
+    """A random sampler whose order is that of torch's for the seed ``initial_seed + epoch``."""
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = self.generator or torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
 #: Their order is certain to follow from seed and epoch.
-SEEDED = (data.SequentialSampler, data.RandomSampler)
+SEEDED = (data.SequentialSampler, data.RandomSampler, SeedableRandomSampler)
 #: With a generator of their own, they draw nothing from the global generators.
 _SELF_CONTAINED = (
     *SEEDED, data.SubsetRandomSampler, data.WeightedRandomSampler, list, tuple, range,
 )  # fmt: skip
 
 
+class SkippedBatches:
+    """A sampler without its first batches, or its first indices."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self.sampler = sampler
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler":  # not set yet: the object is being copied
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.sampler) - self._count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), self._count, None)
+
+
+class SkippedItems(data.IterableDataset[Any]):
+    """A stream without its first items."""
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        self.dataset = dataset
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not set yet: the object is being copied
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.dataset) - self._count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self._count, None)
+
+
+def samplers(sampler: Any) -> Iterator[Any]:
+    """Yield `sampler`, and the samplers that it batches, the outermost first."""
+    while sampler is not None:
+        if type(sampler) is not SkippedBatches:
+            yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
 def is_sharded(sampler: Any) -> bool:
     """Return whether `sampler`, or the one that it batches, shards the data by rank itself."""
-    while sampler is not None and not isinstance(sampler, DistributedSampler):
-        sampler = getattr(sampler, "sampler", None)
-    return sampler is not None
+    return any(isinstance(one, DistributedSampler) for one in samplers(sampler))
 
 
 def copy_sampler(sampler: Any) -> Any:
-    """Return a copy of `sampler`, so that setting its generator leaves the original unchanged."""
+    """Return a sampler whose generator may be set: a copy of one of torch's own.
+
+    A sampler of the user's is returned itself, since the user may change it between epochs.
+    """
+    is_torchs = type(sampler).__module__ == data.Sampler.__module__
+    if not is_torchs and type(sampler) is not SkippedBatches:
+        return sampler
     mine = copy.copy(sampler)
-    inner = getattr(mine, "sampler", None)
-    if isinstance(inner, data.Sampler):  # a batch sampler's
-        mine.sampler = copy_sampler(inner)
+    if getattr(mine, "sampler", None) is not None:  # a batch sampler's
+        mine.sampler = copy_sampler(mine.sampler)
     return mine
 
 
-def begin_epoch(sampler: Any, seed: int, epoch: int) -> None:
-    """Set `seed` and `epoch` in every sampler of the chain that takes them."""
-    while sampler is not None:
-        if hasattr(sampler, "generator"):
-            sampler.generator = epoch_generator(seed, epoch)
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
-        sampler = getattr(sampler, "sampler", None)
+class EpochSetter:
+    """Passes epochs to the samplers of one loader, and respects those that the user has set."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._known = {id(one): getattr(one, "epoch", None) for one in samplers(sampler)}
+
+    def set(self, sampler: Any, epoch: int) -> None:
+        """Set `epoch` where no other one has been set since the last call."""
+        for one in samplers(sampler):
+            if callable(getattr(one, "set_epoch", None)):
+                counts = isinstance(one, SeedableRandomSampler)  # and so changes its own epoch
+                if counts or getattr(one, "epoch", None) == self._known.get(id(one)):
+                    one.set_epoch(epoch)
+                self._known[id(one)] = getattr(one, "epoch", None)
+
+
+def seed_generators(sampler: Any, seed: int, epoch: int) -> None:
+    """Give every sampler of the chain that has a generator that of `seed` and `epoch`."""
+    for one in samplers(sampler):
+        if hasattr(one, "generator"):
+            one.generator = epoch_generator(seed, epoch)
 
 
 def draw(items: Iterable[T], sampler: Any, seed: int, epoch: int) -> Iterator[T]:
@@ -76,4 +161,4 @@ def _draw_seeded(items: Iterable[T], seed: int, epoch: int) -> Iterator[T]:
 
 def has_type(sampler: Any, types: tuple[type, ...]) -> bool:
     """Return whether `sampler`, or the one that it batches, is of one of these very types."""
-    return type(sampler.sampler if type(sampler) is data.BatchSampler else sampler) in types
+    return all(type(one) in (*types, data.BatchSampler) for one in samplers(sampler))

@@ -1,0 +1,70 @@
+"""Prepared loaders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from syncprims.training import PreparedLoader
+from syncprims.training import skip_first_batches as skip_first_batches
+from syncprims.training.data.batch_shards import BatchShard as BatchSamplerShard
+from syncprims.training.data.loader import prepare_data_loader as _prepare
+from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
+
+from .utils import not_offered as _not_offered
+
+DataLoaderShard = PreparedLoader
+DataLoaderDispatcher = PreparedLoader
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "SeedableRandomSampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+]
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Any = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+) -> PreparedLoader[Any]:
+    """Return a loader of this rank's batches. The ranks are those of the world. Collective.
+
+    See :func:`syncprims.training.prepare_data_loader`.
+    """
+    del num_processes, process_index, rng_types
+    if slice_fn_for_dispatch is not None:
+        raise TypeError("slice_fn_for_dispatch is not offered; instead: a collate_fn of tensors")
+    if dispatch_batches is None:
+        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
+    order = "seedable" if use_seedable_sampler else "torch"
+    return _prepare(
+        dataloader,
+        device=device if put_on_device else None,
+        even_batches=even_batches,
+        split_batches=split_batches,
+        seed=data_seed,
+        non_blocking=non_blocking,
+        dispatch_batches=dispatch_batches,
+        order="seeded" if use_stateful_dataloader else order,
+        skip_finished=True,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    raise _not_offered(__name__, name)

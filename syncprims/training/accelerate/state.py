@@ -1,0 +1,291 @@
+"""What a rank is, under Accelerate's names: its place, its device, and the calls of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from enum import StrEnum
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+import syncprims
+from syncprims._protocol.validation import seconds
+from syncprims._world.sequential import MainFirst
+from syncprims._world.world import set_world_timeout
+from syncprims.training.preparation import rank_device
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_STATE = "accelerate.state"  # among the world's extras: what all states of a rank share
+_ACCELERATOR = "accelerate.accelerator"  # the latest one
+
+
+class DistributedType(StrEnum):
+    """Accelerate's names for kinds of jobs. Here a job is one of the first three."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+def distributed_type(device: torch.device) -> DistributedType:
+    """Return the kind of a job on this device."""
+    if syncprims.get_world_size() == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
+
+
+def set_timeout(timeout: Any) -> None:
+    """Make `timeout`, in seconds or a timedelta, that of all calls; None changes nothing."""
+    limit = seconds(timeout)
+    if limit is not None:
+        set_world_timeout(syncprims.current(), limit)
+
+
+class RankCalls:
+    """Which rank this is, and the calls that ranks make together: of a state and of a job."""
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return syncprims.is_main()
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return syncprims.is_local_main()
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return syncprims.is_last()
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other ranks."""
+        return syncprims.get_world_size() > 1
+
+    def wait_for_everyone(self) -> None:
+        """Return when every rank has arrived."""
+        syncprims.barrier("wait_for_everyone")
+
+    def main_process_first(self) -> MainFirst:
+        """Return a context whose body rank 0 runs before the others."""
+        return syncprims.main_first()
+
+    def local_main_process_first(self) -> MainFirst:
+        """Return a context whose body the first rank of each node runs before the others."""
+        return syncprims.main_first(local=True)
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Make a function run on rank 0 only."""
+        return syncprims.on_main(function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Make a function run on the first rank of each node only."""
+        return syncprims.on_local_main(function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Make a function run on the highest rank only."""
+        return syncprims.on_last(function)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Make a function run on one rank only. With or without the function."""
+        if process_index is None:
+            raise ValueError("on_process takes the rank: on_process(process_index=1)")
+        decorator = syncprims.on_rank(process_index)
+        return decorator if function is None else decorator(function)
+
+    def on_local_process(
+        self,
+        function: Any = None,
+        local_process_index: int | None = None,
+        *,
+        local_process_idx: int | None = None,
+    ) -> Any:
+        """Make a function run on one rank of each node only. With or without the function."""
+        index = local_process_idx if local_process_index is None else local_process_index
+        if index is None:
+            raise ValueError("on_local_process takes the rank: local_process_index=1")
+        decorator = syncprims.on_local_rank(index)
+        return decorator if function is None else decorator(function)
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print once per node."""
+        syncprims.print_main(*args, local=True, **options)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
+        """Yield this rank's contiguous part of `inputs`. See :func:`syncprims.split`."""
+        yield syncprims.split(inputs, pad=apply_padding)
+
+
+class PartialState(RankCalls):
+    """This rank: its place and its device. The first one starts the world.
+
+    All states of a rank are the same one. With `cpu` no accelerator is used. `timeout` becomes that
+    of all calls; other arguments of Accelerate's are accepted, and mean nothing here.
+    """
+
+    device: torch.device
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    backend: str | None
+    debug: bool
+
+    def __init__(self, cpu: bool = False, **options: Any) -> None:
+        world = syncprims.current()
+        self.__dict__ = world.extras.setdefault(_STATE, {})
+        set_timeout(options.get("timeout"))
+        if not self.__dict__:
+            device = rank_device(cpu=cpu)
+            self.__dict__.update(
+                device=device,
+                distributed_type=distributed_type(device),
+                num_processes=syncprims.get_world_size(),
+                process_index=syncprims.get_rank(),
+                local_process_index=syncprims.get_local_rank(),
+                backend=world.backend_name,
+                debug=False,
+                mixed_precision="no",
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state has been made: always."""
+        return True
+
+    @property
+    def world(self) -> syncprims.World:
+        """The world."""
+        return syncprims.current()
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that a rank without others would use."""
+        return rank_device()
+
+    def set_device(self) -> None:
+        """Do nothing: the device is set when the state is made."""
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Do nothing: the world, and a process group with it, end with the program."""
+        del group
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        syncprims.current().extras.pop(_STATE, None)
+
+
+class AcceleratorState(PartialState):
+    """This rank, and the precision of its latest job."""
+
+    mixed_precision: str
+    deepspeed_plugin: None = None
+    fsdp_plugin: None = None
+    megatron_lm_plugin: None = None
+    torch_tp_plugin: None = None
+    parallelism_config: None = None
+    is_fsdp2: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(syncprims.current(), name)  # the world's own
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+
+
+def state_of_job(accelerator: Any) -> AcceleratorState:
+    """Return the state with the device and the precision of a job, which is now the latest."""
+    state = AcceleratorState(cpu=accelerator.device.type == "cpu")
+    state.device = accelerator.device
+    state.distributed_type = distributed_type(accelerator.device)
+    state.mixed_precision = accelerator.mixed_precision
+    syncprims.current().extras[_ACCELERATOR] = accelerator
+    return state
+
+
+class GradientState:
+    """The window and the loader that the latest job, or that of `accelerator`, is in."""
+
+    def __init__(self, plugin: Any = None, *, accelerator: Any = None) -> None:
+        del plugin
+        self._job: Any = accelerator or syncprims.current().extras.get(_ACCELERATOR)
+        if self._job is None:
+            raise RuntimeError("make an Accelerator before a GradientState")
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch closes its window."""
+        return bool(self._job.sync_gradients)
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self._job.sync_gradients = sync
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches per step."""
+        return int(self._job.gradient_accumulation_steps)
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader closes a window."""
+        return bool(self._job.accumulator.windows.sync_with_dataloader)
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedules count micro-batches: never."""
+        return False
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that the current code iterates, if it is in one."""
+        cursor = self._job.accumulator.loaders.innermost
+        return None if cursor is None else cursor.loader
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether the current code iterates a prepared loader."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the latest batch of that loader is its last."""
+        cursor = self._job.accumulator.loaders.innermost
+        return cursor is not None and bool(cursor.at_end)
+
+    @property
+    def remainder(self) -> int:
+        """How many items of all ranks' latest batches are no padding; -1 if all are."""
+        cursor = self._job.accumulator.loaders.innermost
+        return -1 if cursor is None or cursor.real is None else int(cursor.real)
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Do nothing: each job has a state of its own."""

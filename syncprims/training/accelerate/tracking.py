@@ -1,0 +1,364 @@
+"""Trackers of experiments: figures of a run, written on rank 0 by the trackers' own libraries."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import syncprims
+from syncprims.training.checkpoints.filesystem import LOG
+
+
+class Tracker:
+    """A tracker under its `name`. Subclass it for one of your own: ``start`` and ``log``."""
+
+    name = "tracker"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "", logging_dir: Any = None, **options: Any) -> None:
+        self.run_name = run_name
+        self.logging_dir = logging_dir
+        self.options = options
+
+    @property
+    def tracker(self) -> Any:
+        """The object of the tracker's own library."""
+        return self
+
+    def start(self) -> None:
+        """Begin the run."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration of the run."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write figures."""
+        raise NotImplementedError(f"{type(self).__name__} has no log(values, step)")
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write lists of images, if the tracker can."""
+
+    def finish(self) -> None:
+        """End the run: everything is written."""
+
+
+class JsonLinesTracker(Tracker):
+    """Writes one JSON object per call to ``<logging_dir>/<run_name>/metrics.jsonl``."""
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def start(self) -> None:
+        """Open the file; a run continues an earlier one of this name."""
+        directory = Path(self.logging_dir) / self.run_name
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        self.writer = self.path.open("a", encoding="utf-8")
+
+    @property
+    def tracker(self) -> Any:
+        """The open file."""
+        return self.writer
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write a line with the configuration."""
+        self._write({"config": values})
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write a line with the figures, the step and the time in seconds since 1970."""
+        self._write({"step": step, "time": time.time(), **options, **values})
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write a line with the number of images; the images themselves are not kept."""
+        self.log({name: f"{len(some)} images" for name, some in values.items()}, step, **options)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self.writer.write(json.dumps(line, default=_plain) + "\n")
+        self.writer.flush()
+
+    def finish(self) -> None:
+        """Close the file."""
+        self.writer.close()
+
+
+class TensorBoardTracker(Tracker):
+    """Writes event files to ``<logging_dir>/<run_name>``."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def start(self) -> None:
+        """Make the writer, of torch, else of tensorboardX."""
+        library = "torch.utils.tensorboard" if find_spec("tensorboard") else "tensorboardX"
+        directory = os.path.join(os.fspath(self.logging_dir), self.run_name)  # noqa: PTH118
+        self.writer = importlib.import_module(library).SummaryWriter(directory, **self.options)
+
+    @property
+    def tracker(self) -> Any:
+        """The SummaryWriter."""
+        return self.writer
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the hyperparameters."""
+        simple = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
+        self.writer.add_hparams(simple, metric_dict={})
+        self.writer.flush()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write scalars, texts and dicts of scalars."""
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **options)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **options)
+            else:
+                self.writer.add_scalar(name, _plain(value), global_step=step, **options)
+        self.writer.flush()
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write batches of images."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **options)
+
+    def finish(self) -> None:
+        """Close the writer."""
+        self.writer.close()
+
+
+class WandbTracker(Tracker):
+    """Logs to a run of wandb; the run's name is the project."""
+
+    name = "wandb"
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._wandb: Any = importlib.import_module("wandb")
+        self.run: Any = self._wandb.init(project=self.run_name, **self.options)
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.run
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration."""
+        self._wandb.config.update(values, allow_val_change=True)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log figures."""
+        self.run.log(values, step=step, **options)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log lists of images."""
+        for name, images in values.items():
+            made = [self._wandb.Image(image) for image in images]
+            self.run.log({name: made}, step=step, **options)
+
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+class MlflowTracker(Tracker):
+    """Logs to a run of mlflow; the run's name is the experiment."""
+
+    name = "mlflow"
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._mlflow: Any = importlib.import_module("mlflow")
+        if self.logging_dir is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
+            self._mlflow.set_tracking_uri(os.fspath(self.logging_dir))
+        self._mlflow.set_experiment(self.run_name)
+        self.active_run: Any = self._mlflow.start_run(**self.options)
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.active_run
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the parameters."""
+        self._mlflow.log_params({name: str(value)[:500] for name, value in values.items()})
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log the numbers among the figures."""
+        numbers = {name: _plain(value) for name, value in values.items()}
+        numbers = {name: v for name, v in numbers.items() if isinstance(v, int | float)}
+        self._mlflow.log_metrics(numbers, step=step, **options)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+#: The trackers that are known by their names, and what each needs installed, one of them.
+_KNOWN: dict[str, tuple[type[Tracker], tuple[str, ...]]] = {
+    "jsonl": (JsonLinesTracker, ()),
+    "tensorboard": (TensorBoardTracker, ("tensorboard", "tensorboardX")),
+    "wandb": (WandbTracker, ("wandb",)),
+    "mlflow": (MlflowTracker, ("mlflow",)),
+}
+
+
+def available_trackers() -> list[str]:
+    """Return the names of the trackers whose libraries are installed."""
+    return [name for name, (_, needs) in _KNOWN.items() if not needs or any(map(find_spec, needs))]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a number, if it is a tensor or array with one item, else as text."""
+    if isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
+        listed = value.tolist()
+        return listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
+    return value if isinstance(value, int | float) else str(value)
+
+
+class Tracking:
+    """The part of an Accelerator that logs."""
+
+    logging_dir: Any
+
+    def _start_tracking(self, log_with: Any) -> None:
+        given: Any = log_with if isinstance(log_with, list | tuple) else [log_with]
+        self.trackers: list[Any] = []  #: that are made, those by name after :meth:`init_trackers`
+        self.log_with: list[Any] = []  #: the names of trackers that are not made yet
+        self._missing: list[str] = []  # names whose libraries are not installed
+        for one in given:
+            name = getattr(one, "value", one)  # of an enumeration
+            if name is None:
+                continue
+            if isinstance(name, str):
+                self.log_with += self._names(name)
+            elif isinstance(one, type) or not callable(getattr(one, "log", None)):
+                raise TypeError(
+                    f"log_with={one!r}: it takes names ({', '.join(_KNOWN)}, all), or objects with "
+                    f"log(values, step=...), such as a run of wandb or a tracker of your own"
+                )
+            else:
+                self.trackers.append(one)
+
+    def _names(self, name: str) -> list[str]:
+        if name == "all":
+            return [one for one in available_trackers() if one != "jsonl"] or ["jsonl"]
+        if name not in _KNOWN:
+            raise ValueError(
+                f"log_with={name!r}: no tracker has this name; known are {', '.join(_KNOWN)} and "
+                f"all, and objects with log(values, step=...) are taken, too"
+            )
+        kind, needs = _KNOWN[name]
+        if needs and not any(map(find_spec, needs)):
+            self._missing.append(name)
+            LOG.warning(
+                "log_with=%r: its library is not installed, so nothing is logged there; pip "
+                "install %s, or use 'jsonl', which needs none", name, needs[0],
+            )  # fmt: skip
+            return []
+        if kind.requires_logging_directory and self.logging_dir is None:
+            raise ValueError(
+                f"log_with={name!r} writes files; give the Accelerator a project_dir, or a "
+                f"logging_dir in project_config"
+            )
+        return [name]
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Make and start the trackers on rank 0, with `config`; none of them runs elsewhere.
+
+        Those named in `log_with` are made, of `project_name`, with their options in `init_kwargs`,
+        a dict by name. Known are ``jsonl``, which needs no library, ``tensorboard``, ``wandb`` and
+        ``mlflow``; ``all`` stands for those that are installed. Of given objects ``start()`` and
+        ``store_init_configuration(config)`` are called if they have them.
+
+        :raises TypeError: if there are `init_kwargs` for a tracker that exists already.
+        """
+        options = dict(init_kwargs or {})
+        made = [
+            _KNOWN[name][0](project_name, self.logging_dir, **options.pop(name, {}))
+            for name in self.log_with
+        ]
+        options = {name: some for name, some in options.items() if some}
+        if any(_name_of(tracker) in options for tracker in self.trackers) or (
+            options and not self.log_with
+        ):
+            raise TypeError("init_trackers(init_kwargs=): make trackers with them, for log_with=")
+        self.log_with = []
+        self.trackers += made if syncprims.is_main() else [_Silent(one.name) for one in made]
+        for tracker in self.trackers if syncprims.is_main() else ():
+            if hasattr(tracker, "start"):
+                tracker.start()
+            if config is not None and hasattr(tracker, "store_init_configuration"):
+                tracker.store_init_configuration(config)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker with this `name`; with `unwrap`, the object of its own library.
+
+        On other ranks than 0, and without its library, it is one that does nothing, whatever is
+        called.
+
+        :raises ValueError: if there is none.
+        """
+        for tracker in self.trackers:
+            if _name_of(tracker) == name:
+                return getattr(tracker, "tracker", tracker) if unwrap else tracker
+        if name in self._missing:
+            return _Silent(name)
+        raise ValueError(f"no tracker is named {name!r}; log_with= takes them")
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Log `values` with all trackers on rank 0; `log_kwargs` has options by tracker's name."""
+        for tracker in self.trackers if syncprims.is_main() else ():
+            tracker.log(values, step=step, **(log_kwargs or {}).get(_name_of(tracker), {}))
+
+    def log_images(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Log images on rank 0 with the trackers that can. Arguments as :meth:`log`."""
+        for tracker in self.trackers if syncprims.is_main() else ():
+            if hasattr(tracker, "log_images"):
+                options = (log_kwargs or {}).get(_name_of(tracker), {})
+                tracker.log_images(values, step=step, **options)
+
+    def end_training(self) -> None:
+        """Finish the trackers on rank 0. The world runs on until the program ends."""
+        for tracker in self.trackers if syncprims.is_main() else ():
+            if hasattr(tracker, "finish"):
+                tracker.finish()
+
+
+class _Silent:
+    """A tracker of another rank: every attribute is there, every call does nothing."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Silent()
+
+    def __call__(self, *_: Any, **__: Any) -> _Silent:
+        return self
+
+
+def _name_of(tracker: Any) -> Any:
+    return getattr(tracker, "name", type(tracker).__name__)

@@ -1,0 +1,205 @@
+"""The names of `syncprims.accelerate`, and what scripts expect of them."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import KINDS
+from support.training_models import alone, everywhere, feed, in_pairs, numbers, unit_model
+
+from syncprims import accelerate, get_rank
+from syncprims.accelerate import Accelerator, LocalSGD, PartialState, debug_launcher, utils
+from syncprims.accelerate.logging import get_logger
+from syncprims.accelerate.state import AcceleratorState, GradientState
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.rank_worlds import Ranks
+
+in_threads = pytest.mark.parametrize(
+    "kind", [k for k in KINDS if str(k) == "threads-2"], ids=str, indirect=True
+)
+
+
+def test_importing_syncprims_imports_no_torch() -> None:
+    code = "import syncprims, sys; print({'torch', 'syncprims.accelerate'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("", "DeepSpeedPlugin", "fully_shard"),
+        ("", "FullyShardedDataParallelPlugin", "fully_shard"),
+        (".utils", "MegatronLMPlugin", "there is none"),
+        (".utils", "FP8RecipeKwargs", "bf16"),
+        ("", "cpu_offload", "load_checkpoint_in_model"),
+        (".big_modeling", "dispatch_model", "device_map"),
+    ],
+)
+def test_what_is_not_offered_names_the_way(module: str, name: str, said: str) -> None:
+    with pytest.raises(ImportError, match=said):
+        exec(f"from syncprims.accelerate{module} import {name}", {})
+    assert not hasattr(importlib.import_module(f"syncprims.accelerate{module}"), "nonsense")
+
+
+def test_questions_about_what_is_installed() -> None:
+    from syncprims.accelerate.utils import is_deepspeed_available, is_pytest_available
+
+    assert is_pytest_available()
+    assert not is_deepspeed_available()
+    assert tuple(map(int, accelerate.__version__.split(".")[:2])) >= (1, 0)
+
+
+@in_threads
+def test_loggers(world: Ranks) -> None:
+    def program() -> str:
+        stream = io.StringIO()
+        logger = get_logger(f"of rank {get_rank()}", log_level="INFO")
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(funcName)s %(message)s"))
+        logger.logger.addHandler(handler)
+        logger.logger.propagate = False
+        logger.info("main %s", "only")
+        logger.info("all", main_process_only=False)
+        logger.warning("in turn", in_order=True)
+        logger.debug("not shown", in_order=True)
+        logger.warning_once("once")
+        logger.warning_once("once")
+        return stream.getvalue()
+
+    root = logging.getLogger().level
+    try:
+        first, second = world.run(program)
+    finally:
+        logging.getLogger().setLevel(root)
+    assert first.splitlines() == [
+        "program [RANK 0] main only",
+        "program [RANK 0] all",
+        "program [RANK 0] in turn",
+        "warning_once [RANK 0] once",
+    ]
+    assert second.splitlines() == ["program [RANK 1] all", "program [RANK 1] in turn"]
+
+
+@in_threads
+def test_operations(world: Ranks) -> None:
+    def program() -> list[Any]:
+        state = PartialState(cpu=True)
+        assert PartialState().__dict__ is state.__dict__
+        rank = state.process_index
+        objects = [f"from {rank}", rank]
+        batch = {"x": torch.ones(2, 3), "y": [torch.zeros(2)]}
+        assert utils.find_batch_size(batch) == 2
+        assert utils.concatenate([batch, batch])["x"].shape == (4, 3)
+        assert utils.slice_tensors(batch, slice(0, 1))["y"][0].shape == (1,)
+        assert utils.convert_to_fp32(torch.ones(1).half()).dtype == torch.float32
+        assert utils.send_to_device(batch, "meta", skip_keys="y")["y"][0].device.type == "cpu"
+        return [
+            utils.gather_object([rank]),
+            utils.broadcast_object_list(objects),
+            utils.reduce(torch.tensor([1.0 + rank])).tolist(),
+            utils.gather(torch.tensor([rank])).tolist(),
+            utils.listify(utils.pad_across_processes(torch.ones(1 + rank))),
+        ]
+
+    rows = world.run(program)
+    for rank, row in enumerate(rows):
+        padded = [1.0, 1.0 * rank]
+        assert row == [[0, 1], ["from 0", 0], [1.5], [0, 1], padded]
+
+
+@in_threads
+def test_a_batch_size_that_fits_all_ranks(world: Ranks) -> None:
+    def program() -> int:
+        @utils.find_executable_batch_size(starting_batch_size=100)  # type: ignore[untyped-decorator]
+        def train(batch_size: int) -> int:
+            if get_rank() == 1 and batch_size > 80:
+                raise RuntimeError("CUDA out of memory.")
+            return batch_size
+
+        return train()  # type: ignore[no-any-return]
+
+    assert world.run(program) == [72, 72]
+
+
+@everywhere
+def test_the_state_of_the_window(world: Ranks) -> None:
+    def program() -> list[Any]:
+        job = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        plain: Any = unit_model()
+        model, optimizer, loader = job.prepare(
+            plain,
+            torch.optim.SGD(plain.parameters(), lr=1.0),
+            feed([torch.ones(1)] * (3 * job.num_processes), batch_size=1),
+        )
+        state, seen = GradientState(), []
+        for batch in loader:
+            with job.accumulate(model):
+                job.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert state.active_dataloader is loader
+            seen.append((state.sync_gradients, state.end_of_dataloader))
+        assert not state.in_dataloader
+        assert (state.num_steps, state.remainder) == (2, -1)
+        assert AcceleratorState().mixed_precision == "no"
+        model(torch.ones(1, 1)).sum().backward()
+        job.sync_gradients = False
+        optimizer.step()
+        before = numbers(model)[0]
+        job.sync_gradients = True
+        optimizer.step()
+        return [seen, before, numbers(model)[0]]
+
+    windows = [(False, False), (True, False), (True, True)]
+    assert world.run(program) == [[windows, -1.5, -2.5]] * world.ranks
+
+
+@in_pairs
+def test_local_sgd(world: Ranks) -> None:
+    def program() -> list[float]:
+        job = Accelerator(cpu=True)
+        plain: Any = unit_model()
+        model, optimizer = job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+        seen = []
+        with LocalSGD(accelerator=job, model=model, local_sgd_steps=2) as local:
+            for _ in range(3):
+                job.backward(model(torch.full((1, 1), 1.0 + job.process_index)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                local.step()
+                seen.append(numbers(model)[0])
+        return [*seen, numbers(model)[0]]
+
+    assert world.run(program) == [[-1.0, -3.0, -4.0, -4.5], [-2.0, -3.0, -5.0, -4.5]]
+
+
+@alone
+def test_launchers_start_ranks(world: Ranks, tmp_path: Path) -> None:
+    def rank(name: str) -> None:
+        state = PartialState()
+        (tmp_path / f"{name}-{state.process_index}-of-{state.num_processes}").touch()
+        assert os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16") == "bf16"
+
+    del world
+    debug_launcher(rank, ("debug",))
+    accelerate.notebook_launcher(rank, ("notebook",), num_processes=2, mixed_precision="bf16")
+    assert sorted(path.name for path in tmp_path.glob("*-of-*")) == [
+        "debug-0-of-2",
+        "debug-1-of-2",
+        "notebook-0-of-2",
+        "notebook-1-of-2",
+    ]
+    with pytest.raises(ValueError, match="torchrun"):
+        accelerate.notebook_launcher(rank, num_nodes=2)
