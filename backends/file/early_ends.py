@@ -68,11 +68,7 @@ class EarlyEnd(NamedTuple):
 
     def is_void(self) -> bool:
         """Return whether the launcher is gone: no rank that it has started needs the record."""
-        pid, started, namespace = self.launcher
-        if namespace != ProcessIdentity.own().namespace:
-            return False
-        fields = stat_fields(pid)
-        return not fields or int(fields[19]) != started
+        return ProcessIdentity(*self.launcher).is_gone(ProcessIdentity.own().namespace)
 
 
 def record_early_end(run: PrivateDirectory, rank: int, end: EarlyEnd) -> None:
