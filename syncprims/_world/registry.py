@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncprims.errors import BackendUnavailable, ConfigurationError, SyncError
 from syncprims.interface import Backend, Topology
 
-from .launchers import find_spread, find_world_sizes
+from .launchers import detect, find_spread, find_world_sizes
+from .settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ _BUILT_IN = {
     "threads": "syncprims.backends.threads:ThreadBackend",
     "torch": "syncprims.backends.torch.backend:TorchBackend",
 }
+#: Backends that are built on torch. On each host, their ranks meet through files.
+BY_TORCH = ("gloo", "nccl", "torch")
 
 
 class Choice(NamedTuple):
@@ -108,13 +111,16 @@ def load_backend(name: str) -> type[Backend]:
     return found
 
 
-def load_end_recorder(name: str) -> type[Backend]:
-    """Return the class whose `record_end` serves backend `name`, without loading torch.
+def find_end_recorder(environ: Mapping[str, str]) -> tuple[type[Backend], Topology, Settings]:
+    """Return the class that records how the rank with these variables ends, and its arguments.
 
-    :raises SyncError: as :func:`load_backend`.
+    Torch is not loaded.
+
+    :raises SyncError: if such a rank could not join.
     """
-    # On each host, their ranks meet through files.
-    return load_backend("file" if name in ("torch", "gloo", "nccl") else name)
+    choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
+    recorder = load_backend("file" if choice.backend in BY_TORCH else choice.backend)
+    return recorder, choice.topology, read_settings(environ)
 
 
 def find_worlds(

@@ -33,7 +33,7 @@ from .launchers import (
     list_rank_variables,
 )
 from .nodes import place_on_nodes
-from .registry import choose_backend, load_end_recorder
+from .registry import choose_backend, find_end_recorder
 from .settings import derive_store, find_misspelt, read_settings
 from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
 
@@ -514,10 +514,9 @@ def _record_early_end(process: int) -> None:
     if not find_world_sizes(environ) or is_started_by_rank(environ):
         return
     with contextlib.suppress(Exception):  # the others wait until their timeout
-        choice = choose_backend(environ, None, grouped=False, find_topology=lambda: detect(environ))
-        if choice.topology.run_id is not None:
-            recorder = load_end_recorder(choice.backend)
-            recorder.record_end(choice.topology, read_settings(environ), None)
+        recorder, topology, settings = find_end_recorder(environ)
+        if topology.run_id is not None:
+            recorder.record_end(topology, settings, None)
 
 
 atexit.register(_record_early_end, os.getpid())

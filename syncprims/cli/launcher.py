@@ -36,9 +36,8 @@ from syncprims._world.processes import (
     find_children,
     reap_children,
 )
-from syncprims._world.registry import load_end_recorder
+from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
-from syncprims._world.settings import read_settings
 from syncprims.errors import SyncError, describe_exit
 
 from .output import Output, Source
@@ -385,17 +384,14 @@ class _LaunchedRun:
     def _record_end(self, one: _RankProcess) -> None:
         """Record how a rank has ended: others may wait for it to join."""
         with contextlib.suppress(OSError, SyncError):
-            environ = self._environ(one.rank)
-            recorder = load_end_recorder(environ["SYNCPRIMS_BACKEND"])
-            how = describe_exit(one.status)
-            recorder.record_end(detect(environ), read_settings(environ), how)
+            recorder, topology, settings = find_end_recorder(self._environ(one.rank))
+            recorder.record_end(topology, settings, describe_exit(one.status))
 
     def _forget(self) -> None:
         """Remove what the run has left where the ranks met."""
         with contextlib.suppress(OSError, SyncError):
-            environ = self._environ(0)
-            recorder = load_end_recorder(environ["SYNCPRIMS_BACKEND"])
-            recorder.remove_run(detect(environ), read_settings(environ))
+            recorder, topology, settings = find_end_recorder(self._environ(0))
+            recorder.remove_run(topology, settings)
 
     # -- reporting ------------------------------------------------------------------------------
 

@@ -8,14 +8,13 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from syncprims._world.launchers import list_rank_variables
-from syncprims._world.registry import load_backend
+from syncprims._world.registry import BY_TORCH, load_backend
 from syncprims._world.settings import read_settings
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Topology
 
 from .options import BY_KEY, Options, plain_value
 
-_BY_TORCH = ("torch", "gloo", "nccl")
 _DEFAULT_PORT = 29500  # torchrun's own
 _MANY, _MANY_PER_PROCESSOR = 64, 4  # ranks: more than both is most likely a mistake
 #: Where the math libraries read their number of threads; nearly all read the first.
@@ -188,14 +187,14 @@ def _backend(
     if name == "auto":
         return name
     # Checked here, so that the error comes once and not from every rank.
-    if name in _BY_TORCH or nodes > 1:
+    if name in BY_TORCH or nodes > 1:
         if find_spec("torch") is None:
             why = f"backend {name!r} needs torch" if nodes == 1 else "several nodes need torchrun"
             raise BackendUnavailable(
                 f"{why}, and torch is not installed: pip install 'syncprims[torch]', or run on one "
                 f"machine with --backend file"
             )
-        if name in _BY_TORCH:
+        if name in BY_TORCH:
             return name
     cls = load_backend(name)
     if nodes > 1 and not cls.spans_hosts:

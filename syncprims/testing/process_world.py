@@ -13,6 +13,7 @@ from pathlib import Path
 from syncprims._protocol.deadlock import Wait
 from syncprims._world.host import free_port
 from syncprims._world.processes import end_processes
+from syncprims._world.registry import BY_TORCH
 from syncprims._world.runtime import clean_environ
 from syncprims._world.scratch import scratch_directory
 from syncprims.errors import describe_exit
@@ -25,7 +26,6 @@ from .world_spec import WorldSpec
 
 _LOOK_EVERY = 0.01  # seconds
 _GRACE = 5.0  # seconds for the other ranks to raise their own error once one has failed
-_NEEDS_PORT = ("torch", "gloo", "nccl")
 
 
 class ProcessWorld:
@@ -70,7 +70,7 @@ class ProcessWorld:
             "SYNCPRIMS_DIR": str(folder / "board"),
         }
         environ.setdefault("OMP_NUM_THREADS", "1")
-        if backend in _NEEDS_PORT:
+        if backend in BY_TORCH:
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return environ
 

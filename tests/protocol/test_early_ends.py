@@ -51,8 +51,9 @@ def test_our_launcher_tells_those_that_wait(
 
 
 @needs_torch
-def test_our_launcher_tells_those_that_wait_at_a_store(launches: Launches) -> None:
-    done = launches.run("if is_main(): barrier('saved')\n", "--backend", "torch", n=2)
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_our_launcher_tells_those_that_wait_at_a_store(launches: Launches, backend: str) -> None:
+    done = launches.run("if is_main(): barrier('saved')\n", "--backend", backend, n=2)
     assert done.code == 1
     text = "PeerLost: rank 1 ended (exit code 0) before its first call, while rank 0 is in barrier"
     assert f"{text} 'saved' (job.py:3)" in done.err
