@@ -51,11 +51,11 @@ def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
         raise
 
 
-def name_call(rounds: Rounds, label: Label, error: BaseException) -> None:
-    """Add the call to an error that says why an object cannot travel."""
+def name_call(rounds: Rounds, label: Label, error: BaseException, about: str = "") -> None:
+    """Add the call, and what it is about, to an error that says why an object cannot travel."""
     if isinstance(error, EncodingError):
         error.call, error.rank = str(label), rounds.rank
-        error.args = (f"{label}: {error}",)
+        error.args = (f"{label}: {about}{error}",)
 
 
 def _decode(
@@ -74,8 +74,7 @@ def _decode(
             local_rank=rounds.local_rank,
         )
     except EncodingError as error:
-        error.call, error.rank = str(label), rounds.rank
-        error.args = (f"{label}: what rank {src} has sent: {error}",)
+        name_call(rounds, label, error, f"what rank {src} has sent: ")
         raise
 
 

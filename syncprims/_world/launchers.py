@@ -57,6 +57,12 @@ class Launcher(NamedTuple):
             return False
         return any(name in environ for name in self.required)
 
+    def says(self, environ: Mapping[str, str]) -> str:
+        """Return which rank this process is, and of how many, in the launcher's variables."""
+        names = (self.rank, *self.world_size)
+        shown = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        return f"{self.name} says {shown}"
+
 
 _OURS = Launcher(
     "syncprims",
@@ -491,13 +497,8 @@ def _is_inside(
 def _contradict(
     environ: Mapping[str, str], first: Launcher, second: Launcher
 ) -> ConfigurationError:
-    def says(launcher: Launcher) -> str:
-        names = (launcher.rank, *launcher.world_size)
-        shown = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        return f"{launcher.name} says {shown}"
-
     return ConfigurationError(
-        f"two launchers contradict each other: {says(first)}, {says(second)}; unset the variables "
-        f"of the one that did not start this process, or name the one that did: "
-        f"SYNCPRIMS_LAUNCHER={first.key} or {second.key}"
+        f"two launchers contradict each other: {first.says(environ)}, {second.says(environ)}; "
+        f"unset the variables of the one that did not start this process, or name the one that "
+        f"did: SYNCPRIMS_LAUNCHER={first.key} or {second.key}"
     )

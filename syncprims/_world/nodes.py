@@ -20,15 +20,19 @@ class SaidPlace(NamedTuple):
     node_rank: int  #: its launcher's, or unknown
 
 
-def identify_host() -> str:
-    """Return what this host, and no other, is called."""
+def identify_kernel() -> str:
+    """Return what this kernel, and no other, is called: containers of one machine share it."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
-            boot = file.read().strip()
+            return file.read().strip()
     except OSError:  # not Linux
-        boot = ""
+        return socket.gethostname()
+
+
+def identify_host() -> str:
+    """Return what this host, and no other, is called."""
     name = socket.gethostname()  # containers of one machine have names of their own
-    return f"{boot}-{name}-{_identify('/dev/shm')}"
+    return f"{identify_kernel()}-{name}-{_identify('/dev/shm')}"
 
 
 def _identify(directory: str) -> str:

@@ -90,6 +90,19 @@ def end_processes(
         time.sleep(_PAUSE)
 
 
+def find_descendants(root: int) -> set[int]:
+    """Return the processes that `root` has started, directly or not, as far as they live."""
+    return _find(None, root, ())
+
+
+def stat_fields(pid: int | str) -> list[bytes]:
+    """Return the fields of proc(5) stat from the state on.
+
+    :raises OSError: if there is no such process, or the system does not say.
+    """
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # a name may hold anything
+
+
 def _find(folder: Path | None, root: int | None, spare: Collection[int]) -> set[int]:
     """Return the living descendants of `root`, and the living processes that know `folder`."""
     mark = None if folder is None else os.fsencode(folder) + b"/"
@@ -102,8 +115,7 @@ def _find(folder: Path | None, root: int | None, spare: Collection[int]) -> set[
         return found
     for name in filter(str.isdecimal, names):
         try:
-            # proc(5): the name, which may hold anything, is in parentheses.
-            state, parent, *_ = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+            state, parent, *_ = stat_fields(name)
             if state in (b"Z", b"X"):
                 continue
             parents[int(name)] = int(parent)

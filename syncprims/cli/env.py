@@ -118,9 +118,7 @@ def report(world: WorldPreview, environ: Mapping[str, str], style: Style) -> lis
         known_by = "no launcher's variables are set"
         if topology.launcher != "none":
             launcher = next(one for one in LAUNCHERS if one.name == topology.launcher)
-            names = (launcher.rank, *launcher.world_size)
-            found = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-            known_by = f"{topology.launcher} says {found}"
+            known_by = launcher.says(environ)
         use = "the same on all ranks of one run"
         if topology.run_id is None:
             use = "no other rank to meet" if topology.world_size == 1 else "set SYNCPRIMS_RUN_ID"

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from syncprims.errors import Failure, describe_exit
+from syncprims.errors import Failure, describe_exit, format_ranks, parse_ranks
 
 _LONGEST_LINE = 400  # characters of a cause in a line
 
@@ -46,14 +46,14 @@ def describe_failure(failed: Sequence[EndedRank], stopped: Sequence[int]) -> tup
     causes = [one for one in failed if not one.follows]
     lines: list[str] = []
     if stopped:
-        lines.append(f"{name_ranks(stopped)}: still running then, and ended")
+        lines.append(f"{_name(stopped)}: still running then, and ended")
     if not causes:  # all have the same verdict, and no rank was first
         together = " together" if len(failed) > 1 else ""
         first = failed[0]
         same = [one for one in failed if one.kind == first.kind]
         others = [one for one in failed if one.kind != first.kind]
         lines += _group(others, "failed, too")
-        who = name_ranks(one.rank for one in same)
+        who = _name(one.rank for one in same)
         lines.append(f"syncprims run: {who} failed{together} {first.how}")
         text = "" if first.failure is None else first.failure.message
         lines += [f"  | {line}" for line in text.rstrip().splitlines()[1:]]
@@ -64,7 +64,7 @@ def describe_failure(failed: Sequence[EndedRank], stopped: Sequence[int]) -> tup
             if one.follows:
                 followers[one.kind].append(one.rank)
         lines += [
-            f"{name_ranks(ranks)}: {kind} because of rank {first.rank}"
+            f"{_name(ranks)}: {kind} because of rank {first.rank}"
             for kind, ranks in followers.items()
         ]
         lines += _group(more, "failed, too")
@@ -82,17 +82,12 @@ def _group(failed: Iterable[EndedRank], what: str) -> list[str]:
     ways = collections.defaultdict[str, list[int]](list)
     for one in failed:
         ways[one.how].append(one.rank)
-    return [f"{name_ranks(ranks)} {what} {how}" for how, ranks in ways.items()]
+    return [f"{_name(ranks)} {what} {how}" for how, ranks in ways.items()]
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
+def _name(ranks: Iterable[int]) -> str:
     """Return ``rank 3``, or ``ranks 0-4, 6, 7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    spans = [parse_ranks(span) for span in format_ranks(sorted(ranks)).split(",")]
     parts = [
         f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans
     ]

@@ -19,6 +19,7 @@ from typing import Any
 
 from syncprims import World
 from syncprims._world import host
+from syncprims._world.nodes import identify_kernel
 from syncprims._world.world import get_meeting_place, get_node_group
 
 #: Packages of which all ranks should have the same release.
@@ -60,7 +61,7 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "node": world.node_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "machine": _machine(),
+        "machine": identify_kernel(),
         "memory": f"{memory.stat().st_dev}:{memory.stat().st_ino}",
         "launcher": world.topology.launcher,
         "python": platform.python_version(),
@@ -75,14 +76,6 @@ def own_facts(world: World, environ: Mapping[str, str]) -> dict[str, Any]:
         "free": host.count_free_bytes(existing),
         "shared_memory": {"path": str(memory), "free": host.count_free_bytes(memory)},
     }
-
-
-def _machine() -> str:
-    """Return an identifier of this kernel, which containers of one machine share."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _version(name: str) -> str | None:

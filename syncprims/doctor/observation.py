@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from syncprims._world.processes import find_descendants
 from syncprims._world.registry import find_worlds
 from syncprims._world.runtime import get_settings
 from syncprims.errors import ConfigurationError
@@ -139,7 +140,7 @@ class Observation:
             return found
         if not text.isdecimal():
             return _none(f"with run id {text!r}", refused)
-        pids = [int(text), *processes.descendants(int(text))]
+        pids = [int(text), *find_descendants(int(text))]
         readers, _ = find_worlds(settings, pids=pids)
         return readers or _no_rank(int(text))
 

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from syncprims._world.processes import stat_fields
+
 #: System calls in which processes wait: by number, on these processors. The first argument of those
 #: in `_WITH_FILE` is a descriptor.
 _CALLS = {
@@ -58,14 +60,17 @@ class ProcessSample(NamedTuple):
 def sample(pid: int) -> ProcessSample:
     """Return what the system says of a process now; an empty sample if it says nothing."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        fields = text[text.rindex(")") + 2 :].split()
+        fields = stat_fields(pid)
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return ProcessSample()
     channel = _read(f"/proc/{pid}/wchan")
     return ProcessSample(
-        fields[0], seconds, time.monotonic(), _system_call(pid), "" if channel == "0" else channel
+        fields[0].decode(),
+        seconds,
+        time.monotonic(),
+        _system_call(pid),
+        "" if channel == "0" else channel,
     )
 
 
@@ -94,21 +99,6 @@ def _read(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the processes that `pid` has started, directly or not, as far as they live."""
-    children: dict[int, list[int]] = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):  # noqa: PTH208 - names are all it takes
-            if name.isdecimal():
-                fields = _read(f"/proc/{name}/stat").rpartition(")")[2].split()
-                if len(fields) > 1:
-                    children.setdefault(int(fields[1]), []).append(int(name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found[1:]
 
 
 # -- Python stacks ----------------------------------------------------------------------------
