@@ -29,5 +29,9 @@ def test_a_record_is_void_when_the_launcher_has_ended() -> None:
 
 def test_without_proc_a_record_is_never_void(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system does not say whether the launcher lives: so it may."""
-    monkeypatch.setattr(ProcessIdentity, "of", lambda pid: None)
+    monkeypatch.setattr(ProcessIdentity, "of", _unknown)
     assert not EarlyEnd.seen("exit code 0").is_void()
+
+
+def _unknown(pid: int) -> None:
+    """Say nothing of a process, as a system without proc(5)."""
