@@ -36,17 +36,6 @@ if sp.get_rank() == 1:
 sp.barrier("epoch end")
 """
 RUN = [sys.executable, "-m", "syncprims", "run", "-n", "2", "job.py"]
-#: A launcher whose ranks outlive it: those of ours do not.
-PLAIN = """
-import os, subprocess, sys
-from syncprims._world.launchers import make_rank_variables
-ranks = [
-    subprocess.Popen([sys.executable, "job.py"], env={**os.environ, **make_rank_variables(rank, 2)})
-    for rank in range(2)
-]
-for one in ranks:
-    one.wait()
-"""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 KEYS = {"run_id", "backend", "world_size", "ranks", "verdict"}
 RANK_KEYS = {"rank", "pid", "state", "call", "name", "site", "group", "round", "waiting_s"}
@@ -145,8 +134,8 @@ def test_the_launcher_prints_the_table_on_sigquit_and_harms_no_rank(tmp_path: Pa
 
 
 def test_ranks_whose_launcher_is_dead_are_seen(tmp_path: Path) -> None:
-    place = {"SYNCPRIMS_BACKEND": "file", "SYNCPRIMS_RUN_ID": "plain", "SYNCPRIMS_DIR": "board"}
-    with job(tmp_path, [sys.executable, "-c", PLAIN], **place) as started:
+    place = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "job.py"]
+    with job(tmp_path, [*TORCHRUN, *place], OMP_NUM_THREADS="1") as started:
         pids = [one.pid for one in hangs(started).ranks]
         started.kill()
         started.wait()
