@@ -148,9 +148,8 @@ class Liveness:
 
     def ended(self, ranks: Iterable[int]) -> list[tuple[int, State]]:
         """Return those of `ranks` that are no longer there, and how they ended."""
-        events: list[tuple[int, int]] = []
-        with contextlib.suppress(RuntimeError):  # another thread is looking; the next look will do
-            events = self._poll.poll(0) if self._rank_of_fd else []
+        # If another thread is looking, the next look will do.
+        events = _poll_unless_busy(self._poll, 0.0) or [] if self._rank_of_fd else []
         closed = {self._rank_of_fd[fd] for fd, event in events if event & select.POLLIN}
         found: list[tuple[int, State]] = []
         for rank in ranks:
@@ -392,9 +391,8 @@ class Doorbell:
 
     def sleep(self, seconds: float) -> None:
         """Return when another rank wakes this one, a watched process ends, or the time is up."""
-        try:
-            events = self._poll.poll(seconds * 1000)
-        except RuntimeError:  # another thread of this rank sleeps: one poll serves one thread
+        events = _poll_unless_busy(self._poll, seconds)
+        if events is None:  # another thread of this rank sleeps: one poll serves one thread
             poll = select.poll()
             poll.register(self._own, select.POLLIN)
             events = poll.poll(seconds * 1000)
@@ -417,3 +415,13 @@ class Doorbell:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+
+
+def _poll_unless_busy(poll: select.poll, seconds: float) -> list[tuple[int, int]] | None:
+    """Return the events of `poll` within so many seconds; None if another thread uses it now."""
+    try:
+        return poll.poll(seconds * 1000)
+    except RuntimeError as error:
+        if error.args != ("concurrent poll() invocation",):
+            raise  # a signal handler has raised it
+        return None

@@ -134,7 +134,8 @@ def test_the_launcher_prints_the_table_on_sigquit_and_harms_no_rank(tmp_path: Pa
 
 
 def test_ranks_whose_launcher_is_dead_are_seen(tmp_path: Path) -> None:
-    with job(tmp_path, RUN) as started:
+    place = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "job.py"]
+    with job(tmp_path, [*TORCHRUN, *place], OMP_NUM_THREADS="1") as started:
         pids = [one.pid for one in hangs(started).ranks]
         started.kill()
         started.wait()

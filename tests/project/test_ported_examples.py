@@ -16,7 +16,7 @@ from support import ROOT
 
 from syncprims import Topology
 from syncprims._world.launchers import detect, list_rank_variables
-from syncprims._world.settings import read_settings
+from syncprims._world.settings import derive_store, read_settings
 from syncprims.testing import run_world
 
 EXAMPLES = ROOT / "examples"
@@ -175,8 +175,9 @@ def submitted(tmp_path: Path) -> tuple[dict[str, str], list[str]]:
     """Run the batch script as SLURM would, and return what reaches the ranks: variables, words."""
     programs, saw = tmp_path / "bin", tmp_path / "saw"
     programs.mkdir()
-    (programs / "srun").write_text(SRUN)
-    (programs / "srun").chmod(0o700)
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o700)
     options = directives()
     job = {
         "SLURM_JOB_ID": "4242",
@@ -228,8 +229,10 @@ def test_every_task_of_the_batch_script_finds_its_place(tmp_path: Path) -> None:
         found.append(detect({**environ, **step}))
         settings = read_settings({**environ, **step})
         assert (settings.timeout, settings.join_timeout) == (600, 900)
-        assert settings.store is not None
-        assert settings.store[0] == "node07"  # where all meet, without a word of the user's
+        assert settings.store is None  # the user says nothing
+        store = derive_store({**environ, **step}, found[-1])
+        assert store is not None
+        assert store[0] == "node07"  # where all meet
     run_id = found[0].run_id
     assert run_id is not None
     assert found == [

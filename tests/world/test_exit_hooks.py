@@ -429,7 +429,7 @@ def test_a_coroutines_call_site_is_the_users(scripts: Scripts) -> None:
     for one in ended:
         assert "asyncio" not in one.out
         assert "events.py" not in one.out
-        assert "rank 0: on_main from rank 0 (script.py:" in one.out
+        assert "rank 0: on_main 'load' from rank 0 (script.py:" in one.out
 
 
 def test_an_old_exception_is_not_this_ends_reason(scripts: Scripts) -> None:
