@@ -1,8 +1,9 @@
 """Running worlds of this host, read from outside: what `syncprims who` shows.
 
 The reader is no rank. It copies what it needs out of the files in which the ranks of a host meet,
-and maps none of them: a file that is cut off meanwhile would kill it. What it copies may be
-half-written, of another version or damaged. It never writes, and takes no lock that a rank needs.
+and maps none of them: a file that is truncated meanwhile would kill it. The copy may be
+half-written, damaged, or of another version. The reader never writes, and takes no lock that a rank
+needs.
 
 Every rank holds the directory of its world open. So worlds are found wherever they meet, also in
 other containers, among the open files of the processes that the reader may look at.
@@ -292,7 +293,7 @@ def find_worlds(
 ) -> tuple[list[WorldReader], list[str]]:
     """Return readers of the worlds of this host, and the directories that may not be read.
 
-    With `pids`, of those that these processes are ranks of. With `path`, of those in this
+    With `pids`, of the worlds that these processes are ranks of. With `path`, of those in this
     directory: of a world, of a run, or what ``SYNCPRIMS_DIR`` names.
     """
     search = _Search()
@@ -306,7 +307,7 @@ def find_worlds(
 
 
 class _Search:
-    """Worlds that were found, each once."""
+    """The worlds that were found, each of them once."""
 
     def __init__(self) -> None:
         self.readers: list[WorldReader] = []

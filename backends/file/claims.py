@@ -38,7 +38,7 @@ class Claims:
         :raises OSError: if there is no space for another claim.
         """
         if (found := self.claimed(name)) is None:
-            # Between line ends of its own: a line that a full disk has cut off spoils no other.
+            # Between two line ends: a line that a full disk has cut off damages no other line.
             os.write(self._fd, b"\n%s\n" % _line(name, word))
             found = self.claimed(name)
         if found is None:

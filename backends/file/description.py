@@ -1,7 +1,7 @@
 """What a world and its boards are, for those who read them from outside.
 
-One file of a world has a line for itself and for each of its boards. No rank depends on what is in
-it, so a damaged one harms no rank.
+One file has a line for the world and a line for each of its boards. No rank depends on its
+content, so a damaged file harms no rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BoardDescription(NamedTuple):
 
 
 def describe_world(directory: PrivateDirectory, description: WorldDescription) -> None:
-    """Write what the world is, unless that is there; under the run's lock.
+    """Write what the world is, unless the file has it already. The caller holds the run's lock.
 
     :raises ConfigurationError: if the file is something else.
     :raises OSError: if there is no space for it.

@@ -1,10 +1,10 @@
 """Records of ranks whose process ended before it joined, for the ranks that wait for it.
 
-A rank that joins has a slot, which shows how it ends. Before that only its launcher knows of it:
-`syncprims run` records the end of each rank. Under another launcher, a rank that ends without a
-call records that itself. Then a reader has to check the record, since a run id may be used again,
-and since any program that a rank starts inherits the variables of the rank. It counts only if
-writer and reader run the same program, have the same parent, and lived at the same time.
+A rank that has joined has a slot, which shows how it ends. Before that, only its launcher knows the
+rank: `syncprims run` records the end of each rank. Under another launcher, a rank that ends without
+a call records that itself. A reader has to check such a record, since a run id may be used again,
+and since any program that a rank starts inherits the variables of the rank. The record counts only
+if writer and reader run the same program, have the same parent, and lived at the same time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def record_early_end(run: PrivateDirectory, rank: int, end: EarlyEnd) -> None:
 def describe_early_end(world: PrivateDirectory, rank: int) -> str | None:
     """Return how the process of `rank` ended, of the run that `world` belongs to; None if unknown.
 
-    It is empty if only the end is known, and not how.
+    It is empty if only the fact is known, and not the manner.
     """
     end = _read(world, f"../{_PREFIX}{rank}")
     return None if end is None else end.describe()

@@ -270,7 +270,7 @@ def world_size_of(directory: PrivateDirectory) -> int | None:
 def examine_from_outside(
     directory_fd: int, fd: int, slot: int, namespace: int
 ) -> tuple[ProcessIdentity | None, State, str, bytes]:
-    """Return who took a slot of the liveness file `fd`, and its state; None if nobody has.
+    """Return who took a slot of the liveness file `fd`, and its state; None if no rank has.
 
     For processes that are no rank, in this namespace of pids. Nothing is locked that a rank needs:
     the lock of a rank that has published that it lives is held by that rank, or needed by none.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class ProcessIdentity(NamedTuple):
-    """Identifies one process, also after its number has passed on to another."""
+    """Identifies one process, even after another process has got its number."""
 
     pid: int
     started: int  #: clock ticks since boot

@@ -1,10 +1,10 @@
 """Record locks: each rank locks one byte of a file that all ranks keep open.
 
 The kernel frees the lock when the process ends or runs another program. Unlike the lock of an open
-file, no child inherits it, so a child that outlives its rank does not hold it. To ask whether
-another rank holds its lock takes one system call, and neither a path nor a permission.
+file, no child inherits it, so a child that outlives its rank does not hold it. One system call
+shows whether another rank holds its lock. It needs neither a path nor a permission.
 
-A process must open the file once only: to close it anywhere frees all locks that the process has.
+A process must open the file only once: closing it anywhere frees all locks of the process on it.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Trigger:
 
         def on_exit() -> None:
             # Python takes the handler away before it has ended, and a process that ends after the
-            # first signal must not die of the second.
+            # first signal must not be killed by the second.
             if first and signal.getsignal(signum) is on_signal:
                 signal.signal(signum, signal.SIG_IGN)
 

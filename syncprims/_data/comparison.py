@@ -1,9 +1,9 @@
-"""Whether a value is the same on all ranks: digests are compared, and only in doubt the objects.
+"""Compare a value between ranks: first digests, and the objects only if those leave a doubt.
 
-A value is taken apart into what has one form only: numbers, texts, arrays, tensors, and containers
-of them. Their bytes are digested, so equal values give equal digests. Anything else is an *object*:
-it may say itself what equal means, and two equal ones may hold different bytes. Objects are sent if
-their digests differ and everything else is equal.
+A value is taken apart into values with a single form: numbers, texts, arrays, tensors, and
+containers of them. Their bytes are digested, so equal values give equal digests. Anything else is
+an *object*: its class may define equality, and two equal ones may hold different bytes. Objects are
+sent if their digests differ and everything else is equal.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -
     equal = all(other[:_DIGEST_SIZE] == mine.fixed for other in seen) and sequence.attempt(
         lambda: _all_equal([found for _, found in shown])
     )
-    # What an object says of itself and of a copy may differ between ranks: one "no" counts for all.
+    # Ranks may differ in whether an object equals its copy: one "no" counts for all.
     if all(note.flag for note in sequence.meet(Note(label, equal))):
         return
     lines = "\n".join(
@@ -163,8 +163,8 @@ class _Walk:
         self._objects = objects
         self._depth = 0
         self._open: set[int] = set()  # what is being digested
-        # What has been, with its digest: a container may stand in many places. It is kept, so that
-        # nothing else gets its id.
+        # Containers seen before, with their digests: one may be in many places. They are kept,
+        # so that no other object gets their id.
         self._known: dict[int, tuple[Any, bytes]] = {}
 
     def digest(self, value: Any) -> bytes:
@@ -240,7 +240,7 @@ class _Walk:
             return [head, self.digest(value.tolist())]
         vector = flat(value)
         if value.dtype.kind in "fc" and numpy.finfo(value.dtype).nmant == 63:
-            # An x87 number has 10 bytes. What stands beside it in memory is no part of it.
+            # An x87 number has 10 bytes. The padding after it in memory is no part of it.
             size = numpy.finfo(value.dtype).dtype.itemsize
             native = vector.astype(value.dtype.newbyteorder("="))
             vector = native.view(numpy.uint8).reshape(-1, size)[:, :10].reshape(-1)

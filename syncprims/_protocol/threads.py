@@ -1,7 +1,7 @@
 """Which threads of this process may still make a call.
 
-A rank that waits in one thread may go on in another. So a search for deadlocks must know of every
-thread, also of those that have made no call yet.
+A rank that waits in one thread may continue in another. So a search for deadlocks must know every
+thread, including those that have made no call yet.
 """
 
 from __future__ import annotations

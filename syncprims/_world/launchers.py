@@ -298,7 +298,7 @@ _JOBS = (
 
 
 def find_half_world(environ: Mapping[str, str], topology: Topology) -> str:
-    """Return which variables speak of more ranks than a world of one has, and what is missing."""
+    """Return which variables imply more ranks than a world of one has, and what is missing."""
     if environ.get("SYNCPRIMS_LAUNCHER") or topology.launcher in (_OURS.name, "torch.distributed"):
         return ""
     if topology.launcher == "none":

@@ -1,4 +1,4 @@
-"""Which ranks share a host: every rank computes the same from what all ranks say."""
+"""Which ranks share a host: every rank computes the same from the statements of all ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Processes of this machine: how one ends with its parent, and how all that one has started end.
+"""Processes of this machine: end one with its parent, and end all that one has started.
 
-A process that moves to a session of its own leaves its process group, and one whose parent ends
+A process that moves to a session of its own leaves its process group. A process whose parent ends
 leaves its place in the tree. So the processes of a launch are also found by what they inherit: a
 variable with the path of its scratch directory.
 """
@@ -72,7 +72,7 @@ def reap_children(spare: Collection[int]) -> None:
 def end_processes(
     folder: Path | None, root: int | None = None, spare: Collection[int] = ()
 ) -> None:
-    """Kill the descendants of `root`, and all that inherited a path in `folder`; none is left.
+    """Kill the descendants of `root`, and all processes that inherited a path in `folder`.
 
     This process stays, and so do those in `spare` and their descendants. Nothing happens where the
     system does not list its processes, as Linux does.
@@ -104,7 +104,7 @@ def stat_fields(pid: int | str) -> list[bytes]:
 
 
 def _find(folder: Path | None, root: int | None, spare: Collection[int]) -> set[int]:
-    """Return the living descendants of `root`, and the living processes that know `folder`."""
+    """Return the living descendants of `root`, and the living processes that inherited `folder`."""
     mark = None if folder is None else os.fsencode(folder) + b"/"
     found: set[int] = set()
     parents: dict[int, int] = {}

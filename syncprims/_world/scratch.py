@@ -35,7 +35,7 @@ def scratch_directory(purpose: str, inside: Path | None = None) -> Generator[Pat
     _remove_dead(*places)
     path = _make(purpose, [str(inside)] if inside is not None else places)
     try:
-        # The lock gets its name when it is held: before that, it would look free.
+        # The lock gets its name only once it is held: under this name it never looks free.
         fd = os.open(path / ".new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _try_to_lock(fd)

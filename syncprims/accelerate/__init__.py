@@ -1,8 +1,8 @@
 """Accelerate's names with Accelerate's defaults: a script moves here by its import lines alone.
 
-Put ``syncprims.accelerate`` in place of ``accelerate`` in them, and the script is ported. What has
-no equivalent is an ImportError that says what to do instead. This package needs torch; ``import
-syncprims`` does not.
+Write ``syncprims.accelerate`` in place of ``accelerate`` in them, and the script is ported. A name
+without an equivalent raises an ImportError that says what to do instead. This package needs torch;
+``import syncprims`` does not.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class WorldPreview:
     chosen_by: str = ""
     topology: Topology | None = None
     roles: dict[str, str] = field(default_factory=dict[str, str])  #: of launchers, by name
-    half: str = ""  #: what speaks of more ranks than this world of one has
+    half: str = ""  #: variables that imply more ranks than this world of one has
     settings: Settings | None = None
     error: SyncError | None = None
 

@@ -1,8 +1,9 @@
-"""What ranks write, passed on line by line, each with its rank in front.
+"""Pass on what ranks write, line by line, each with its rank in front.
 
-One thread reads all pipes. Before it reads what has come, it looks until nothing new comes. So what
-one rank wrote because of another, as in `in_turn`, is never read first, and ranks are read in their
-order. Only a traceback is held back for a moment, so that its lines stay together.
+One thread reads all pipes. It polls until no further pipe becomes readable, and then reads the
+readable pipes in the order of the ranks. So output that follows from another rank's, as in
+`in_turn`, is never read first. Only a traceback is held back briefly, so that its lines stay
+together.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Source:
 
 
 class _Screen:
-    """What stands in the line of the cursor, of one terminal or file."""
+    """The content of the line with the cursor, of one terminal or file."""
 
     def __init__(self) -> None:
         self.unfinished: Source | None = None  # whose unfinished line it is
@@ -211,7 +212,7 @@ def _forward(sources: list[Source]) -> None:
     while left:
         due = min(source.due for source in left.values())
         ready = poll.poll(None if due == math.inf else max(0.0, due - time.monotonic()) * 1000)
-        for _ in range(_LOOKS):  # what is there now, and was not, may have come before the others
+        for _ in range(_LOOKS):  # a pipe that became readable since may have been first
             if ready == (ready := poll.poll(0)):
                 break
         found = {fd for fd, _ in ready}

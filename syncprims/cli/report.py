@@ -1,4 +1,4 @@
-"""What is said of a run that failed: the ranks that followed in one line, the cause at the end."""
+"""The report on a run that failed: the ranks that followed in one line, the cause at the end."""
 
 from __future__ import annotations
 

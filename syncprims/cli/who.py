@@ -57,7 +57,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the ranks do, once or again and again, and return the exit code."""
+    """Print what the ranks do, once or repeatedly, and return the exit code."""
     style = Style(sys.stdout, options.environ)
     if options.watch is None:
         with contextlib.closing(Observation(options.which, options.stuck_after)) as observation:
@@ -89,7 +89,7 @@ def _watch(options: argparse.Namespace, style: Style) -> int:
 
 @contextlib.contextmanager
 def _screen(style: Style) -> Generator[Callable[[Sequence[str]], None]]:
-    """Yield what shows lines in place of those before; a stream that is no terminal gets all."""
+    """Yield a function that shows lines, on a terminal in place of earlier ones."""
     if not sys.stdout.isatty():
         yield lambda lines: _print([*lines, ""])
         return
@@ -192,5 +192,5 @@ def _rows(ranks: Sequence[RankReport]) -> list[tuple[str, ...]]:
 
 
 def _plain(text: str) -> str:
-    """Return `text` without what could control a terminal: names come from another process."""
+    """Return `text` without characters that control a terminal: names come from another process."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

@@ -1,7 +1,7 @@
-"""The worlds that run on this host, as they are seen from outside: what each rank does now.
+"""The worlds that run on this host, seen from outside: what each rank does now.
 
-Nothing has to be switched on in the job, and it pays nothing for being read. Every look compares
-what it reads with the look before: only what both have seen is said of a rank.
+Nothing has to be switched on in the job, and reading does not slow it down. Every look is compared
+with the look before: the report contains only what both have seen.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WorldReport(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What one look has seen of a world."""
+    """What one look has seen in a world."""
 
     view: WorldView
     at: float
@@ -70,7 +70,7 @@ class _Look(NamedTuple):
 def who(
     which: str | int | os.PathLike[str] | None = None, *, stuck_after: float = 30.0
 ) -> list[WorldReport]:
-    """Return what every rank does of the worlds that run on this host, and what keeps them.
+    """Return what every rank of the worlds on this host does, and what each world waits for.
 
     `which` is a run id, a directory in which ranks meet, or the pid of a rank or of its launcher;
     None takes all worlds of this user. A wait of at least `stuck_after` seconds makes a verdict
@@ -86,7 +86,7 @@ def who(
 
 
 class Observation:
-    """Looks at worlds again and again."""
+    """Looks at worlds repeatedly."""
 
     def __init__(self, which: str | int | os.PathLike[str] | None, stuck_after: float) -> None:
         """Find the worlds, as :func:`who`."""
@@ -212,8 +212,8 @@ def _common_waits(before: _Look, now: _Look) -> dict[int, RankWait]:
     """Return the longest wait of each rank that both looks have seen.
 
     A wait that began before the first look, and is the same at the second, has lasted all the time
-    in between. So the notes that were missing were missing while this rank waited. If none is, it
-    is about to go on.
+    in between. So the missing notes were missing all the time while this rank waited. If none is
+    missing, it is about to go on.
     """
     old = {board.members: board.waits for board in before.view.boards}
     found: dict[int, RankWait] = {}

@@ -1,4 +1,4 @@
-"""What other processes of this host do, as far as the system says: without stopping them."""
+"""What other processes of this host do, as far as the system shows it without stopping them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProcessSample(NamedTuple):
 
 
 def sample(pid: int) -> ProcessSample:
-    """Return what the system says of a process now; an empty sample if it says nothing."""
+    """Return what the system says about a process now; an empty sample if it says nothing."""
     try:
         fields = stat_fields(pid)
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -113,7 +113,7 @@ def find_py_spy() -> str | None:
 def python_lines(pids: Iterable[int]) -> dict[int, str]:
     """Return in which function and line of the user's program these processes are, where known.
 
-    py-spy reads it out of their memory, without stopping them; of the first few processes only.
+    py-spy reads their memory and does not stop them. Only the first few processes are read.
     """
     program, some = find_py_spy(), list(pids)[:_MOST_STACKS]
     if program is None or not some:

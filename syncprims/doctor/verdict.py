@@ -21,7 +21,7 @@ Kind = Literal["moving", "waiting", "deadlock", "lost", "failed", "finished", "e
 
 
 class Verdict(NamedTuple):
-    """What keeps a world, in words and for programs."""
+    """What a world waits for, in words and for programs."""
 
     kind: Kind
     waiting_for: list[int]  #: ranks that others wait for, and that wait for no other
@@ -40,7 +40,7 @@ class RankWait(NamedTuple):
 
 
 def own_rounds(view: WorldView, board: BoardView) -> int:
-    """Return how many of a board's first rounds are the library's and not the user's."""
+    """Return how many of a board's first rounds are the library's own."""
     return int(len(board.members) == view.world_size)
 
 
@@ -132,7 +132,7 @@ def _end_of(view: WorldView, rank: int) -> str:
 def _absent(
     view: WorldView, waits: Mapping[int, RankWait], doing: Mapping[int, str]
 ) -> tuple[list[int], str]:
-    """Return the ranks that others wait for and that wait for none, and what is said of them."""
+    """Return the ranks that others wait for and that wait for none, and a description of each."""
     at_fault: dict[tuple[tuple[int, ...], int], list[int]] = {}
     waiting: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for rank, wait in waits.items():

@@ -51,7 +51,7 @@ class BackwardWatch:
         self._models.clear()
 
     def _note(self, place: int) -> None:
-        # A pass that failed has never ended, so its number decides, and not an empty set.
+        # A failed pass never ended: the number of the pass shows that, and an empty set would not.
         number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         if number != self._pass:
             self._pass, self._reached = number, set()

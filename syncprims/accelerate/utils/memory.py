@@ -39,8 +39,8 @@ def find_executable_batch_size(
 ) -> Any:
     """Call ``function(batch_size, ...)`` with smaller sizes, by default 0.9 times, until it fits.
 
-    All ranks go on with the same size: if it did not fit on one, all try the next. A rank that is
-    out of memory beside others that wait for it in a collective cannot be helped so.
+    All ranks go on with the same size: if it did not fit on one, all try the next. This does not
+    help if a rank runs out of memory while the others wait for it in a collective.
 
     :raises RuntimeError: if no size fits.
     """

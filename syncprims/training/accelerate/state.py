@@ -1,4 +1,4 @@
-"""What a rank is, under Accelerate's names: its place, its device, and the calls of all ranks."""
+"""States of a rank under Accelerate's names: its place, its device, and the calls of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ACCELERATOR = "accelerate.accelerator"  # the latest one
 
 
 class DistributedType(StrEnum):
-    """Accelerate's names for kinds of jobs. Here a job is one of the first three."""
+    """Accelerate's names for kinds of jobs. A job here has one of the first three."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

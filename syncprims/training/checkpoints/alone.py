@@ -1,8 +1,9 @@
-"""States that each rank saves without the others, as a script does that guards its save by rank.
+"""States that each rank saves without the others, for scripts that save on some ranks only.
 
-Main saves the common objects and its own. Another rank that calls saves its own objects and random
-numbers in a directory inside of main's: ``rank-00001``. Each is a checkpoint of one rank, complete
-or absent. A mark, the same on all ranks at one point of the program, shows which belong together.
+Main saves the common objects and its own. Any other rank that calls it saves its own objects and
+random numbers in a directory inside main's: ``rank-00001``. Each of these is a checkpoint of one
+rank, complete or absent. A mark, equal on all ranks at one point of the program, shows which belong
+together.
 """
 
 from __future__ import annotations
