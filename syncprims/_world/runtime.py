@@ -15,6 +15,7 @@ import functools
 import os
 import sys
 import threading
+import weakref
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,10 @@ _C10D = "torch.distributed.distributed_c10d"
 _modules = sys.modules
 
 
+def _no_group() -> None:
+    """Stand for a reference to a group that is not there."""
+
+
 class _State:
     """What a rank has: no world yet, a world, or the reason why it has none any more."""
 
@@ -66,7 +71,8 @@ class _State:
         self.provided = False  # a test has started the world: what `init` asks for is ignored
         self.warned = False  # that this world may be smaller than meant
         self.checked_names = False  # of variables
-        self.process_group: Any = None  # torch's, that was last compared with the world
+        # Torch's, that was last compared with the world. To keep it would keep its connections open.
+        self.process_group: Callable[[], Any] = _no_group
 
     @property
     def running(self) -> World | None:
@@ -166,7 +172,7 @@ def shutdown() -> None:
 def get_active_group(timeout: float | timedelta | None = None) -> Group:
     """Return the group whose ``with`` block this is, else that of all ranks."""
     # Every call comes here, and few programs have such a group: the name is looked up first.
-    if _C10D in _modules and _get_process_group() is not _state.process_group:
+    if _C10D in _modules and _get_process_group() is not _state.process_group():
         _check_process_group(_state)
     groups = entered.get()
     return groups[-1] if groups else (_state.world or current(timeout)).group
@@ -190,7 +196,7 @@ def get_topology() -> Topology:
     """
     world = _state.world
     if world is not None:
-        if _get_process_group() is not _state.process_group:
+        if _get_process_group() is not _state.process_group():
             _check_process_group(_state)
         return world.topology
     state = _get_state()
@@ -273,7 +279,7 @@ def _check_process_group(state: _State) -> None:
     world, group = state.running, _get_process_group()
     if state is not _state or world is None:
         return
-    state.process_group = group
+    state.process_group = _no_group if group is None else weakref.ref(group)
     topology = world.topology
     if group is None or (group.rank(), group.size()) == (topology.rank, topology.world_size):
         return
