@@ -16,6 +16,8 @@ from support.recording import pytest_addoption as pytest_addoption
 from support.recording import pytest_configure as pytest_configure
 from support.recording import pytest_runtest_call as pytest_runtest_call
 
+from syncprims._world import runtime
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -32,7 +34,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Generator[None]:
-    """Fail a test that leaves a variable, a thread, a descriptor or a process."""
+    """Fail a test that leaves a variable, a thread, a descriptor, a process or a closed world."""
 
     def state() -> tuple[dict[str, str], set[str], int, str]:
         environ = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
@@ -49,6 +51,7 @@ def nothing_left_behind() -> Generator[None]:
         after = state()
     assert (*after[:2], after[3]) == (*before[:2], before[3])
     assert after[2] <= before[2]
+    assert runtime._state.ended is None
 
 
 @pytest.fixture(scope="session")

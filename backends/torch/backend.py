@@ -22,7 +22,7 @@ from syncprims.interface import Backend, Board, Settings, Topology, own_device_i
 from ..file.backend import FileBackend
 from ..file.description import WorldDescription
 from .board import HostConnection, TwoLevelBoard
-from .decisions import MemberEnd
+from .decisions import MemberEnd, read_key
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
 from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, identify_place, unreachable
@@ -35,7 +35,6 @@ from .store import (
     agree_on_run_id,
     check_findable,
     find_store,
-    read_key,
 )
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from syncprims.interface import Board, Label, Note, Status
 
 from ..file.board import FIRST_NAP, LONGEST_NAP
 from ..file.memory import Fence
-from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes
+from .decisions import COMPLETE, END, VERDICT, Decisions, MemberEnd, decode_notes, read_key
 from .host_state import ELSEWHERE, HostState
-from .store import StoreGone, first_line, read_key
+from .store import StoreGone, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.interface import Board, Note
 
-from .store import read_key
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -34,6 +32,11 @@ COMPLETE, VERDICT, END = b"A", b"V", b"E"
 _SIZES = struct.Struct("<II")  # distinct notes, members
 _LENGTH = struct.Struct("<I")
 _PIECE = struct.Struct("<II")  # host, length
+
+
+def read_key(store: Any, key: str) -> bytes:
+    """Return the value of `key` at once; empty if it has none."""
+    return bytes(store.get(key)) if store.check([key]) else b""
 
 
 class MemberEnd(NamedTuple):

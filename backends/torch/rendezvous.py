@@ -31,7 +31,8 @@ from syncprims.errors import BackendUnavailable, ConfigurationError, PeerLost, S
 
 from ..file.backend import base_path, find_early_ends
 from ..file.private_dir import PrivateDirectory
-from .store import TRY_AGAIN, StoreGone, read_key
+from .decisions import read_key
+from .store import TRY_AGAIN, StoreGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

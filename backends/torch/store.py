@@ -158,11 +158,6 @@ class StoreLink:
                 future.set_result(result)
 
 
-def read_key(store: Any, key: str) -> bytes:
-    """Return the value of `key` at once; empty if it has none."""
-    return bytes(store.get(key)) if store.check([key]) else b""
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's text."""
     return str(error).partition("\n")[0]

@@ -223,14 +223,11 @@ class Group:
 
         Every member calls it; on other ranks nothing happens. Later calls of this group raise
         `WorldClosed`, and :func:`syncprims.group` makes it again. Without this call a group lasts
-        as long as the world.
+        as long as the world. The group of all ranks always does: this call does nothing there.
 
-        :raises ValueError: if it is the group of all ranks.
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
         """
-        if self._end is None:
-            raise ValueError("the group of all ranks ends with the world: call shutdown()")
-        if self._member is not None:
+        if self._member is not None and self._end is not None:
             note = self._member.note("close")
             self._member.meet(note, self._seconds(timeout))
             self._end()

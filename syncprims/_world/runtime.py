@@ -71,7 +71,7 @@ class _State:
         self.provided = False  # a test has started the world: what `init` asks for is ignored
         self.warned = False  # that this world may be smaller than meant
         self.checked_names = False  # of variables
-        # Torch's, that was last compared with the world. To keep it would keep its connections open.
+        # Torch's, that was last compared with the world. To keep it would keep its connections.
         self.process_group: Callable[[], Any] = _no_group
 
     @property

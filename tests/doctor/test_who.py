@@ -312,6 +312,13 @@ def test_a_world_is_found_by_run_directory_and_process(meeting_place: Path) -> N
             who(meeting_place / "gone")
 
 
+def test_worlds_are_read_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import syncprims.doctor; syncprims.doctor.who()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+
+
 def test_a_process_that_is_no_rank_is_told(meeting_place: Path) -> None:
     pid = fork(sleep, os.environ.copy())
     try:

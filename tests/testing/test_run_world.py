@@ -18,6 +18,7 @@ import pytest
 from support.rank_worlds import CROWDED, skip_unless_crowded
 
 import syncprims as sp
+from syncprims._world import runtime
 from syncprims.testing import (
     DeadlockError,
     Delay,
@@ -31,7 +32,7 @@ from syncprims.testing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     Kinds = Literal["threads", "processes"]
 
@@ -165,19 +166,19 @@ def test_ranks_may_believe_to_be_on_several_machines() -> None:
         assert [what for of, what in log if of == node] == ["first", "then"]
 
 
-def test_a_world_does_not_disturb_the_one_that_runs_around_it() -> None:
-    outer = sp.current()
-    try:
-        assert run_world(sp.get_world_size, 3) == [3, 3, 3]
-        assert run_world(lambda: sp.current() is outer, 2) == [False, False]
-        assert sp.current() is outer
-        assert sp.all_gather("alone") == ["alone"]
-    finally:
-        sp.shutdown()
-        # The door that it closed is its own: the next test starts anew.
-        from syncprims._world import runtime
+@pytest.fixture
+def outer() -> Generator[sp.World]:
+    """The process's own world; after it the process may start another."""
+    with sp.init() as world:
+        yield world
+    runtime._state.ended = runtime._state.topology = None
 
-        runtime._state.ended = runtime._state.topology = None
+
+def test_a_world_does_not_disturb_the_one_that_runs_around_it(outer: sp.World) -> None:
+    assert run_world(sp.get_world_size, 3) == [3, 3, 3]
+    assert run_world(lambda: sp.current() is outer, 2) == [False, False]
+    assert sp.current() is outer
+    assert sp.all_gather("alone") == ["alone"]
 
 
 def test_worlds_can_stand_in_worlds() -> None:
@@ -656,7 +657,7 @@ def test_a_deadlock_in_a_group_that_was_closed_and_made_again_is_found(kind: Kin
         run_world(program, 3, kind=kind)
 
 
-def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was() -> None:
+def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was(outer: sp.World) -> None:
     released = threading.Event()
     left: list[threading.Thread] = []
 
@@ -666,17 +667,16 @@ def test_a_thread_that_cannot_be_ended_leaves_the_process_as_it_was() -> None:
             released.wait()  # in C, which no exception ends
         sp.barrier()
 
-    with sp.init("single") as world:
-        try:
-            with pytest.raises(StallError, match="A thread could not be ended"):
-                run_world(program, 2, timeout=0.3)
-            assert sp.current() is world
-            assert run_world(lambda: sp.all_reduce(1), 3) == [3, 3, 3]
-            sp.barrier("the world of the process")
-        finally:
-            released.set()
-            left[0].join()
-        assert sp.all_gather(sp.get_rank()) == [0]
+    try:
+        with pytest.raises(StallError, match="A thread could not be ended"):
+            run_world(program, 2, timeout=0.3)
+        assert sp.current() is outer
+        assert run_world(lambda: sp.all_reduce(1), 3) == [3, 3, 3]
+        sp.barrier("the world of the process")
+    finally:
+        released.set()
+        left[0].join()
+    assert sp.all_gather(sp.get_rank()) == [0]
 
 
 # -- what is asked wrongly -------------------------------------------------------------------------
