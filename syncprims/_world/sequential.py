@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import stat
+import sys
+import time
 from typing import TYPE_CHECKING
 
 from syncprims._protocol.rounds import RoundSequence
@@ -11,6 +16,9 @@ from syncprims.interface import Note
 if TYPE_CHECKING:
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Label
+
+
+_LONGEST_DELIVERY = 0.2  # seconds
 
 
 class MainFirst:
@@ -46,6 +54,7 @@ class MainFirst:
         if error is not None:
             self._rounds.fail(self._label, error)
         else:
+            _deliver_output(self._rounds)
             self._rounds.meet(Note(self._label), self._timeout)
 
 
@@ -74,6 +83,7 @@ class InTurn:
         if error is not None:
             self._rounds.fail(self._labels[self._index], error)
         else:
+            _deliver_output(self._rounds)
             self._pass(self._labels[self._index :])
 
     def _pass(self, labels: list[Label]) -> None:
@@ -83,3 +93,33 @@ class InTurn:
 
         if labels:
             RoundSequence.run(self._rounds, Note(labels[0]), self._timeout, meet_each)
+
+
+def _deliver_output(rounds: Rounds) -> None:
+    """Return when all that this rank has printed has been read, at the latest after a moment.
+
+    A launcher reads each rank's output from a pipe of its own. What stands in two pipes at the same
+    time has lost its order.
+    """
+    if rounds.board.virtual_time:
+        return  # ranks are threads, which share their output
+    deadline = time.monotonic() + _LONGEST_DELIVERY
+    for stream in (sys.stdout, sys.stderr):
+        # There may be no stream, or one without a descriptor; and its reader may have gone.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+            pipe = stream.fileno()
+            while _unread(pipe) and time.monotonic() < deadline:
+                time.sleep(0.0002)
+
+
+def _unread(fd: int) -> int:
+    """Return how many bytes of a pipe have not been read; 0 for all else."""
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode) or sys.platform == "win32":
+        return 0
+    import fcntl  # neither is needed before, nor exists on Windows
+    import termios
+
+    count = bytearray(4)
+    fcntl.ioctl(fd, termios.FIONREAD, count)
+    return int.from_bytes(count, sys.byteorder)
