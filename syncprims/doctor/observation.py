@@ -138,7 +138,7 @@ class Observation:
         readers, refused = find_worlds(settings)
         if found := _of_run(readers, text):
             return found
-        if not text.isdecimal():
+        if not _may_be_pid(text):
             return _none(f"with run id {text!r}", refused)
         pids = [int(text), *find_descendants(int(text))]
         readers, _ = find_worlds(settings, pids=pids)
@@ -308,6 +308,11 @@ def _latest_board(rank: int, before: WorldView, now: WorldView) -> BoardView | N
 # -- what is not found ------------------------------------------------------------------------
 
 
+def _may_be_pid(text: str) -> bool:
+    """Return whether `text` can be a pid: they have seven digits at most."""
+    return text.isdecimal() and len(text) <= 7
+
+
 def _of_run(readers: Sequence[WorldReader], run_id: str) -> list[WorldReader]:
     """Return the readers of a run, and close the others."""
     views = [(reader, reader.read()) for reader in readers]
@@ -315,8 +320,8 @@ def _of_run(readers: Sequence[WorldReader], run_id: str) -> list[WorldReader]:
     exact = [reader for reader in readers if names.get(reader) == run_id]
     begun = [reader for reader in readers if names.get(reader, "").startswith(run_id)]
     found = exact or (begun if len({names[reader] for reader in begun}) == 1 else [])
-    if run_id.isdecimal():
-        found = exact  # else it is a pid
+    if _may_be_pid(run_id):
+        found = exact
     for reader in readers:
         if reader not in found:
             reader.close()

@@ -168,10 +168,11 @@ def test_ranks_may_believe_to_be_on_several_machines() -> None:
 
 @pytest.fixture
 def outer() -> Generator[sp.World]:
-    """The process's own world; after it the process may start another."""
+    """The process's own world; after it the process is as it was before."""
+    before = vars(runtime._state).copy()
     with sp.init() as world:
         yield world
-    runtime._state.ended = runtime._state.topology = None
+    vars(runtime._state).update(before)
 
 
 def test_a_world_does_not_disturb_the_one_that_runs_around_it(outer: sp.World) -> None:
