@@ -32,6 +32,7 @@ class Launcher(NamedTuple):
     node_rank: str = ""
     num_nodes: tuple[str, ...] = ()
     run_id: tuple[str, ...] = ()  #: together they identify this run
+    restarts: str = ""  #: how often this run was started again
     needs: tuple[str, ...] = ()  #: the launcher is present only where one of these is set
     agent: str = ""  #: a variable that the launcher itself sets, and users who set ranks do not
 
@@ -49,7 +50,8 @@ class Launcher(NamedTuple):
     def variables(self) -> list[str]:
         """All variables that are read; rank and world size come first."""
         names = self.rank, *self.world_size, self.local_rank, self.local_world_size, self.node_rank
-        return [name for name in dict.fromkeys([*names, *self.num_nodes, *self.run_id]) if name]
+        names = *names, *self.num_nodes, *self.run_id, self.restarts
+        return [name for name in dict.fromkeys(names) if name]
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher has set its variables, or some of them."""
@@ -72,6 +74,7 @@ _OURS = Launcher(
     local_world_size="SYNCPRIMS_LOCAL_WORLD_SIZE",
     node_rank="SYNCPRIMS_GROUP_RANK",
     num_nodes=("SYNCPRIMS_GROUP_WORLD_SIZE",),
+    restarts="TORCHELASTIC_RESTART_COUNT",
     agent="SYNCPRIMS_RUN_ID",
 )
 _TORCHRUN = Launcher(
@@ -83,9 +86,9 @@ _TORCHRUN = Launcher(
     node_rank="GROUP_RANK",
     num_nodes=("GROUP_WORLD_SIZE",),
     # The id is "none" unless the user has set one; then the port of the store identifies the run.
-    # Its address does not: agents may have different names for it. Nor does the number of restarts:
-    # each agent counts its own.
+    # Its address does not: agents may have different names for it.
     run_id=("TORCHELASTIC_RUN_ID", "MASTER_PORT"),
+    restarts="TORCHELASTIC_RESTART_COUNT",
     agent="TORCHELASTIC_RUN_ID",
 )
 _SLURM = Launcher(
@@ -96,7 +99,8 @@ _SLURM = Launcher(
     local_world_size="SLURM_STEP_TASKS_PER_NODE",
     node_rank="SLURM_NODEID",
     num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    run_id=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    run_id=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    restarts="SLURM_RESTART_COUNT",
     # A batch script and an interactive shell also have SLURM_NTASKS, but are one process. Only a
     # step has so many.
     needs=("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
@@ -240,7 +244,7 @@ def list_rank_variables() -> set[str]:
     What only describes the job is not among them: users' scripts read it.
     """
     names = {"SYNCPRIMS_RUN_ID", "SYNCPRIMS_LAUNCHER", *_TORCHRUN.run_id, *_TORCHRUN.num_nodes}
-    names |= {"MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"}
+    names |= {"MASTER_ADDR", _TORCHRUN.restarts, "TORCHELASTIC_USE_AGENT_STORE"}
     return names.union(*({*one.required, one.node_rank} for one in LAUNCHERS)) - {""}
 
 
@@ -388,8 +392,8 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
     _check_numbers(launcher, environ, *said)
     local = (_or_unknown(local_rank), _or_unknown(local_world_size))
     nodes = (_or_unknown(node_rank), _or_unknown(num_nodes))
-    run_id = _read_run_id(launcher, environ)
-    return Topology(rank, world_size, *local, *nodes, launcher.name, run_id)
+    topology = Topology(rank, world_size, *local, *nodes, launcher.name)
+    return topology._replace(run_id=_read_run_id(launcher, environ, topology))
 
 
 def _or_unknown(number: int | None) -> int:
@@ -462,13 +466,19 @@ def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int | None) -> in
     return counts[node_rank] if node_rank < len(counts) else None
 
 
-def _read_run_id(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Return what identifies this run: the user's own id, or all that the launcher knows."""
-    own = environ.get("SYNCPRIMS_RUN_ID") or None
-    if own is not None:
-        return own
+def _read_run_id(launcher: Launcher, environ: Mapping[str, str], topology: Topology) -> str | None:
+    """Return what identifies this start of this run; None if nothing names the run.
+
+    It is the user's own name, or one made of all that the launcher knows, and another one after
+    each restart: an earlier process that still runs must not meet the later ones. But each of
+    several agents counts its own restarts, so their ranks would have different names.
+    """
     parts = [environ[name] for name in launcher.run_id if name in environ]
-    return f"{launcher.name}-{'-'.join(parts)}" if parts else None
+    known = f"{launcher.name}-{'-'.join(parts)}" if parts else None
+    run_id = environ.get("SYNCPRIMS_RUN_ID") or known
+    restarts = environ.get(launcher.restarts) or "0"
+    one_counts = launcher is _SLURM or not find_spread(environ, topology)
+    return f"{run_id}-restart{restarts}" if run_id and restarts != "0" and one_counts else run_id
 
 
 def _agree(a: Topology, b: Topology) -> bool:

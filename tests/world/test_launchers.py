@@ -284,12 +284,33 @@ def test_a_launcher_that_is_named_has_to_be_there(asked: str, words: list[str]) 
         assert word in str(caught.value)
 
 
-def test_agents_that_count_their_own_restarts_have_one_run_id() -> None:
-    first = detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
-    second = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "localhost"}
+RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
+ONE_AGENT = {**TORCHRUN, "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("own", [{}, {"SYNCPRIMS_RUN_ID": "mine"}])
+def test_agents_that_count_their_own_restarts_have_one_run_id(own: dict[str, str]) -> None:
+    first = detect({**TORCHRUN, **own, **RESTARTED})
+    second = {**TORCHRUN, **own, "RANK": "0", "MASTER_ADDR": "localhost"}
     assert first.run_id == detect(second).run_id
-    own = {"SYNCPRIMS_RUN_ID": "mine"}
-    assert detect({**TORCHRUN, **own, "TORCHELASTIC_RESTART_COUNT": "1"}).run_id == "mine"
+
+
+@pytest.mark.parametrize("own", [{}, {"SYNCPRIMS_RUN_ID": "mine"}])
+@pytest.mark.parametrize(
+    ("started", "restarted"),
+    [
+        (ONE_AGENT, RESTARTED),
+        (OURS, RESTARTED),
+        (SLURM, {"SLURM_RESTART_COUNT": "1"}),
+    ],
+)
+def test_each_start_has_a_run_id_of_its_own_where_all_ranks_know_its_number(
+    started: dict[str, str], restarted: dict[str, str], own: dict[str, str]
+) -> None:
+    named = {"SYNCPRIMS_RUN_ID": "ours", **own} if started is OURS else own
+    first = detect({**started, **named}).run_id
+    assert first is not None
+    assert detect({**started, **named, **restarted}).run_id == f"{first}-restart1"
 
 
 @pytest.mark.parametrize(
