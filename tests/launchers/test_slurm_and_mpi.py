@@ -116,11 +116,15 @@ if "--directory" in sys.argv and is_main():
 """
 #: Blocks of the page, by a word in them: the size of the job, a change that makes it smaller, and
 #: the worlds that it starts.
-WRITTEN = {
-    "train.sbatch": ("-N2 --ntasks-per-node=2 --cpus-per-task=1", "", [places("SLURM", 2, 2)]),
-    "--exact": ("-N2 -n4", "--ntasks=4/--ntasks=2", [places("SLURM", 2)] * 2),
-    "scontrol requeue": ("-N1 -n2", "", [places("SLURM", 2)] * 2),
-    "--map-by node": ("-N2 -n4", "-n 8/-n 4", [places("Open MPI", 2, 2, ranks=[0, 2, 1, 3])]),
+WRITTEN: dict[str, tuple[str, dict[str, str], list[list[list[Any]]]]] = {
+    "train.sbatch": ("--ntasks-per-node=2 --cpus-per-task=1", {}, [places("SLURM", 2, 2)]),
+    "--exact": ("-N2 -n4", {"--ntasks=4": "--ntasks=2"}, [places("SLURM", 2)] * 2),
+    "scontrol requeue": ("-N1 -n2 --open-mode=append", {}, [places("SLURM", 2)] * 2),
+    "--map-by node": (
+        "-N2 -n4",
+        {"mpirun -n 8": f"{shutil.which('mpirun', path='/usr/bin')} -n 4"},
+        [places("Open MPI", 2, 2, ranks=[0, 2, 1, 3])],
+    ),
 }
 
 
@@ -129,8 +133,11 @@ def test_a_block_of_the_page_does_what_it_says(word: str, nodes: Cluster) -> Non
     (nodes.folder / "train.py").write_text(_TOUR + _TRAIN)
     page = [b for b in blocks(ROOT / "docs/how-to/slurm.md") if b.language == "bash"]
     (block,) = (b for b in page if word in b.code or word == b.file)
-    size, change, expected = WRITTEN[word]
-    script = block.code.replace(*change.split("/")) if change else block.code
+    size, changes, expected = WRITTEN[word]
+    script = block.code
+    for old, new in changes.items():
+        assert old in script
+        script = script.replace(old, new)
     environ = f"PATH={Path(sys.executable).parent}:$PATH"
     job = nodes.submit(script.removeprefix("#!/bin/bash\n"), *size.split(), environ=environ)
     nodes.await_that(
