@@ -188,6 +188,11 @@ ROWS = (
         (Aim(at_most=1.1),), "save_model", shown=("Accelerate", "torch.save")),
     Row("`save_model`, 1 GiB: extra memory", "checkpoints", "extra memory", (1,), "MB",
         (Aim(at_most=64),), "save_model", shown=("Accelerate", "torch.save")),
-    Row("load into a model, 1 GiB, over safetensors", "checkpoints", "of safetensors", (1,), "x",
-        (Aim(at_most=1.3),), "load_checkpoint_in_model", shown=("safetensors", "Accelerate")),
+    Row("load into a model in use, 1 GiB, over safetensors", "checkpoints", "of safetensors", (1,),
+        "x", (Aim(at_most=1.3),), "load_checkpoint_in_model", shown=("safetensors", "Accelerate")),
+    Row("load into a new model, 1 GiB, over safetensors", "checkpoints", "of safetensors, new",
+        (1,), "x", (Aim(at_most=1.1),), "load_checkpoint_in_model",
+        shown=("safetensors", "Accelerate")),
+    Row("the same, from the disk", "checkpoints", "of safetensors, new, cold", (1,), "x",
+        (Aim(at_most=1.1),), "load_checkpoint_in_model", shown=("safetensors", "Accelerate")),
 )  # fmt: skip
