@@ -147,6 +147,21 @@ def test_a_model_without_values_gets_none_that_are_damaged(
     assert values(model) == {2}
 
 
+def test_a_part_that_refuses_leaves_a_model_without_values(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    class Refusing(nn.Linear):
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            super().load_state_dict(*args, **options)
+            raise RuntimeError("no")
+
+    saved(tmp_path / "m", meeting_place, nn.Linear(2, 2))
+    model = Refusing(2, 2, device="meta")
+    with pytest.raises(sp.CheckpointError, match=r"no The model is still on the meta device"):
+        load_checkpoint_in_model(model, tmp_path / "m")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 def test_a_file_is_read_once_into_a_model_without_values(
     tmp_path: Path, meeting_place: Path
 ) -> None:
