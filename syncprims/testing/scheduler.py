@@ -108,7 +108,22 @@ class Seed(NamedTuple):
 
 
 class RankThread(threading.Thread):
-    """The thread of a rank."""
+    """The thread of a rank: a daemon, but what it starts is none unless it says so.
+
+    A thread inherits this from the one that starts it, and a rank is the main thread elsewhere.
+    """
+
+    _runs = False
+
+    def run(self) -> None:
+        """Run the rank."""
+        self._runs = True
+        super().run()
+
+    @property
+    def daemon(self) -> bool:  # type: ignore[override]  # the base has a setter, too
+        """Whether Python ends without it; once it runs, what the threads that it starts inherit."""
+        return not self._runs
 
 
 class _Turn:
@@ -167,15 +182,16 @@ class Scheduler:
         self.aborted = False
         self.finished = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
-        self._by_thread: dict[tuple[int, int], _Turn] = {}  # by rank and thread identifier
+        # By rank and thread. Not by the thread's number: a new thread has that of an ended one.
+        self._by_thread: dict[tuple[int, threading.Thread], _Turn] = {}
         self._holder: _Turn | None = None  # of the turn; None while no thread can have it
         self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
         self._break_standstill = break_standstill
         self._now = 0.0
         # What runs in this process beside the world, and is not part of it.
-        self._strangers = {*threading.enumerate()}
-        known = {thread.ident for thread in self._strangers}
+        self._strangers: set[threading.Thread | int] = {*threading.enumerate()}
+        known = {thread.ident for thread in threading.enumerate()}
         self._foreign = set(sys._current_frames()) - known  # pyright: ignore[reportPrivateUsage]
 
     # -- called by boards ---------------------------------------------------------------------
@@ -186,7 +202,7 @@ class Scheduler:
 
     def inside(self, rank: int) -> _Turn:
         """Return a context in which this thread of `rank` has the turn, unless it waits."""
-        key = rank, threading.get_ident()
+        key = rank, threading.current_thread()
         turn = self._by_thread.get(key)
         if turn is None:
             turn = self._by_thread[key] = _Turn(self, rank, own=False)
@@ -266,33 +282,39 @@ class Scheduler:
         with contextlib.suppress(WorldAborted):
             self._pass_to(self._choose(None))
 
-    def _guests(self) -> set[int]:
-        """Return the threads that the ranks have started, and that may make a call."""
-        others = {t.ident for t in threading.enumerate() if isinstance(t, RankThread)}
-        others |= {t.ident for t in self._strangers}
-        me = threading.get_ident()
-        helper = threading.current_thread().name.startswith(
-            _HELPER
-        )  # with the number of an ended thread
-        mine = {me for _, ident in self._by_thread if ident == me and not helper}
-        return (threads_that_may_call() | mine) - others - self._foreign
+    def _guests(self) -> set[threading.Thread | int]:
+        """Return the threads that the ranks have started, and that may make a call.
+
+        One that `threading` does not know is represented by its number.
+        """
+        known = {thread.ident: thread for thread in threading.enumerate()}
+        may_call = threads_that_may_call()
+        # A new thread may have the number of an ended one. (Once a thread that `threading` has not
+        # started asks for itself, a dummy represents it.)
+        dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
+        self._foreign -= {ident for ident, t in known.items() if not isinstance(t, dummy)}
+        me = threading.current_thread()
+        if any(thread is me for _, thread in self._by_thread):
+            may_call.add(threading.get_ident())
+        found = {known.get(ident, ident) for ident in may_call - self._foreign}
+        return {t for t in found - self._strangers if not isinstance(t, RankThread)}
 
     def _may_come(self) -> bool:
         """Return whether a thread that waits nowhere may still make a call."""
         if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
             return True  # it has lost the turn, since it was busy elsewhere
-        waiting = {ident for (_, ident), turn in self._by_thread.items() if turn.waits}
+        waiting = {thread for (_, thread), turn in self._by_thread.items() if turn.waits}
         return bool(self._guests() - waiting)
 
     def _has_threads(self, rank: int) -> bool:
-        ranks: dict[int, set[int]] = {}
-        for of, ident in self._by_thread:
-            ranks.setdefault(ident, set()).add(of)
-        guests = self._guests()
+        ranks: dict[threading.Thread, set[int]] = {}
+        for of, thread in self._by_thread:
+            ranks.setdefault(thread, set()).add(of)
         return any(
-            not thread.daemon and rank in ranks.get(thread.ident, {rank})
-            for thread in threading.enumerate()
-            if thread.ident in guests
+            isinstance(guest, threading.Thread)
+            and not guest.daemon
+            and rank in ranks.get(guest, {rank})
+            for guest in self._guests()
         )
 
     # -- called by the threads of a world -------------------------------------------------------
@@ -303,7 +325,7 @@ class Scheduler:
 
     def enter(self, rank: int) -> None:
         """Return when `rank` has the turn; called once, by its own thread."""
-        turn = self._by_thread[rank, threading.get_ident()] = self._turns[rank]
+        turn = self._by_thread[rank, threading.current_thread()] = self._turns[rank]
         self._await(turn, -1)
 
     def leave(self, rank: int) -> None:
