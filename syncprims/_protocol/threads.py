@@ -1,4 +1,4 @@
-"""Which threads of this process may still make a call.
+"""Which threads of this process have something to do, and may still make a call.
 
 A rank that waits in one thread may continue in another. So a search for deadlocks must know every
 thread, including those that have made no call yet.
@@ -32,17 +32,17 @@ def threads_that_may_call() -> set[int]:
 
     The library's own threads, named ``syncprims-...``, make none.
     """
-    threads = threading.enumerate()
-    own = {t.ident for t in threads if t.name.startswith("syncprims-")}
-    own.add(threading.get_ident())
+    own = {t.ident for t in threading.enumerate() if t.name.startswith("syncprims-")}
+    return busy_threads() - own
+
+
+def busy_threads() -> set[int]:
+    """Return the identifiers of the other threads that have something to do."""
     # First the work, then where the threads are: one that takes work in between is seen at it.
-    with_work = _threads_with_work(threads)
+    with_work = _threads_with_work(threading.enumerate())
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    return {
-        ident
-        for ident, at in frames.items()
-        if ident not in own and (ident in with_work or not _is_idle(at))
-    }
+    busy = {ident for ident, at in frames.items() if ident in with_work or not _is_idle(at)}
+    return busy - {threading.get_ident()}
 
 
 def _threads_with_work(threads: Iterable[threading.Thread]) -> set[int | None]:
