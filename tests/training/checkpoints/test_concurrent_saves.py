@@ -235,6 +235,10 @@ def test_a_rank_of_a_test_world_ends_after_its_save_in_the_background(
     kind: Literal["threads", "processes"], tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(500, 500)
-    run_world(lambda: save_state(tmp_path / "s", {"m": model}, block=False), 2, kind=kind)
+
+    def program() -> None:
+        save_state(tmp_path / "s", {"m": model}, block=False)
+
+    run_world(program, 2, kind=kind)
     assert (tmp_path / "s" / "checkpoint.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
