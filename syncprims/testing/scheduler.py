@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from syncprims._protocol.threads import threads_that_may_call
+from syncprims._protocol.threads import busy_threads, threads_that_may_call
 
 from .errors import WorldAborted
 
@@ -184,6 +184,7 @@ class Scheduler:
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
         # By rank and thread. Not by the thread's number: a new thread has that of an ended one.
         self._by_thread: dict[tuple[int, threading.Thread], _Turn] = {}
+        self._leaving: set[int] = set()  # ranks that wait for their threads to end
         self._holder: _Turn | None = None  # of the turn; None while no thread can have it
         self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
@@ -235,8 +236,10 @@ class Scheduler:
 
     def await_threads(self, rank: int) -> None:
         """Return when `rank` has no thread left for which Python would wait at its exit."""
-        if self._guests():
+        if self._has_threads(rank):
+            self._leaving.add(rank)
             self.wait(rank, lambda: not self._has_threads(rank), math.inf)
+            self._leaving.discard(rank)
 
     # -- threads that the program has started ----------------------------------------------------
 
@@ -282,40 +285,42 @@ class Scheduler:
         with contextlib.suppress(WorldAborted):
             self._pass_to(self._choose(None))
 
-    def _guests(self) -> set[threading.Thread | int]:
-        """Return the threads that the ranks have started, and that may make a call.
-
-        One that `threading` does not know is represented by its number.
-        """
-        known = {thread.ident: thread for thread in threading.enumerate()}
-        may_call = threads_that_may_call()
-        # A new thread may have the number of an ended one. (Once a thread that `threading` has not
-        # started asks for itself, a dummy represents it.)
-        dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
-        self._foreign -= {ident for ident, t in known.items() if not isinstance(t, dummy)}
-        me = threading.current_thread()
-        if any(thread is me for _, thread in self._by_thread):
-            may_call.add(threading.get_ident())
-        found = {known.get(ident, ident) for ident in may_call - self._foreign}
-        return {t for t in found - self._strangers if not isinstance(t, RankThread)}
-
     def _may_come(self) -> bool:
-        """Return whether a thread that waits nowhere may still make a call."""
+        """Return whether a thread that waits nowhere may still make a call, or let a rank leave."""
         if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
             return True  # it has lost the turn, since it was busy elsewhere
         waiting = {thread for (_, thread), turn in self._by_thread.items() if turn.waits}
-        return bool(self._guests() - waiting)
+        return bool(self._guests(threads_that_may_call()) - waiting) or any(
+            self._has_threads(rank) for rank in self._leaving
+        )
 
     def _has_threads(self, rank: int) -> bool:
-        ranks: dict[threading.Thread, set[int]] = {}
+        """Return whether `rank` has threads for which Python would wait at its exit."""
+        ranks: dict[threading.Thread | int, set[int]] = {}
         for of, thread in self._by_thread:
             ranks.setdefault(thread, set()).add(of)
         return any(
             isinstance(guest, threading.Thread)
             and not guest.daemon
             and rank in ranks.get(guest, {rank})
-            for guest in self._guests()
+            for guest in self._guests(busy_threads())
         )
+
+    def _guests(self, others: set[int]) -> set[threading.Thread | int]:
+        """Return the threads that the ranks have started, of the identifiers of other threads.
+
+        This thread is one of them, too. One that `threading` does not know stays a number.
+        """
+        known = {thread.ident: thread for thread in threading.enumerate()}
+        # A new thread may have the number of an ended one. (Once a thread that `threading` has not
+        # started asks for itself, a dummy represents it.)
+        dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
+        self._foreign -= {ident for ident, t in known.items() if not isinstance(t, dummy)}
+        me = threading.current_thread()
+        if any(thread is me for _, thread in self._by_thread):
+            others = others | {threading.get_ident()}
+        found = {known.get(ident, ident) for ident in others - self._foreign}
+        return {t for t in found - self._strangers if not isinstance(t, RankThread)}
 
     # -- called by the threads of a world -------------------------------------------------------
 
