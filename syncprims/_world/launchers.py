@@ -44,7 +44,7 @@ class Launcher(NamedTuple):
     @property
     def required(self) -> set[str]:
         """The variables that say which rank a process is, and of how many."""
-        return {self.rank, *self.world_size, self.local_rank, self.local_world_size}
+        return {self.rank, *self.world_size, self.local_rank, self.local_world_size} - {""}
 
     @property
     def variables(self) -> list[str]:
@@ -105,9 +105,29 @@ _SLURM = Launcher(
     # step has so many.
     needs=("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
 )
+_FLUX = Launcher(
+    "Flux",
+    rank="FLUX_TASK_RANK",
+    world_size=("FLUX_JOB_SIZE",),
+    local_rank="FLUX_TASK_LOCAL_ID",
+    local_world_size="",  # not said
+    num_nodes=("FLUX_JOB_NNODES",),
+    run_id=("FLUX_JOB_ID",),
+    agent="FLUX_JOB_ID",  # its brokers may be a step of SLURM
+)
+_MPICH = Launcher(
+    "MPICH",
+    rank="PMI_RANK",
+    world_size=("PMI_SIZE",),
+    local_rank="MPI_LOCALRANKID",
+    local_world_size="MPI_LOCALNRANKS",
+    run_id=("PMI_JOBID", "PMI_ID_NAMESPACE"),
+    needs=("PMI_RANK", "PMI_SIZE"),
+)
 LAUNCHERS = (
     _OURS,
     _TORCHRUN,
+    _FLUX,
     _SLURM,
     Launcher(
         "Open MPI",
@@ -128,15 +148,7 @@ LAUNCHERS = (
         run_id=("PALS_APID",),
         needs=("PALS_RANKID",),
     ),
-    Launcher(
-        "MPICH",
-        rank="PMI_RANK",
-        world_size=("PMI_SIZE",),
-        local_rank="MPI_LOCALRANKID",
-        local_world_size="MPI_LOCALNRANKS",
-        run_id=("PMI_JOBID", "PMI_ID_NAMESPACE"),
-        needs=("PMI_RANK", "PMI_SIZE"),
-    ),
+    _MPICH,
     Launcher(
         "LSF",
         rank="JSM_NAMESPACE_RANK",
@@ -144,6 +156,22 @@ LAUNCHERS = (
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
         run_id=("LSB_JOBID", "JSM_NAMESPACE"),
+    ),
+    Launcher(
+        "MVAPICH2",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size=("MV2_COMM_WORLD_SIZE",),
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "Horovod",
+        rank="HOROVOD_RANK",
+        world_size=("HOROVOD_SIZE",),
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_world_size="HOROVOD_LOCAL_SIZE",
+        # HOROVOD_CROSS_SIZE counts the nodes that have this local rank, and not all nodes.
+        run_id=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     ),
 )
 
@@ -298,6 +326,13 @@ _JOBS = (
     ("PET_NPROC_PER_NODE", "torchrun, which reads it"),
     ("OMPI_UNIVERSE_SIZE", "mpirun; a container gets its variables only if they are passed on"),
     ("LSB_DJOB_NUMPROC", "jsrun"),
+    ("COBALT_JOBSIZE", "mpiexec"),
+    ("SKYPILOT_NUM_NODES", "torchrun on each node"),
+)
+#: Variables that list the hosts of a job, and what starts ranks on them.
+_HOST_LISTS = (
+    ("SM_HOSTS", "torchrun, which SageMaker starts if distribution has torch_distributed"),
+    ("TPU_WORKER_HOSTNAMES", "torchrun on each host"),
 )
 
 
@@ -310,7 +345,13 @@ def find_half_world(environ: Mapping[str, str], topology: Topology) -> str:
             value = environ.get(name, "1")
             if value not in ("1", "0", "1:1", "cpu", "auto"):
                 return f"{name}={value} is set, and this process was not started by {starter}"
-        if environ.get("PMIX_RANK", "0") != "0":
+        for name, starter in _HOST_LISTS:
+            hosts = environ.get(name, "")
+            if "," in hosts:
+                return f"{name}={hosts} is set, and this process was not started by {starter}"
+        # A shell of SLURM may have rank 0 of one.
+        harmless = ("", "0") if "SLURM_JOB_ID" in environ else ("",)
+        if environ.get("PMIX_RANK", "") not in harmless:
             return (
                 f"PMIX_RANK={environ['PMIX_RANK']} is set, and nothing says how many ranks there "
                 f"are: pass on the launcher's other variables, or use srun without --mpi"
@@ -490,16 +531,18 @@ def _is_inside(
 ) -> bool:
     """Return whether `inner` was clearly started by a task of `outer`, and started this process."""
     has_agent = inner.agent in environ  # then nobody has set its variables by hand
+    if (inner, outer) == (_FLUX, _MPICH):  # Flux sets PMI's variables, as MPICH, of its own job
+        return False
     if outer in (_OURS, _TORCHRUN):  # which start ranks, and no other launchers in several tasks
         return b.world_size == 1 and (has_agent or outer.agent not in environ)
     if b.world_size == 1 or b.world_size == a.num_nodes:
         return True
-    if UNKNOWN in (a.local_rank, a.local_world_size):
-        return False
     one_per_node = b.local_world_size == 1 and b.num_nodes in (UNKNOWN, b.world_size)
     if has_agent:
         # Agents of one run are the tasks of one step; or each task has a run of its own.
         return a.num_nodes == 1 or (one_per_node and a.num_nodes <= b.world_size)
+    if UNKNOWN in (a.local_rank, a.local_world_size):
+        return False
     # Daemons. Open MPI starts none on its own node, so there may be fewer than nodes.
     return one_per_node and a.world_size > 1
 
