@@ -53,7 +53,7 @@ def lines(data: Mapping[str, Any]) -> list[str]:
         "",
         "Seconds from the command (`syncprims run`, `mpiexec`, `mpirun`, `torchrun`) to the first",
         "barrier of the last rank, and the private memory of a rank after it. Ranks are Python",
-        f"programs that import only the library. {data['runs']} runs, with files in the page cache.",
+        f"programs that import only the library. {data['runs']} runs; files are in the cache.",
         *head("ranks", "by", "seconds", "range", "MB per rank", "range"),
     ]
     for ranks in seen.ranks():
