@@ -55,13 +55,14 @@ _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 _FUNCTIONS = {"min": "minimum", "max": "maximum", "prod": "multiply"}
 
 
-def check_op(op: str) -> None:
-    """Accept a known reduction.
+def check_op(op: str) -> Op:
+    """Return a known reduction, as a plain str.
 
     :raises ValueError: naming the known ones.
     """
     if op not in OPS:
         raise ValueError(f"op={op!r}: known reductions are {', '.join(OPS)}")
+    return OPS[OPS.index(op)]
 
 
 def check_value(value: object, op: str, where: str = "value") -> None:

@@ -388,6 +388,7 @@ def _start(
             )
         settings = settings._replace(timeout=timeout)
     if state is _state:
+        _open_standard_streams()
         _exit_hooks.install(brief=settings.error_file is not None)
     grouped = _get_process_group() is not None
     choice = choose_backend(
@@ -419,6 +420,16 @@ def _start(
             _exit_hooks.install(brief=settings.error_file is not None)
         raise
     return world
+
+
+def _open_standard_streams() -> None:
+    """Open the null device in place of standard streams that are closed.
+
+    A file of the world would take their place, and whatever the process prints would go there.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        pass
+    os.close(fd)
 
 
 def _warn_of_misspelt(state: _State, topology: Topology) -> None:
