@@ -448,6 +448,13 @@ class Backend(ABC):
         """Return the latest word that `rank` published; empty if there is none."""
         return b""
 
+    def announce(self, text: bytes) -> None:  # noqa: B027 - optional
+        """Publish `text`, of at most 1 KB, to readers from outside, in place of the one before.
+
+        It says what this rank does beside its calls. A signal handler may call this, also within
+        another call of it; the interrupted one is repeated. Optional: `syncprims who` shows it.
+        """
+
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""
 
@@ -486,6 +493,7 @@ class WorldView(NamedTuple):
     hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
     pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
     states: Mapping[int, Status]  #: of the ranks of this host
+    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
     problem: str = ""  #: why the rest cannot be read, if it cannot
 
 

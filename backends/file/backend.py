@@ -210,6 +210,10 @@ class FileBackend(Backend):
         """Make `word` readable for others."""
         self.liveness.publish(word)
 
+    def announce(self, text: bytes) -> None:
+        """Make `text` readable from outside."""
+        self.liveness.announce(text)
+
     def published(self, rank: int) -> bytes:
         """Return the latest word of `rank`."""
         return self.liveness.published(rank)
