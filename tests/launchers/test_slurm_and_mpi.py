@@ -65,6 +65,7 @@ def places(launcher: str, *hosts: int, ranks: list[int] | None = None) -> list[l
 
 # -- start ----------------------------------------------------------------------------------------
 
+HYDRA = Path(sys.executable).with_name("mpiexec.hydra")
 TOUR = f"{sys.executable} tour.py"
 STARTS = [
     ("srun -N2 -n4", [places("SLURM", 2, 2)]),
@@ -76,10 +77,16 @@ STARTS = [
     ("mpirun -n 4 --map-by node", [places("Open MPI", 2, 2, ranks=[0, 2, 1, 3])]),
     ("mpirun -n 4 --host host0:3,host1:1", [places("Open MPI", 3, 1)]),
     ("mpirun -n 2", [places("Open MPI", 2)]),
+    (f"srun -N1 -n2 {TOUR} : -N1 -n1", [places("SLURM", 2, 1)]),
+    pytest.param(
+        f"{HYDRA} -n 3 -ppn 2",
+        [places("MPICH", 2, 1)],
+        marks=pytest.mark.skipif(not HYDRA.exists(), reason="needs hydra: pip install mpich"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), STARTS, ids=[line for line, _ in STARTS])
+@pytest.mark.parametrize(("line", "expected"), STARTS)
 def test_starts_in_a_batch_script(
     line: str, expected: list[list[list[Any]]], nodes: Cluster
 ) -> None:
