@@ -8,8 +8,10 @@ Tried with torch 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from torch.futures import Future
 from syncprims.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator, Sequence
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -79,7 +81,8 @@ def register_backend(create: Callable[..., Any]) -> None:
     """Make ``init_process_group("syncprims")`` call ``create(options, backend_options)``."""
     if not dist.is_available():
         raise missing("torch.distributed in this build")
-    # Again, if the entry point of the package has registered another way to create it.
+    if hasattr(dist.Backend, NAME.upper()):
+        return  # the entry point of the package has done it
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(_DEVICES))
 
 
@@ -138,12 +141,36 @@ def reduction_of(given: Any) -> tuple[str, Any]:
     return name, given.factor if name == "premul_sum" else None
 
 
+def is_profiling() -> bool:
+    """Return whether a profiler of torch records now (`torch.autograd._profiler_enabled`, 1.0)."""
+    enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return enabled
+
+
+@contextlib.contextmanager
+def recorded(title: str, tensors: Sequence[torch.Tensor]) -> Generator[None]:
+    """Record the block for a profiler of torch, with the shapes of `tensors`.
+
+    `_record_function_with_args_enter` (1.13 and newer) is the only function that records shapes.
+    As with torch's own backends, the event ends on another thread than it began.
+    """
+    autograd: Any = torch.autograd
+    handle = autograd._record_function_with_args_enter(title, *tensors)
+    try:
+        yield
+    finally:
+        end = autograd._record_function_with_args_exit
+        thread = threading.Thread(target=end, args=(handle,), name="syncprims-profiler")
+        thread.start()
+        thread.join()
+
+
 def default_timeout() -> Any:
     """Return the timeout that torch takes where the program names none, a timedelta."""
     return _find(c10d(), "default_pg_timeout", "torch.distributed.distributed_c10d")
 
 
-def split_backing_store(store: Any) -> Any:
+def find_backing_store(store: Any) -> Any:
     """Return the store below all prefixes of `store` (`PrefixStore.underlying_store`, 2.0)."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -169,6 +196,7 @@ def replace_group_maker() -> Callable[[], None]:
         group, prefixed = original(size, rank, ranks, NAME, store, name, *args, **kw)
         tables = module._world
         if group in tables.pg_map:
+            group.serve_as(asked)
             tables.pg_map[group] = dist.Backend(asked), prefixed
             tables.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(asked))
         return group, prefixed
