@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,7 +23,17 @@ from support.training_models import (
 from torch.utils.data import DataLoader, IterableDataset
 
 import syncprims
-from syncprims.accelerate import utils
+from syncprims.accelerate.utils import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+)
 from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches
 
 if TYPE_CHECKING:
@@ -32,54 +42,7 @@ if TYPE_CHECKING:
     from support.rank_worlds import Ranks
 
 
-class DataLoaderConfiguration(NamedTuple):
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = False
-    data_seed: int | None = None
-    non_blocking: bool = False
-    use_stateful_dataloader: bool = False
-
-
-class GradientAccumulationPlugin(NamedTuple):
-    num_steps: int | None = None
-    adjust_scheduler: bool = True
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
-
-
-class ProjectConfiguration(NamedTuple):
-    project_dir: str | None = None
-    logging_dir: str | None = None
-    automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
-    save_on_each_node: bool = False
-
-
-class Handler:
-    def __init__(self, **asked: Any) -> None:
-        self._asked = asked
-
-    def to_kwargs(self) -> dict[str, Any]:
-        return self._asked
-
-
-class GradScalerKwargs(Handler): ...
-
-
-class DistributedDataParallelKwargs(Handler): ...
-
-
-class AutocastKwargs(Handler): ...
-
-
-class InitProcessGroupKwargs(Handler):
-    timeout = timedelta(seconds=77)
-
-
-class FP8RecipeKwargs(Handler): ...
+class FP8RecipeKwargs(KwargsHandler): ...
 
 
 @alone
@@ -97,7 +60,7 @@ def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> N
                 GradScalerKwargs(init_scale=4.0),
                 DistributedDataParallelKwargs(find_unused_parameters=True),
                 AutocastKwargs(enabled=False),
-                InitProcessGroupKwargs(),
+                InitProcessGroupKwargs(timeout=timedelta(seconds=77)),
             ],
             deepspeed_plugin=None,
         )
@@ -293,7 +256,7 @@ def test_a_later_backward_pass_synchronizes_earlier_forward_passes(world: Ranks)
 @in_pairs
 def test_hooks_compress_what_ddp_sends(world: Ranks) -> None:
     """Elsewhere the average is exact."""
-    kinds = utils.DDPCommunicationHookType
+    kinds = DDPCommunicationHookType
     cases: list[dict[str, Any]] = [
         {"comm_hook": kinds.FP16},
         {"comm_hook": kinds.POWER_SGD, "comm_wrapper": kinds.FP16},
@@ -302,7 +265,7 @@ def test_hooks_compress_what_ddp_sends(world: Ranks) -> None:
 
     def program() -> None:
         for options in cases:
-            handler = utils.DistributedDataParallelKwargs(bucket_cap_mb=1, **options)
+            handler = DistributedDataParallelKwargs(bucket_cap_mb=1, **options)
             job = Accelerator(cpu=True, kwargs_handlers=[handler])
             model: Any = job.prepare(torch.nn.Linear(8, 8))
             assert world.kind.backend != "torch" or model._comm_hooks
@@ -311,7 +274,7 @@ def test_hooks_compress_what_ddp_sends(world: Ranks) -> None:
                 job.backward(model(torch.full((4, 8), 1.0 + job.process_index)).mean())
             found: Any = next(model.parameters()).grad
             assert found.flatten().tolist() == pytest.approx([1.5 / 8] * 64, rel=1e-2)
-        wrong = utils.DistributedDataParallelKwargs(comm_wrapper=kinds.POWER_SGD)
+        wrong = DistributedDataParallelKwargs(comm_wrapper=kinds.POWER_SGD)
         with pytest.raises(ValueError, match="comm_wrapper"):
             wrong.register_comm_hook(model)
 

@@ -79,7 +79,8 @@ def read_configuration(
 ) -> None:
     """Set in `settings` what the configuration objects say, if these are not None.
 
-    Here orders are always seeded, and loaders stateful. Checkpoints are numbered from those in the directory.
+    Here orders are always seeded, and loaders stateful. Checkpoints are numbered from those in the
+    directory.
 
     :raises TypeError: if an object is of an unknown kind, or asks for what is not offered.
     :raises ValueError: if an argument and an object contradict each other.
