@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
+
 from syncprims._data import buffers, objects
 from syncprims._data.transport import Operand
 from syncprims._world.runtime import find_world
@@ -29,8 +31,6 @@ from .torch_internals import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
-
-    import torch
 
     from syncprims.interface import Note
 
@@ -159,8 +159,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[Any]:
-        import torch
-
         return [torch.device("cpu")]
 
     def _get_backend(self, device: object) -> SyncProcessGroup:
@@ -303,7 +301,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         total = objects.all_reduce(
             self._rounds, note, tensor.detach().coalesce(), op, None, self._limit(opts)
         )
-        tensor.data.copy_(total.coalesce())
+        with torch.no_grad():  # a detached sparse tensor would keep its own indices
+            tensor.copy_(total.coalesce())
 
     @_recorded("broadcast")
     def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
