@@ -76,7 +76,7 @@ def _recorded(title: str, argument: int = 0) -> Callable[[M], M]:
         def call(self: SyncProcessGroup, *args: Any, **options: Any) -> Any:
             if not is_profiling():
                 return method(self, *args, **options)
-            with recorded(f"{self.name()}:{title}", _flattened(args[argument])):
+            with recorded(f"{self._served_as}:{title}", _flattened(args[argument])):
                 return method(self, *args, **options)
 
         return cast("M", call)
@@ -99,7 +99,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._ranks = ranks  # world ranks, by group rank
         self._name = str(options.group_id)
         self._description = "undefined"
-        self._backend_name = NAME
+        self._served_as = NAME
         self._store = options.store
         members = tuple(sorted(ranks))
         self._me = options.group_rank
@@ -118,14 +118,17 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # -- what torch asks about a group ----------------------------------------------------------
 
     def name(self) -> str:
-        """Return the name of the backend: the one that the program has asked for."""
-        return self._backend_name
+        """Return the name of this backend, also where it serves under another one.
+
+        By the names of its own backends, torch's C++ code looks for their options.
+        """
+        return NAME
 
     getBackendName = _get_backend_name = name
 
     def serve_as(self, name: str) -> None:
-        """Serve a program that has asked for the backend `name`."""
-        self._backend_name = name
+        """Serve a program that has asked for the backend `name`: its profilers show that."""
+        self._served_as = name
 
     def getGroupName(self) -> str:
         """Return the name that torch has given to the group."""
