@@ -11,7 +11,7 @@ from syncprims._data import buffers, objects
 from syncprims._data.transport import Operand
 from syncprims._world.runtime import find_world
 from syncprims._world.world import open_rounds
-from syncprims.errors import WorldClosed
+from syncprims.errors import RankMismatch, WorldClosed
 
 from .membership import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
@@ -530,10 +530,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 for j, other in enumerate(sizes):
                     sent, room = row[j], other[count + i]
                     if sent != room:
-                        raise ValueError(
+                        raise RankMismatch(
                             f"{note.label}: rank {members[i]} sends {sent} bytes to rank "
                             f"{members[j]}, which has room for {room}; let the split sizes of both "
-                            f"agree"
+                            f"agree",
+                            rank=self._rounds.rank,
+                            call=str(note.label),
+                            arrived=list(members),
                         )
 
         parts, rooms = self._by_index(parts), self._by_index(rooms)
