@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
+
 from syncprims._data import buffers, objects
 from syncprims._data.transport import Operand
 from syncprims._world.runtime import find_world
 from syncprims._world.world import open_rounds
-from syncprims.errors import WorldClosed
+from syncprims.errors import RankMismatch, WorldClosed
 
 from .membership import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
@@ -29,8 +31,6 @@ from .torch_internals import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
-
-    import torch
 
     from syncprims.interface import Note
 
@@ -76,7 +76,7 @@ def _recorded(title: str, argument: int = 0) -> Callable[[M], M]:
         def call(self: SyncProcessGroup, *args: Any, **options: Any) -> Any:
             if not is_profiling():
                 return method(self, *args, **options)
-            with recorded(f"{self.name()}:{title}", _flattened(args[argument])):
+            with recorded(f"{self._served_as}:{title}", _flattened(args[argument])):
                 return method(self, *args, **options)
 
         return cast("M", call)
@@ -99,7 +99,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._ranks = ranks  # world ranks, by group rank
         self._name = str(options.group_id)
         self._description = "undefined"
-        self._backend_name = NAME
+        self._served_as = NAME
         self._store = options.store
         members = tuple(sorted(ranks))
         self._me = options.group_rank
@@ -118,14 +118,17 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # -- what torch asks about a group ----------------------------------------------------------
 
     def name(self) -> str:
-        """Return the name of the backend: the one that the program has asked for."""
-        return self._backend_name
+        """Return the name of this backend, also where it serves under another one.
+
+        By the names of its own backends, torch's C++ code looks for their options.
+        """
+        return NAME
 
     getBackendName = _get_backend_name = name
 
     def serve_as(self, name: str) -> None:
-        """Serve a program that has asked for the backend `name`."""
-        self._backend_name = name
+        """Serve a program that has asked for the backend `name`: its profilers show that."""
+        self._served_as = name
 
     def getGroupName(self) -> str:
         """Return the name that torch has given to the group."""
@@ -159,8 +162,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[Any]:
-        import torch
-
         return [torch.device("cpu")]
 
     def _get_backend(self, device: object) -> SyncProcessGroup:
@@ -303,7 +304,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         total = objects.all_reduce(
             self._rounds, note, tensor.detach().coalesce(), op, None, self._limit(opts)
         )
-        tensor.data.copy_(total.coalesce())
+        with torch.no_grad():  # a detached sparse tensor would keep its own indices
+            tensor.copy_(total.coalesce())
 
     @_recorded("broadcast")
     def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
@@ -528,10 +530,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 for j, other in enumerate(sizes):
                     sent, room = row[j], other[count + i]
                     if sent != room:
-                        raise ValueError(
+                        raise RankMismatch(
                             f"{note.label}: rank {members[i]} sends {sent} bytes to rank "
                             f"{members[j]}, which has room for {room}; let the split sizes of both "
-                            f"agree"
+                            f"agree",
+                            rank=self._rounds.rank,
+                            call=str(note.label),
+                            arrived=list(members),
                         )
 
         parts, rooms = self._by_index(parts), self._by_index(rooms)

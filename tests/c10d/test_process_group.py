@@ -304,7 +304,7 @@ def test_functional_collectives_and_training(world: Ranks) -> None:
                 optimizer.zero_grad()
                 model(torch.full((2, 4), rank + 1.0)).sum().backward()
                 optimizer.step()
-            return [round(float(p.sum()), 4) for p in model.parameters()]
+            return [round(p.detach().sum().item(), 4) for p in model.parameters()]
 
     results = world.run(program)
     assert results[0] == results[1]
