@@ -66,6 +66,7 @@ class WorldSpec:
     timeout: float | timedelta | None = 60
     start: Start | None = None
     nodes: int = 1
+    torch: bool = False  #: torch.distributed is served
     traced: bool = True  #: as SYNCPRIMS_TRACE says; else not at all
 
     def __post_init__(self) -> None:
