@@ -175,6 +175,15 @@ class ProbedBoard(Board):
         if until is None:
             self._probe.observer.on_wait_end(self._probe.rank)
 
+    @property
+    def waits_any(self) -> str:
+        """The call that waits for the first of several notes."""
+        return self.inner.waits_any
+
+    @waits_any.setter
+    def waits_any(self, call: str) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.inner.waits_any = call
+
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
         return self.inner.status(rank)

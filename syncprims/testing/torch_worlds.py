@@ -1,23 +1,108 @@
-"""``torch.distributed`` in a world of a test: its groups meet at the boards of this world.
+"""``torch.distributed`` in the world of a test: its groups meet at the boards of this world.
 
 A program finds what it would find under torchrun, whatever backend it asks for. In a world of
-threads, what torch keeps for a process is kept for each rank (:mod:`.rank_globals`).
+threads, what torch keeps for a process is kept for each rank (`rank_globals`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 
 from syncprims.c10d import NAME
 from syncprims.c10d.torch_internals import forget_groups, serve_any_name, threads_as_processes
+from syncprims._world.host import free_port
+from syncprims._world.runtime import current
 
 from .rank_globals import RankGlobals, make_fresh_process
-from .world_store import make_store
+from .world_store import SharedTable, Table, WorldStore
 
 
-def torchrun_variables(rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun sets beside the numbers of a rank that are in `environ`."""
+def add_torchrun_variables(environs: Sequence[dict[str, str]]) -> None:
+    """Add to the variables of each rank, which have its numbers, what else torchrun sets."""
+    port = str(free_port())
+    for environ in environs:
+        environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": environ["RANK"],
+            "ROLE_WORLD_SIZE": environ["WORLD_SIZE"],
+            "TORCHELASTIC_RUN_ID": "test",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+        environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class _Rendezvous:
+    """Where the ranks of a world find each other, whatever URL their program names."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._stores: dict[int, list[WorldStore]] = {}  # torch keeps only the C++ part of one
+
+    def __call__(self, url: str, rank: int, world_size: int) -> tuple[WorldStore, int, int]:
+        """Return the store of this rank, its number, and how many ranks there are.
+
+        :raises ValueError: if the program says other numbers.
+        """
+        world = current()
+        for given, number, what in (
+            (rank, world.rank, "rank"),
+            (world_size, world.world_size, "world_size"),
+        ):
+            if given not in (-1, number):
+                raise ValueError(f"init_process_group({what}={given}): in this world it is {number}")
+        stores = self._stores.setdefault(world.rank, [])
+        stores.append(WorldStore(self._table, world, f"{len(stores)}/"))
+        return stores[-1], world.rank, world.world_size
+
+
+class TorchThreads:
+    """Serves ``torch.distributed`` in a world of threads."""
+
+    def __init__(self, environs: Sequence[dict[str, str]]) -> None:
+        add_torchrun_variables(environs)
+        self._globals = RankGlobals(environs)
+        self.enter = self._globals.enter  #: see there; called with each rank that gets the turn
+
+    @contextlib.contextmanager
+    def serve(self) -> Generator[None]:
+        """Return a context for the whole process, in which the ranks run."""
+        threads = torch.get_num_threads()
+        self._device, self._grad = torch.get_default_device(), torch.is_grad_enabled()
+        with serve_any_name(NAME, _Rendezvous(SharedTable())), threads_as_processes():
+            torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
+                self._globals.restore()
+
+    def as_rank(self, fn: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `fn` as a rank's thread is to call it: with what a forked process inherits."""
+
+        def run() -> Any:
+            __tracebackhide__ = True
+            # Backward passes run in this thread alone, also on devices.
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.set_grad_enabled(self._grad)
+                if self._device.type != "cpu":
+                    torch.set_default_device(self._device)
+                try:
+                    return fn()
+                finally:
+                    forget_groups()
+
+        return run
+
+
+def serve_process(rank: int, table: Table) -> None:
+    """Serve ``torch.distributed`` in this process, which is a rank, until its end."""
+    make_fresh_process(rank)
+    forget_groups()
+    serve_any_name(NAME, _Rendezvous(table)).__enter__()
