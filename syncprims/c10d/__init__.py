@@ -1,1 +1,5 @@
 """``torch.distributed`` served by syncprims."""
+
+from __future__ import annotations
+
+NAME = "syncprims"

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+import torch.profiler.profiler
 
 # -- ranks that are threads ------------------------------------------------------------------------
 
@@ -60,31 +62,42 @@ def threads_as_processes() -> Generator[None]:
     """Within the block, torch keeps for each thread what it keeps in C++ for a process.
 
     That is the registry in which functional collectives find their group by its name (2.6 to 2.15).
-    Profilers do nothing: torch crashes if several threads of a process have a session.
+    Profilers record nothing: torch crashes if several threads of a process have a session.
     """
-    profile = torch.autograd.profiler.profile
-    found = {
-        name: vars(profile)[name]
-        for name in ("__enter__", "__exit__", "_prepare_trace", "_start_trace")
-        if name in vars(profile)
-    }
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    for name in found:
-        setattr(profile, name, _return_self if name == "__enter__" else _do_nothing)
+    internal = torch._C._distributed_c10d
+    kept = {(cls, name): vars(cls)[name] for cls, name in _WITHOUT_SESSION if name in vars(cls)}
+    internal._set_thread_isolation_mode(True)
+    for cls, name in kept:
+        setattr(cls, name, _WITHOUT_SESSION[cls, name])
     try:
         yield
     finally:
-        for name, function in found.items():
-            setattr(profile, name, function)
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        for (cls, name), method in kept.items():
+            setattr(cls, name, method)
+        internal._set_thread_isolation_mode(False)
 
 
-def _return_self(self: Any, *_: Any) -> Any:
-    return self
+def _return_self(profile: Any) -> Any:
+    return profile
 
 
-def _do_nothing(self: Any, *_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def _export_nothing(profile: Any, path: str, *_: Any, **__: Any) -> None:
+    Path(path).write_text('{"traceEvents": []}')
+
+
+#: Methods that begin, end or need the session of a profiler (2.6 to 2.15), and what they do then.
+_WITHOUT_SESSION: dict[tuple[type, str], Callable[..., Any]] = {
+    (torch.autograd.profiler.profile, "__enter__"): _return_self,
+    (torch.autograd.profiler.profile, "__exit__"): _do_nothing,
+    (torch.autograd.profiler.profile, "_prepare_trace"): _do_nothing,
+    (torch.autograd.profiler.profile, "_start_trace"): _do_nothing,
+    (torch.autograd.profiler.profile, "export_chrome_trace"): _export_nothing,
+    (torch.profiler.profiler._KinetoProfile, "add_metadata_json"): _do_nothing,
+}
 
 
 # -- programs that ask for another backend ------------------------------------------------------------

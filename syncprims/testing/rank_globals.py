@@ -188,13 +188,15 @@ class _Environment:
 
 
 class _PythonRandom:
-    """The global generator of Python."""
+    """The global generator of Python, which gives each forked process other numbers."""
 
     def __init__(self) -> None:
-        self._begin = random.getstate()
+        outer = random.Random()
+        outer.setstate(random.getstate())
+        self._seed = outer.getrandbits(64)
 
     def fresh(self, rank: int) -> Any:
-        return self._begin
+        return random.Random(self._seed + rank).getstate()
 
     def save(self) -> Any:
         return random.getstate()

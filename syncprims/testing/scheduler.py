@@ -176,6 +176,7 @@ class Scheduler:
         self.steps = 0  #: decisions made
         self.turn = 0  #: the rank that runs
         self.aborted = False
+        self.refused: dict[int, ConcurrentCall] = {}  #: calls of threads, by rank; it fails with it
         self.finished = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
         self._by_thread: dict[tuple[int, int], _Turn] = {}  # by rank and thread identifier
@@ -185,7 +186,6 @@ class Scheduler:
         self._break_standstill = break_standstill
         self._enter_rank = enter_rank
         self._idents: dict[int, int] = {}  # the own thread of each rank
-        self._refused: dict[int, ConcurrentCall] = {}  # what a rank fails with
         self._now = 0.0
         # What runs in this process beside the world, and is not part of it.
         self._strangers = {*threading.enumerate()}
@@ -235,8 +235,6 @@ class Scheduler:
 
     def await_threads(self, rank: int) -> None:
         """Return when `rank` has no thread left for which Python would wait at its exit."""
-        if rank in self._refused:
-            raise self._refused[rank]
         if self._guests():
             self.wait(rank, lambda: not self._has_threads(rank), math.inf)
 
@@ -250,8 +248,8 @@ class Scheduler:
         """
         own, ident = self._turns[rank], threading.get_ident()
         if own.stand_in is None and ident == self._idents[rank]:
-            if rank in self._refused:
-                raise self._refused[rank]
+            if rank in self.refused:
+                raise self.refused[rank]
             return own
         if own.stand_in == ident:
             return own
@@ -262,7 +260,7 @@ class Scheduler:
                 own.stand_in = ident
                 return own
             time.sleep(_LOOK_EVERY)  # it is about to wait, or to make a call
-        raise self._refused.setdefault(
+        raise self.refused.setdefault(
             rank,
             ConcurrentCall(
                 f"a thread of rank {rank} ({threading.current_thread().name!r}) makes a call, and "

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Generator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from syncprims._protocol.deadlock import Wait, describe_group
 from syncprims._world.group import entered
@@ -28,9 +28,6 @@ from .probe import JOIN, Observer, Probe, ProbedBackend
 from .rank_output import RankOutput, capture_ranks, set_writer
 from .scheduler import RankThread, Scheduler
 from .world_spec import WorldSpec
-
-if TYPE_CHECKING:
-    from .torch_worlds import TorchThreads
 
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
 _GRACE = 2.0  # seconds for threads to end once their world has been given up
@@ -67,16 +64,16 @@ class ThreadWorld(Observer):
         environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
         if not spec.traced:
             environ.pop("SYNCPRIMS_TRACE", None)
+        if spec.torch:
+            from .torch_worlds import TorchThreads, make_torchrun_variables  # imports torch
+
+            environ |= {"OMP_NUM_THREADS": "1", **make_torchrun_variables()}
         self._environs = [
             {**environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}
             for rank in range(spec.ranks)
         ]
         self._backend: Any = load_backend("threads")
-        self._torch: TorchThreads | None = None
-        if spec.torch:
-            from .torch_worlds import TorchThreads  # imports torch
-
-            self._torch = TorchThreads(self._environs)
+        self._torch = TorchThreads(self._environs) if spec.torch else None
         self.scheduler = Scheduler(
             spec.ranks,
             spec.seed.schedule(spec.ranks),
@@ -121,6 +118,9 @@ class ThreadWorld(Observer):
                     thread.join()  # it has nothing left to do
             elif not self._end_threads():
                 run.gave_up += ". A thread could not be ended, and is left alone"
+        for rank, error in self.scheduler.refused.items():
+            if run.outcomes[rank].error is None:
+                run.outcomes[rank].fail(error)
         run.steps = self.scheduler.steps
         return run
 

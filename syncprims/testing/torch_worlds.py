@@ -7,7 +7,8 @@ threads, what torch keeps for a process is kept for each rank (`rank_globals`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,24 +19,18 @@ from syncprims._world.host import free_port
 from syncprims._world.runtime import current
 
 from .rank_globals import RankGlobals, make_fresh_process
-from .world_store import SharedTable, Table, WorldStore
+from .world_store import FileTable, SharedTable, Table, WorldStore
 
 
-def add_torchrun_variables(environs: Sequence[dict[str, str]]) -> None:
-    """Add to the variables of each rank, which have its numbers, what else torchrun sets."""
-    port = str(free_port())
-    for environ in environs:
-        environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "ROLE_NAME": "default",
-            "ROLE_RANK": environ["RANK"],
-            "ROLE_WORLD_SIZE": environ["WORLD_SIZE"],
-            "TORCHELASTIC_RUN_ID": "test",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-        }
-        environ.setdefault("OMP_NUM_THREADS", "1")
+def make_torchrun_variables() -> dict[str, str]:
+    """Return what torchrun sets for all ranks alike, beside their number."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
 
 
 class _Rendezvous:
@@ -65,8 +60,7 @@ class _Rendezvous:
 class TorchThreads:
     """Serves ``torch.distributed`` in a world of threads."""
 
-    def __init__(self, environs: Sequence[dict[str, str]]) -> None:
-        add_torchrun_variables(environs)
+    def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
         self._globals = RankGlobals(environs)
         self.enter = self._globals.enter  #: see there; called with each rank that gets the turn
 
@@ -101,8 +95,11 @@ class TorchThreads:
         return run
 
 
-def serve_process(rank: int, table: Table) -> None:
+def serve_in_process(rank: int, table_path: Path) -> None:
     """Serve ``torch.distributed`` in this process, which is a rank, until its end."""
     make_fresh_process(rank)
     forget_groups()
-    serve_any_name(NAME, _Rendezvous(table)).__enter__()
+    _serving.enter_context(serve_any_name(NAME, _Rendezvous(FileTable(table_path))))
+
+
+_serving = contextlib.ExitStack()  # never closed: the process ends before

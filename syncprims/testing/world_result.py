@@ -190,6 +190,8 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
         return f"{outcome.end} by a fault at its {last}"
     if outcome.end == "died":
         return f"{outcome.detail or 'its process ended'}" + (f" {after}" if last else "")
+    if outcome.is_waiting and outcome.waits_any:
+        return f"waits in {outcome.waits_any} {after}"
     if outcome.is_waiting and outcome.waits is not None and outcome.waits.label.kind != JOIN:
         return f"waits in its {last}"
     return f"{'could go on, and is not on turn,' if outcome.idle else 'is busy'} {after}"

@@ -20,7 +20,7 @@ from syncprims import errors
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._world.group import rounds_of
 from syncprims._world.world import World, wait_any
-from syncprims.interface import BoardView, Status
+from syncprims.interface import Board, BoardView, Label
 
 
 class Table(Protocol):
@@ -170,33 +170,34 @@ class WorldStore(dist.Store):
             return
         rounds = rounds_of(self._world.group)
         label = rounds.note(f"store.{call}", ", ".join(keys)).label
-        me, board = self._world.rank, rounds.board
+        rank, board = self._world.rank, rounds.board
         begin = board.now()
 
-        def look() -> dict[int, Status]:
-            return {rank: board.status(rank) for rank in board.members}
-
-        def is_in_vain() -> bool:
-            states = [status.state for rank, status in look().items() if rank != me]
-            ended = {*states} & {"lost", "failed"}
-            return bool(ended) or all(state == "finished" for state in states)
+        def came() -> bool:
+            if self._has(keys):
+                return True
+            error = _absence(board, rank, label, board.now() - begin)
+            if error is not None and timeout is None:
+                board.abort(errors.dump(error))
+            return False
 
         seconds = None if timeout is None else timeout.total_seconds()
-        wait_any(
-            self._world, [rounds], lambda: self._has(keys) or is_in_vain(), seconds, str(label)
-        )
-        if self._has(keys):
+        if wait_any(self._world, [rounds], came, seconds, str(label)):
             return
-        if (verdict := board.verdict()) is not None:
+        verdict = board.verdict()
+        if verdict is not None:
             raise errors.load(verdict)
-        waited = board.now() - begin
-        if is_in_vain():
-            seen = {rank: status._replace(rounds=0) for rank, status in look().items()}
-            seen[me] = seen[me]._replace(rounds=1, label=label)
-            error = Snapshot(BoardView(board.members, seen, {}), me, 1, waited, 0).absence()
-            assert error is not None
-            raise error
-        raise dist.DistStoreError(f"{label} timed out after {waited:g} s: the keys were not set")
+        raise dist.DistStoreError(f"{label} timed out after {seconds:g} s: the keys were not set")
+
+
+def _absence(board: Board, rank: int, label: Label, waited: float) -> errors.SyncError | None:
+    """Return why what `rank` waits for will not come; None if another rank may still set it."""
+    seen = {member: board.status(member)._replace(rounds=0) for member in board.members}
+    seen[rank] = seen[rank]._replace(rounds=1, label=label)
+    states = {status.state for member, status in seen.items() if member != rank}
+    if states - {"finished"} and not states & {"lost", "failed"}:
+        return None
+    return Snapshot(BoardView(board.members, seen, {}), rank, 1, waited, 0).absence()
 
 
 def _encode(value: str | bytes) -> bytes:
