@@ -110,7 +110,12 @@ class Seed(NamedTuple):
 
 
 class RankThread(threading.Thread):
-    """The thread of a rank."""
+    """The thread of a rank; those that it starts are daemons only if the program says so."""
+
+    def run(self) -> None:
+        """Run the rank; Python does not wait for this thread, which is a daemon."""
+        self._daemonic = False  # new threads inherit it, and it has no effect on a running one
+        super().run()
 
 
 class _Turn:
@@ -185,6 +190,7 @@ class Scheduler:
         self._schedule = schedule
         self._break_standstill = break_standstill
         self._enter_rank = enter_rank
+        self._ending = 0  # ranks that wait for the ends of their threads
         self._idents: dict[int, int] = {}  # the own thread of each rank
         self._now = 0.0
         # What runs in this process beside the world, and is not part of it.
@@ -236,7 +242,9 @@ class Scheduler:
     def await_threads(self, rank: int) -> None:
         """Return when `rank` has no thread left for which Python would wait at its exit."""
         if self._guests():
+            self._ending += 1
             self.wait(rank, lambda: not self._has_threads(rank), math.inf)
+            self._ending -= 1
 
     # -- threads that the program has started ----------------------------------------------------
 
@@ -328,7 +336,7 @@ class Scheduler:
         """Return whether a thread that waits nowhere may still make a call."""
         if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
             return True  # it has lost the turn, since it was busy elsewhere
-        if self._enter_rank is not None:
+        if self._enter_rank is not None and not self._ending:
             return False  # another thread may make a call only for one that waits for it
         waiting = {ident for (_, ident), turn in self._by_thread.items() if turn.waits}
         return bool(self._guests() - waiting)
