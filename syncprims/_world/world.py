@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
+from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
@@ -185,12 +186,17 @@ def open_board(backend: Backend, members: Sequence[int], name: str) -> Board:
     return backend.board(members, name) if name else backend.board(members)
 
 
-def open_rounds(world: World, members: Sequence[int], name: str) -> Rounds:
+def open_rounds(
+    world: World, members: Sequence[int], name: str, between: tuple[str, ...] = ()
+) -> Rounds:
     """Return this rank's rounds at the board `name` of `members`, which the caller sorts.
 
     Every member opens it once, and it lasts until :func:`close_rounds` or the end of the world.
+    Frames of files below the folders `between` stand between the user's line and a call.
     """
     rounds = world._make_rounds(tuple(members), name)
+    if between:
+        rounds.note = NoteCache(between).note
     world._named.append(rounds)
     return rounds
 

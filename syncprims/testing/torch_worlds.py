@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 
-from syncprims.c10d import NAME
-from syncprims.c10d.torch_internals import forget_groups, serve_any_name, threads_as_processes
 from syncprims._world.host import free_port
 from syncprims._world.runtime import current
+from syncprims.c10d import serve_every_backend
+from syncprims.c10d.torch_internals import (
+    forget_group_names,
+    replace_rendezvous,
+    threads_as_processes,
+)
 
 from .rank_globals import RankGlobals, make_fresh_process
 from .world_store import FileTable, SharedTable, Table, WorldStore
@@ -57,6 +61,17 @@ class _Rendezvous:
         return stores[-1], world.rank, world.world_size
 
 
+@contextlib.contextmanager
+def _serve(table: Table) -> Generator[None]:
+    """Serve, within the block, every group that this process opens."""
+    undo = replace_rendezvous(_Rendezvous(table))
+    try:
+        with serve_every_backend():
+            yield
+    finally:
+        undo()
+
+
 class TorchThreads:
     """Serves ``torch.distributed`` in a world of threads."""
 
@@ -69,7 +84,7 @@ class TorchThreads:
         """Return a context for the whole process, in which the ranks run."""
         threads = torch.get_num_threads()
         self._device, self._grad = torch.get_default_device(), torch.is_grad_enabled()
-        with serve_any_name(NAME, _Rendezvous(SharedTable())), threads_as_processes():
+        with _serve(SharedTable()), threads_as_processes():
             torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
             try:
                 yield
@@ -90,7 +105,7 @@ class TorchThreads:
                 try:
                     return fn()
                 finally:
-                    forget_groups()
+                    forget_group_names()
 
         return run
 
@@ -98,8 +113,8 @@ class TorchThreads:
 def serve_in_process(rank: int, table_path: Path) -> None:
     """Serve ``torch.distributed`` in this process, which is a rank, until its end."""
     make_fresh_process(rank)
-    forget_groups()
-    _serving.enter_context(serve_any_name(NAME, _Rendezvous(FileTable(table_path))))
+    forget_group_names()
+    _serving.enter_context(_serve(FileTable(table_path)))
 
 
 _serving = contextlib.ExitStack()  # never closed: the process ends before
