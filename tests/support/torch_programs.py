@@ -47,9 +47,10 @@ def total(model: nn.Module) -> float:
     return sum(parameter.detach().abs().sum().item() for parameter in model.parameters())
 
 
-def begin() -> None:
-    """Open the default group, on the store that the test names if it runs on Gloo itself."""
-    dist.init_process_group("gloo", init_method=os.environ.get("PROGRAM_STORE"))
+def finish() -> None:
+    """Close all groups, once every rank has finished."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # -- what torch has -------------------------------------------------------------------------------
@@ -57,19 +58,19 @@ def begin() -> None:
 
 def ddp() -> Numbers:
     """Train with DDP, with accumulation in `no_sync` and a model of several buckets."""
-    begin()
+    dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.0001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
         model(make_batch(7)).sum().backward()
     losses = train(model, optimizer)
-    dist.destroy_process_group()
+    finish()
     return [*losses, total(model)]
 
 
 def ddp_unused() -> Numbers:
     """Train with DDP where each rank uses other parameters, and buffers are broadcast."""
-    begin()
+    dist.init_process_group("gloo")
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -84,19 +85,18 @@ def ddp_unused() -> Numbers:
 
     model = nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=True)
     losses = train(model, torch.optim.Adam(model.parameters(), lr=0.1))
-    dist.destroy_process_group()
+    finish()
     return [*losses, total(model)]
 
 
 def join() -> Numbers:
     """Train with DDP on uneven inputs."""
-    begin()
+    dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join():
         losses = train(model, optimizer, steps=2 + dist.get_rank())
-    dist.barrier()
-    dist.destroy_process_group()
+    finish()
     return [*losses, total(model)]
 
 
@@ -104,14 +104,14 @@ def zero() -> Numbers:
     """Train with the states of the optimizer distributed."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    begin()
+    dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(make_model())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.Adam, lr=0.1
     )
     losses = train(model, optimizer)
     optimizer.consolidate_state_dict(to=0)
-    dist.destroy_process_group()
+    finish()
     return [*losses, total(model)]
 
 
@@ -119,14 +119,14 @@ def fsdp1() -> Numbers:
     """Train with the first FSDP, and gather the whole model."""
     from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
-    begin()
+    dist.init_process_group("gloo")
     model = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
     losses = train(model, torch.optim.Adam(model.parameters(), lr=0.1))
     norm = model.clip_grad_norm_(0.5).item()
     whole = FullStateDictConfig(rank0_only=False)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
         state = model.state_dict()
-    dist.destroy_process_group()
+    finish()
     return [*losses, norm, sum(value.abs().sum().item() for value in state.values())]
 
 
@@ -135,7 +135,7 @@ def fsdp2() -> Numbers:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    begin()
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return _train_sharded(fully_shard, mesh)
 
@@ -145,7 +145,7 @@ def hsdp() -> Numbers:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    begin()
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "fsdp"))
     return _train_sharded(fully_shard, mesh)
 
@@ -160,7 +160,7 @@ def _train_sharded(fully_shard: Any, mesh: Any) -> Numbers:
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     parameters: list[Any] = list(model.parameters())
     sums = [parameter.full_tensor().abs().sum().item() for parameter in parameters]
-    dist.destroy_process_group()
+    finish()
     return [*losses, norm.full_tensor().item(), *sums]
 
 
@@ -169,7 +169,7 @@ def dtensor() -> Numbers:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    begin()
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     a = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
@@ -178,7 +178,7 @@ def dtensor() -> Numbers:
     moved = product.redistribute(mesh, [Shard(1)])
     values = [product.sum().full_tensor().item(), moved.to_local().sum().item()]
     values += moved.redistribute(mesh, [Replicate()]).to_local()[0].tolist()
-    dist.destroy_process_group()
+    finish()
     return values
 
 
@@ -191,7 +191,7 @@ def tensor_parallel() -> Numbers:
         parallelize_module,
     )
 
-    begin()
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     model = parallelize_module(make_model(), mesh, plan)
@@ -204,7 +204,7 @@ def tensor_parallel() -> Numbers:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    dist.destroy_process_group()
+    finish()
     return losses
 
 
@@ -212,7 +212,7 @@ def functional() -> Numbers:
     """Call the functional collectives, which find their group by its name."""
     from torch.distributed import _functional_collectives as f
 
-    begin()
+    dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     world = dist.group.WORLD
     assert world is not None
@@ -222,7 +222,7 @@ def functional() -> Numbers:
     values += f.reduce_scatter_tensor(x, "sum", 0, world).tolist()
     values += f.all_to_all_single(x, None, None, world).tolist()
     values += f.broadcast(x, 1, world).tolist()
-    dist.destroy_process_group()
+    finish()
     return values
 
 
@@ -230,7 +230,7 @@ def pipeline() -> Numbers:
     """Train a pipeline of one stage per rank, by the schedule 1F1B."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    begin()
+    dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     stage_module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -246,7 +246,7 @@ def pipeline() -> Numbers:
     else:
         schedule.step()
     gradient = sum(p.grad.abs().sum().item() for p in stage_module.parameters() if p.grad is not None)
-    dist.destroy_process_group()
+    finish()
     return [gradient, *(loss.item() for loss in losses)]
 
 
@@ -257,7 +257,7 @@ def checkpoint() -> Numbers:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    begin()
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = fully_shard(make_model(), mesh=mesh)
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -277,13 +277,13 @@ def checkpoint() -> Numbers:
         import shutil
 
         shutil.rmtree(folder[0])
-    dist.destroy_process_group()
+    finish()
     return [files, *sums]
 
 
 def plain_calls() -> Numbers:
     """Call the plain collectives, objects, groups and point to point."""
-    begin()
+    dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     values: Numbers = []
     x = torch.tensor([1.0, 2.0]) * (rank + 1)
@@ -312,20 +312,8 @@ def plain_calls() -> Numbers:
     assert work is not None
     work.wait()
     values += z.tolist()
-    dist.barrier()
-    dist.destroy_process_group()
-    begin_again = os.environ.get("PROGRAM_STORE") is None
-    if begin_again:
-        begin()
-        dist.barrier()
-        dist.destroy_process_group()
+    finish()
     return values
-
-
-PROGRAMS = [
-    plain_calls, ddp, ddp_unused, join, zero, fsdp1, fsdp2, dtensor, tensor_parallel, functional,
-    pipeline, checkpoint,
-]  # fmt: skip
 
 
 # -- libraries -------------------------------------------------------------------------------------
@@ -354,11 +342,12 @@ def accelerate() -> Numbers:
         losses += accelerator.gather_for_metrics(loss.detach()[None]).tolist()
     accelerator.wait_for_everyone()
     values = [*losses, total(model)]
+    accelerator.wait_for_everyone()
     accelerator.end_training()
     return values
 
 
-def fabric() -> Numbers:
+def lightning_fabric() -> Numbers:
     """Train with Lightning's Fabric."""
     from lightning_fabric import Fabric
     from torch.utils.data import DataLoader, TensorDataset
@@ -379,7 +368,13 @@ def fabric() -> Numbers:
         optimizer.step()
         mean: Any = fabric.all_reduce(loss.detach())
         losses.append(mean.item())
-    fabric.barrier()
     values = [*losses, total(model), float(fabric.global_rank)]
-    dist.destroy_process_group()
+    finish()
     return values
+
+
+LIBRARIES = ["accelerate", "lightning_fabric"]  #: that may be missing
+PROGRAMS = [
+    plain_calls, ddp, ddp_unused, join, zero, fsdp1, fsdp2, hsdp, dtensor, tensor_parallel,
+    functional, pipeline, checkpoint, accelerate, lightning_fabric,
+]  # fmt: skip

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from support import torch_programs as programs
 
+from syncprims._world.host import free_port
 from syncprims.testing import run_world
+
+#: Of torch and of libraries, about themselves.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{category}")
+    for category in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
 
 RANKS = {"hsdp": 4, "plain_calls": 4}
 
 
-def on_gloo(program: object, ranks: int, folder: Path) -> list[object]:
-    """Return what `program` gives in processes with groups of Gloo."""
+def on_gloo(program: Callable[[], programs.Numbers], ranks: int) -> list[programs.Numbers]:
+    """Return what `program` gives in processes whose groups are Gloo's."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
-    def body() -> object:
-        os.environ["PROGRAM_STORE"] = f"file://{folder / 'store'}?rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}"
-        os.environ |= {"MASTER_ADDR": "127.0.0.1"}
+    def body() -> programs.Numbers:
+        os.environ.update(place)
         return program()
 
     return run_world(body, ranks, kind="processes")
 
 
-@pytest.mark.parametrize("name", [p.__name__ for p in programs.PROGRAMS] + ["hsdp"])
-def test_a_program_gives_the_numbers_of_gloo(name: str, tmp_path: Path) -> None:
-    program = getattr(programs, name)
+@pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_gives_the_numbers_of_gloo(program: Callable[[], programs.Numbers]) -> None:
+    name = program.__name__
+    if name in programs.LIBRARIES:
+        if importlib.util.find_spec(name) is None:  # to import it changes the environment
+            pytest.skip(f"needs {name}")
     ranks = RANKS.get(name, 2)
-    gloo = on_gloo(program, ranks, tmp_path)
-    threads = run_world(program, ranks, torch=True)
-    processes = run_world(program, ranks, torch=True, kind="processes")
-    assert threads == gloo
-    assert processes == gloo
+    gloo = on_gloo(program, ranks)
+    assert run_world(program, ranks, torch=True) == gloo
+    assert run_world(program, ranks, torch=True, kind="processes") == gloo
