@@ -140,10 +140,14 @@ def reduction_of(given: Any) -> tuple[str, Any]:
     return name, given.factor if name == "premul_sum" else None
 
 
-def default_timeout() -> Any:
-    """Return the timeout that torch takes where the program names none, a timedelta."""
-    return _find(c10d(), "default_pg_timeout", "torch.distributed.distributed_c10d")
+def default_timeouts() -> list[Any]:
+    """Return the timeouts that torch takes where the program names none; they are timedeltas.
 
+    NCCL has one of its own, which is None in builds without it.
+    """
+    where = "torch.distributed.distributed_c10d"
+    names = "default_pg_timeout", "default_pg_nccl_timeout"
+    return [_find(c10d(), name, where) for name in names]
 
 def split_backing_store(store: Any) -> Any:
     """Return the store below all prefixes of `store` (`PrefixStore.underlying_store`, 2.0)."""

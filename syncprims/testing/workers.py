@@ -286,6 +286,7 @@ def _load_before_fork(spec: WorkerSpec) -> None:
     version()
     if spec.torch:
         importlib.import_module("syncprims.testing.torch_worlds")
+        importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
 
 
 def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:

@@ -210,8 +210,14 @@ def _last_round(outcome: RankOutcome, run: WorldRun) -> str:
 
 
 def _call(call: RecordedCall, run: WorldRun) -> str:
-    whole = len(call.members) == len(run.outcomes)
-    return str(call.label) if whole else f"{call.label} in group {call.group}"
+    return str(call.label) if _is_only(call.at, run) else f"{call.label} in group {call.group}"
+
+
+def _is_only(board: tuple[tuple[int, ...], str], run: WorldRun) -> bool:
+    """Return whether this is the board of all ranks, and they have met at no other."""
+    size = len(run.outcomes)
+    whole = {call.at for one in run.outcomes for call in one.calls if len(call.members) == size}
+    return whole == {board}
 
 
 def _calls(outcome: RankOutcome, run: WorldRun) -> str:
@@ -237,8 +243,8 @@ def _first_difference(run: WorldRun) -> str:
             rank: [call.label for call in run.outcomes[rank].calls if call.at == (members, board)]
             for rank in members
         }
-        whole = len(members) == len(run.outcomes)
-        of = "" if whole else f" of group {describe_group(members, board)}"
+        only = _is_only((members, board), run)
+        of = "" if only else f" of group {describe_group(members, board)}"
         for number in range(max(map(len, calls.values()))):
             labels = {r: c[number] if number < len(c) else None for r, c in calls.items()}
             shown = f"round {number + 1}{of} is {_grouped(labels)}"
