@@ -180,9 +180,13 @@ def replace_group_maker() -> Callable[[], None]:
         return group, prefixed
 
     module._new_process_group_helper = make
+    # Without NCCL there is none of NCCL, and a program that asks for it would be warned.
+    of_nccl = module.default_pg_nccl_timeout
+    module.default_pg_nccl_timeout = of_nccl or module.default_pg_timeout
 
     def undo() -> None:
         module._new_process_group_helper = original
+        module.default_pg_nccl_timeout = of_nccl
 
     return undo
 

@@ -286,7 +286,10 @@ def _load_before_fork(spec: WorkerSpec) -> None:
     version()
     if spec.torch:
         importlib.import_module("syncprims.testing.torch_worlds")
+        before = {*os.environ}
         importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
+        for name in os.environ.keys() - before:
+            del os.environ[name]  # it would be set for the tests, too
 
 
 def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:

@@ -137,6 +137,9 @@ class WorldStore(dist.Store):
         """Return how many keys there are."""
         return sum(key.startswith(self._prefix) for key in self._table.read())
 
+    # torch's C++ code finds these by their names in C++.
+    deleteKey, getNumKeys = delete_key, num_keys
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of these keys, once all have been set."""
         self._await(keys, None, "multi_get")
