@@ -12,7 +12,7 @@ from syncprims.errors import WorldClosed
 
 from .membership import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
-from .tensors import Destination, describe, items_of
+from .tensors import OutputTensor, describe, items_of
 from .torch_internals import (
     BETWEEN,
     NAME,
@@ -260,7 +260,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return
         if op == "premul_sum":
             op, tensors = "sum", [one.detach() * factor for one in tensors]
-        places = [Destination(one) for one in results]
+        places = [OutputTensor(one) for one in results]
         operands = [
             Operand(items_of(one), place.items) for one, place in zip(tensors, places, strict=True)
         ]
@@ -281,7 +281,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         root = opts if isinstance(opts, int) else opts.rootRank
         note = self._note("broadcast", describe(found), root)
         sends = root == self._me
-        places = [] if sends else [Destination(one) for one in found]
+        places = [] if sends else [OutputTensor(one) for one in found]
         arrays = [items_of(one) for one in found] if sends else [one.items for one in places]
         buffers.broadcast(self._rounds, note, arrays, self._index_of[root], self._limit(opts))
         for place in places:
@@ -307,10 +307,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, note: Note, mine: torch.Tensor, rooms: Sequence[torch.Tensor] | None, opts: Any
     ) -> None:
         count = len(self._ranks)
-        places: list[Destination] = []
+        places: list[OutputTensor] = []
         if rooms is not None:
             self._check(note, mine, rooms)
-            places = [Destination(room) for room in rooms]
+            places = [OutputTensor(room) for room in rooms]
         items = [place.items for place in places] or [None] * count
         buffers.gather(self._rounds, note, items_of(mine), self._by_index(items), self._limit(opts))
         for place in places:
@@ -354,7 +354,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _gather_single(
         self, note: Note, output: torch.Tensor, mine: torch.Tensor, opts: Any
     ) -> None:
-        place, size = Destination(output), mine.numel()
+        place, size = OutputTensor(output), mine.numel()
         rooms = [place.items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
         if len(place.items) != size * len(self._ranks):
             self._check(note, mine, [output])  # which fails
@@ -380,7 +380,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             given = _nested(inputs)
             self._check(note, output, given)
             parts = [items_of(one) for one in given]
-        place = Destination(output)
+        place = OutputTensor(output)
         buffers.scatter(
             self._rounds,
             note,
@@ -436,7 +436,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         op, factor = reduction_of(given)
         note = self._note(kind, describe(tensors), None, op)
-        place = Destination(output)
+        place = OutputTensor(output)
         if len(parts) != len(self._ranks) or len(parts[self._me]) != len(place.items):
             self._check(note, output, tensors if len(tensors) > 1 else [])  # which fails
         if op == "premul_sum":
@@ -458,7 +458,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Send the parts of `mine` to the members, and fill `output` with theirs."""
         note = self._note("all_to_all_single", str(mine.dtype)[6:])
-        place, items = Destination(output), items_of(mine)
+        place, items = OutputTensor(output), items_of(mine)
         try:
             parts = _split(items, mine, input_sizes, len(self._ranks), "input")
             rooms = _split(place.items, output, output_sizes, len(self._ranks), "output")
@@ -472,7 +472,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Send the inputs to the members, and fill the outputs with theirs."""
         note = self._note("all_to_all", str(inputs[0].dtype)[6:])
-        places = [Destination(one) for one in outputs]
+        places = [OutputTensor(one) for one in outputs]
         self._exchange(note, [items_of(i) for i in inputs], [one.items for one in places], opts)
         for place in places:
             place.finish()

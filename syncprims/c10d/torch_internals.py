@@ -81,7 +81,8 @@ def register_backend(create: Callable[..., Any]) -> None:
     """Make ``init_process_group("syncprims")`` call ``create(options, backend_options)``."""
     if not dist.is_available():
         raise missing("torch.distributed in this build")
-    # Again, if the entry point of the package has registered another way to create it.
+    if hasattr(dist.Backend, NAME.upper()):
+        return  # the entry point of the package has done it
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(_DEVICES))
 
 
@@ -149,7 +150,7 @@ def default_timeouts() -> list[Any]:
     names = "default_pg_timeout", "default_pg_nccl_timeout"
     return [_find(c10d(), name, where) for name in names]
 
-def split_backing_store(store: Any) -> Any:
+def find_backing_store(store: Any) -> Any:
     """Return the store below all prefixes of `store` (`PrefixStore.underlying_store`, 2.0)."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
