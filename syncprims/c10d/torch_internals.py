@@ -150,6 +150,7 @@ def default_timeouts() -> list[Any]:
     names = "default_pg_timeout", "default_pg_nccl_timeout"
     return [_find(c10d(), name, where) for name in names]
 
+
 def find_backing_store(store: Any) -> Any:
     """Return the store below all prefixes of `store` (`PrefixStore.underlying_store`, 2.0)."""
     while isinstance(store, dist.PrefixStore):

@@ -18,7 +18,7 @@ from syncprims._protocol.deadlock import (
     describe_group,
     find_any_cycle,
 )
-from syncprims._protocol.threads import threads_that_may_call
+from syncprims._protocol.threads import busy_threads
 from syncprims.errors import TORN, SyncError, dump
 from syncprims.interface import Label
 
@@ -199,7 +199,7 @@ def _merge(waits: Sequence[Wait]) -> Wait:
 def await_threads() -> None:
     """Return when no thread of this process is left for which Python would wait at its exit."""
     while any(
-        thread.ident in threads_that_may_call() and not thread.daemon
+        thread.ident in busy_threads() and not thread.daemon
         for thread in threading.enumerate()
         if thread is not threading.main_thread()
     ):

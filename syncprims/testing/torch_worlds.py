@@ -55,7 +55,9 @@ class _Rendezvous:
             (world_size, world.world_size, "world_size"),
         ):
             if given not in (-1, number):
-                raise ValueError(f"init_process_group({what}={given}): in this world it is {number}")
+                raise ValueError(
+                    f"init_process_group({what}={given}): in this world it is {number}"
+                )
         stores = self._stores.setdefault(world.rank, [])
         stores.append(WorldStore(self._table, world, f"{len(stores)}/"))
         return stores[-1], world.rank, world.world_size

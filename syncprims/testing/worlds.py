@@ -62,7 +62,9 @@ def run_world(
     """
     __tracebackhide__ = True
     chosen = choose_seed(seed)
-    run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, start, nodes, torch))
+    run = run_once(
+        WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, start, nodes, torch)
+    )
     results = results_of(run, test_context.get().replay(run.seed))
     check_faults_struck(run, run.missed)
     return results

@@ -245,7 +245,9 @@ def pipeline() -> Numbers:
         schedule.step(target=y, losses=losses)
     else:
         schedule.step()
-    gradient = sum(p.grad.abs().sum().item() for p in stage_module.parameters() if p.grad is not None)
+    gradient = sum(
+        p.grad.abs().sum().item() for p in stage_module.parameters() if p.grad is not None
+    )
     finish()
     return [gradient, *(loss.item() for loss in losses)]
 

@@ -187,7 +187,9 @@ def test_variables_are_those_of_the_rank(kind: Any) -> None:
 
 
 def test_nodes_are_in_the_variables() -> None:
-    found = run_world(lambda: os.environ["GROUP_RANK"] + os.environ["LOCAL_RANK"], 4, torch=True, nodes=2)
+    found = run_world(
+        lambda: os.environ["GROUP_RANK"] + os.environ["LOCAL_RANK"], 4, torch=True, nodes=2
+    )
     assert found == ["00", "01", "10", "11"]
 
 
@@ -394,7 +396,9 @@ def test_a_wait_in_the_store_ends_when_a_rank_fails(kind: Any) -> None:
     def body() -> None:
         dist.init_process_group("gloo")
         if dist.get_rank() == 1:
-            with pytest.raises(sp.PeerFailed, match=r"rank 0 failed.*store\.get.*test_torch_worlds"):
+            with pytest.raises(
+                sp.PeerFailed, match=r"rank 0 failed.*store\.get.*test_torch_worlds"
+            ):
                 dist.distributed_c10d._get_default_store().get("never")
         if dist.get_rank() == 0:
             raise KeyError("the cause")
