@@ -266,8 +266,8 @@ def threads_as_processes() -> Generator[None]:
     """Within the block, torch keeps for each thread what it keeps in C++ for a process.
 
     That is the registry in which functional collectives find their group by its name
-    (`_set_thread_isolation_mode`, 2.6 and newer). Profilers record nothing: torch crashes if several
-    threads of a process have a session.
+    (`_set_thread_isolation_mode`, 2.6 and newer). Profilers record nothing: torch crashes if
+    several threads of a process have a session.
     """
     from torch._C import _distributed_c10d
 
@@ -289,6 +289,8 @@ def _methods_without_session() -> dict[tuple[type, str], Callable[..., Any]]:
     """Return what methods do in place of beginning, ending or reading the session of a profiler."""
     import torch.profiler.profiler
 
+    profiler: Any = torch.profiler.profiler
+
     def return_self(profile: Any) -> Any:
         return profile
 
@@ -305,5 +307,5 @@ def _methods_without_session() -> dict[tuple[type, str], Callable[..., Any]]:
         (session, "_prepare_trace"): do_nothing,
         (session, "_start_trace"): do_nothing,
         (session, "export_chrome_trace"): export_nothing,
-        (torch.profiler.profiler._KinetoProfile, "add_metadata_json"): do_nothing,
+        (profiler._KinetoProfile, "add_metadata_json"): do_nothing,
     }

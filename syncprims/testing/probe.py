@@ -124,9 +124,11 @@ class ProbedBackend(Backend):
             if timeout is not None:
                 return False
             verdict = probe.observer.on_wait_any(probe.rank, outcome.waits_any, members)
-            for board in inner if verdict is not None else ():
+            if verdict is None:
+                return False
+            for board in inner:
                 board.abort(verdict)
-            return verdict is not None
+            return True
 
         try:
             self.inner.wait_any(inner, settled, timeout)

@@ -71,7 +71,7 @@ class ProcessWorld:
         }
         environ.setdefault("OMP_NUM_THREADS", "1")
         if self._spec.torch:
-            from .torch_worlds import make_torchrun_variables  # imports torch
+            from .torch_worlds.serving import make_torchrun_variables  # imports torch
 
             environ |= make_torchrun_variables()
         elif backend in BY_TORCH:

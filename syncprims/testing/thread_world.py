@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Generator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.deadlock import Wait, describe_group
 from syncprims._world.group import entered
@@ -28,6 +28,9 @@ from .probe import JOIN, Observer, Probe, ProbedBackend
 from .rank_output import RankOutput, capture_ranks, set_writer
 from .scheduler import RankThread, Scheduler
 from .world_spec import WorldSpec
+
+if TYPE_CHECKING:
+    from .torch_worlds.serving import TorchThreads
 
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
 _GRACE = 2.0  # seconds for threads to end once their world has been given up
@@ -64,16 +67,19 @@ class ThreadWorld(Observer):
         environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
         if not spec.traced:
             environ.pop("SYNCPRIMS_TRACE", None)
-        if spec.torch:
-            from .torch_worlds import TorchThreads, make_torchrun_variables  # imports torch
-
-            environ |= {"OMP_NUM_THREADS": "1", **make_torchrun_variables()}
         self._environs = [
             {**environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}
             for rank in range(spec.ranks)
         ]
+        self._torch: TorchThreads | None = None
+        if spec.torch:
+            from .torch_worlds.serving import TorchThreads, make_torchrun_variables  # imports torch
+
+            variables = make_torchrun_variables()
+            for of_rank in self._environs:
+                of_rank |= variables
+            self._torch = TorchThreads(self._environs)
         self._backend: Any = load_backend("threads")
-        self._torch = TorchThreads(self._environs) if spec.torch else None
         self.scheduler = Scheduler(
             spec.ranks,
             spec.seed.schedule(spec.ranks),

@@ -84,7 +84,7 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
 
         become_rank(make_backend)
         if spec.torch:
-            from .torch_worlds import serve_in_process  # imports torch
+            from .torch_worlds.serving import serve_in_process  # imports torch
 
             serve_in_process(rank, spec.folder / "store")
         outcome.run_program(fn, provided_world(), await_threads)
@@ -285,7 +285,7 @@ def _load_before_fork(spec: WorkerSpec) -> None:
     load_backend(spec.environ["SYNCPRIMS_BACKEND"])
     version()
     if spec.torch:
-        importlib.import_module("syncprims.testing.torch_worlds")
+        importlib.import_module("syncprims.testing.torch_worlds.serving")
         before = {*os.environ}
         importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
         for name in os.environ.keys() - before:

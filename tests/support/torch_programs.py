@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import nn
+
+dist: Any = torch.distributed  # its types leave out what its documentation names
 
 Numbers = list[float]
 
@@ -217,7 +219,7 @@ def functional() -> Numbers:
     world = dist.group.WORLD
     assert world is not None
     x = torch.arange(size * 2.0) + rank
-    values = f.all_reduce(x, "sum", world).tolist()
+    values: Numbers = f.all_reduce(x, "sum", world).tolist()
     values += f.all_gather_tensor(x, 0, world).tolist()
     values += f.reduce_scatter_tensor(x, "sum", 0, world).tolist()
     values += f.all_to_all_single(x, None, None, world).tolist()
@@ -254,14 +256,15 @@ def pipeline() -> Numbers:
 
 def checkpoint() -> Numbers:
     """Save and load a sharded model with DCP."""
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = fully_shard(make_model(), mesh=mesh)
+    dcp: Any = torch.distributed.checkpoint
+    model: Any = fully_shard(make_model(), mesh=mesh)
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, src=0)
     dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])

@@ -120,7 +120,7 @@ def other_shape_in_backward(rank: int) -> None:
 def saved_on_one_rank(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(nn.Linear(4, 4))
+    model: Any = fully_shard(nn.Linear(4, 4))
     if rank == 0:
         parameters: list[Any] = list(model.parameters())
         parameters[0].full_tensor()  # named
@@ -224,7 +224,7 @@ def test_every_bug_is_named_in_processes(expected: Expected) -> None:
     check(caught.value, expected)
 
 
-# -- a rank that is killed ---------------------------------------------------------------------------
+# -- a rank that is killed -------------------------------------------------------------------------
 
 
 def train() -> float:
@@ -255,7 +255,7 @@ def test_a_kill_in_a_backward_pass_is_named_in_processes() -> None:
         run_world(train, 3, torch=True, kind="processes", faults=[Kill(rank=1, at="all_reduce")])
 
 
-# -- programs without a bug ----------------------------------------------------------------------------
+# -- programs without a bug ------------------------------------------------------------------------
 
 
 def test_a_correct_training_has_no_report_under_many_schedules() -> None:

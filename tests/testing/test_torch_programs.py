@@ -35,9 +35,9 @@ def on_gloo(program: Callable[[], programs.Numbers], ranks: int) -> list[program
 @pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_gives_the_numbers_of_gloo(program: Callable[[], programs.Numbers]) -> None:
     name = program.__name__
-    if name in programs.LIBRARIES:
-        if importlib.util.find_spec(name) is None:  # to import it changes the environment
-            pytest.skip(f"needs {name}")
+    # To import a library here would change the environment.
+    if name in programs.LIBRARIES and importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}")
     ranks = RANKS.get(name, 2)
     gloo = on_gloo(program, ranks)
     assert run_world(program, ranks, torch=True) == gloo

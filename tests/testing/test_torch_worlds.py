@@ -17,11 +17,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import nn
 
 import syncprims as sp
 from syncprims.testing import DeadlockError, run_world
+
+dist: Any = torch.distributed  # its types leave out what its documentation names
 
 both_kinds = pytest.mark.parametrize("kind", ["threads", "processes"])
 
@@ -67,7 +69,7 @@ def test_a_group_opens_however_the_program_asks(arguments: dict[str, Any]) -> No
 def test_numbers_that_a_program_gives_must_be_those_of_its_rank(kind: Any) -> None:
     def body() -> None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        with pytest.raises(ValueError, match="rank=7.*in this world it is"):
+        with pytest.raises(ValueError, match=r"rank=7.*in this world it is"):
             dist.init_process_group("gloo", "tcp://localhost:1", rank=7, world_size=size)
         dist.init_process_group("gloo", "tcp://localhost:1", rank=rank, world_size=size)
         assert summed() == 3
@@ -291,7 +293,7 @@ def test_attributes_of_a_module_that_a_rank_imports_are_its_own() -> None:
             sys.modules[name] = kept
 
 
-# -- threads of a rank, and profilers ---------------------------------------------------------------
+# -- threads of a rank, and profilers --------------------------------------------------------------
 
 
 def test_a_thread_that_its_rank_waits_for_acts_for_the_rank() -> None:
@@ -407,7 +409,7 @@ def test_a_wait_in_the_store_ends_when_a_rank_fails(kind: Any) -> None:
         run_world(body, 2, torch=True, kind=kind)
 
 
-# -- many worlds -------------------------------------------------------------------------------------
+# -- many worlds -----------------------------------------------------------------------------------
 
 
 def program() -> float:

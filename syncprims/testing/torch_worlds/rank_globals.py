@@ -88,13 +88,13 @@ class RankGlobals:
         self._modules = len(sys.modules)
         found = {given: _find(*given) for given in self._awaited}
         self._awaited = [given for given, attribute in found.items() if attribute is None]
-        new: list[Part] = [attribute for attribute in found.values() if attribute is not None]
+        new: list[Any] = [attribute for attribute in found.values() if attribute is not None]
         self._parts += new
         return new
 
 
 def make_fresh_process(rank: int) -> None:
-    """Give this forked process what a new process has in attributes, where it has inherited them."""
+    """Give this forked process the attributes of a new one, in place of those of its parent."""
     for given in _ATTRIBUTES:
         attribute = _find(*given)
         if attribute is not None:
@@ -224,6 +224,9 @@ class _TorchGlobals:
             torch.set_default_dtype(dtype)
 
 
+_numpy: Any = numpy.random  # its types leave some functions out
+
+
 class _NumpyState(NamedTuple):
     """The global generator of numpy."""
 
@@ -245,18 +248,18 @@ class _NumpyRandom:
         return self._begin._replace(bits=copy.deepcopy(self._begin.bits))
 
     def save(self) -> Any:
-        bits, last = numpy.random.get_bit_generator(), self._loaded
+        bits, last = _numpy.get_bit_generator(), self._loaded
         memory = None
         if isinstance(bits, numpy.random.MT19937):
             memory = ctypes.string_at(bits.ctypes.state_address, self._SIZE)
         # To read the whole state takes 25 us, and few programs use it.
         if last and (last.bits, last.memory, last.whole) == (bits, memory, None) and memory:
             return last
-        state: Any = numpy.random.get_state(legacy=False)
+        state: Any = _numpy.get_state(legacy=False)
         return _NumpyState(bits, memory, state if state["has_gauss"] else None)
 
     def load(self, kept: Any) -> None:
-        numpy.random.set_bit_generator(kept.bits)  # there is no second number then
+        _numpy.set_bit_generator(kept.bits)  # there is no second number then
         if kept.whole is not None:
-            numpy.random.set_state(kept.whole)
+            _numpy.set_state(kept.whole)
         self._loaded = kept

@@ -14,12 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-import torch.distributed as dist
-
 from syncprims import errors
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims._world.group import rounds_of
 from syncprims._world.world import World, wait_any
+from syncprims.c10d.torch_internals import dist
 from syncprims.interface import Board, BoardView, Label
 
 
@@ -79,7 +78,7 @@ class FileTable:
         return dict(pickle.loads(data)) if data else {}
 
 
-class WorldStore(dist.Store):
+class WorldStore(dist.Store):  # type: ignore[misc]
     """A store of one rank in the world of a test."""
 
     def __init__(self, table: Table, world: World, prefix: str) -> None:

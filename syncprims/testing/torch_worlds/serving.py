@@ -23,7 +23,7 @@ from syncprims.c10d.torch_internals import (
 )
 
 from .rank_globals import RankGlobals, make_fresh_process
-from .world_store import FileTable, SharedTable, Table, WorldStore
+from .store import FileTable, SharedTable, Table, WorldStore
 
 
 def make_torchrun_variables() -> dict[str, str]:
@@ -34,6 +34,7 @@ def make_torchrun_variables() -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": "1",
     }
 
 
