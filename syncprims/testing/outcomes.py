@@ -117,7 +117,8 @@ class RankOutcome:
         """
         trace = error.__traceback__
         if isinstance(error, SyncError):
-            trace = users_part(trace) or trace
+            served = sys.modules.get("syncprims.c10d.torch_internals")
+            trace = users_part(trace, served.BETWEEN if served else ()) or trace
         first = trace
         while first is not None and first.tb_next is not None:
             name = first.tb_frame.f_code.co_filename
