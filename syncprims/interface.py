@@ -272,6 +272,9 @@ class Board(ABC):
     #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
     #: has none. None while it does not wait.
     waits_until: float | None = None
+    #: Set by the core while it waits for the first of several notes, here or at other boards: the
+    #: call that waits.
+    waits_any: str = ""
 
     def __init__(self, members: Sequence[int], name: str = "") -> None:
         self.members = tuple(members)  #: world ranks, ascending
