@@ -177,6 +177,9 @@ class Note(NamedTuple):
 # -- the contract: what a backend offers -----------------------------------------------------------
 
 
+_WAIT_ANY_PAUSE = 0.005  # seconds, at most, between two looks at several boards
+_WAIT_ANY_INFORM = 0.01  # seconds after which their statuses are updated before each look
+
 State = Literal["unknown", "alive", "finished", "failed", "lost"]
 
 
@@ -269,9 +272,13 @@ class Board(ABC):
     #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
     #: has none. None while it does not wait.
     waits_until: float | None = None
+    #: Set by the core while it waits for the first of several notes, here or at other boards: the
+    #: call that waits.
+    waits_any: str = ""
 
-    def __init__(self, members: Sequence[int]) -> None:
+    def __init__(self, members: Sequence[int], name: str = "") -> None:
         self.members = tuple(members)  #: world ranks, ascending
+        self.name = name  #: distinguishes the boards of the same members
         # The implementation counts before a note can be seen, and before a round's notes are
         # returned: so an interrupt never finds a count that is too low.
         self.posted: int = 0  #: rounds this rank has posted to
@@ -293,6 +300,16 @@ class Board(ABC):
         member is lost or failed, or one whose note is missing has finished. Every member that
         collects round *k* collects equal notes, and no member collects it before all have posted.
         """
+
+    def repeat(self, note: Note) -> Callable[[], bool] | None:
+        """Return a function that collects the round before and posts `note` again, or None.
+
+        It does both, and returns True, if that is one step: one round is outstanding, and all
+        members have posted to it what this rank has, `note`. Otherwise it does nothing, and returns
+        False. Once it has counted the round, Python must run no signal handler until it returns.
+        Optional: for repeated calls that seldom wait, whose code is in no cache of the processor.
+        """
+        return None
 
     @abstractmethod
     def status(self, rank: int) -> Status:
@@ -381,10 +398,11 @@ class Backend(ABC):
         self.topology = topology
 
     @abstractmethod
-    def board(self, members: Sequence[int]) -> Board:
-        """Return the board of the group of `members`; called once per group on each of them.
+    def board(self, members: Sequence[int], name: str = "") -> Board:
+        """Return the board `name` of the group of `members`.
 
-        After :meth:`close_board` it may be called again.
+        Boards of other names, or of other members, have rounds of their own. Called once for each
+        name on each of the members. After :meth:`close_board` it may be called again.
         """
 
     def close_board(self, board: Board) -> bool:
@@ -394,6 +412,28 @@ class Backend(ABC):
         members. Optional: by default nothing happens, and the same board is used again.
         """
         return False
+
+    def wait_any(
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
+        """Return whether ``ready()``, once it is or after `timeout` seconds.
+
+        `ready` reads the statuses of `boards`: so a rank waits for the first of several notes. It
+        may return False earlier, when a board of these is broken. Optional: by default this looks
+        again and again, with growing pauses.
+        """
+        begin = time.monotonic()
+        pause = 0.0
+        while not ready():
+            waited = time.monotonic() - begin
+            if timeout is not None and waited >= timeout:
+                return False
+            time.sleep(pause if timeout is None else min(pause, timeout - waited))
+            if waited >= _WAIT_ANY_INFORM:
+                for board in boards:
+                    board.inform()
+            pause = min(_WAIT_ANY_PAUSE, waited / 4)
+        return True
 
     @abstractmethod
     def close(self, failure: bytes | None = None) -> None:
@@ -420,6 +460,13 @@ class Backend(ABC):
     def published(self, rank: int) -> bytes:
         """Return the latest word that `rank` published; empty if there is none."""
         return b""
+
+    def announce(self, text: bytes) -> None:  # noqa: B027 - optional
+        """Publish `text`, of at most 1 KB, to readers from outside, in place of the one before.
+
+        It says what this rank does beside its calls. A signal handler may call this, also within
+        another call of it; the interrupted one is repeated. Optional: `syncprims who` shows it.
+        """
 
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""
@@ -459,6 +506,7 @@ class WorldView(NamedTuple):
     hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
     pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
     states: Mapping[int, Status]  #: of the ranks of this host
+    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
     problem: str = ""  #: why the rest cannot be read, if it cannot
 
 

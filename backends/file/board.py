@@ -34,7 +34,7 @@ from .memory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from syncprims.interface import WaitView, Window
 
@@ -53,20 +53,25 @@ _WIDTH = WORD.size
 
 
 class SharedMemoryBoard(Board):
-    """The board of `members` in the file `name`, seen from the one whose slot `liveness` holds."""
+    """The board of `members` in a file, seen from the one whose slot `liveness` holds."""
 
     seen_outside = True
 
     def __init__(
-        self, name: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int]
+        self,
+        file: str,
+        members: Sequence[int],
+        liveness: Liveness,
+        slots: Sequence[int],
+        name: str = "",
     ) -> None:
         """Open the board, creating it if this is the first member; under the run's lock.
 
         `slots` are the members' liveness slots. On one host of several, these count from zero.
         """
-        super().__init__(members)
+        super().__init__(members, name)
         self.slots = tuple(slots)
-        self._name = name
+        self._file = file
         self._liveness = liveness
         self._doorbell = liveness.doorbell
         self._spin_policy = _SpinPolicy()
@@ -81,10 +86,10 @@ class SharedMemoryBoard(Board):
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
         #: rounds and names of this rank's files for what did not fit its cells, not yet removed
         self._spilled: list[tuple[int, str]] = []
-        self._cells = Cells(liveness.directory, name, len(self.members))
+        self._cells = Cells(liveness.directory, file, len(self.members))
         self._memory = self._cells.memory
         self._aborts = Aborts(
-            self._cells.aborts, liveness.claims, name, self._index, self._cells.all_posted
+            self._cells.aborts, liveness.claims, file, self._index, self._cells.all_posted
         )
         self._rows = self._cells.rows
         self._own = [self._cells.word_at(cell, self._index) for cell in range(CELLS)]
@@ -196,7 +201,7 @@ class SharedMemoryBoard(Board):
             raise directory.explained(error, f"reading what rank {rank} sends", name) from error
 
     def _spill_name(self, rank: int, number: int) -> str:
-        return f"{self._name}-{rank}-{number}"
+        return f"{self._file}-{rank}-{number}"
 
     # -- collect ------------------------------------------------------------------------------
 
@@ -343,6 +348,52 @@ class SharedMemoryBoard(Board):
             label = Label.decode(text)
         return Note(label, flag, content[:payload], content[payload:])
 
+    def repeat(self, note: Note) -> Callable[[], bool]:
+        """Return the function that posts a bare note again, if that needs nothing else.
+
+        In a training step, this code and its data are in no cache, so what counts is how much of
+        them is touched: one function, without attributes and calls where that is possible.
+        """
+        _, flags, check, body = self._prepare(note)
+        flags |= 1 << 8  # it is one round ahead
+        # A word as one number: each round adds the same, and the check is its upper end.
+        first = flags << 64 | (check + flags * FLAGS_FACTOR) << 96
+        step, mask = 1 | ROUND_FACTOR << 96, (1 << 8 * WORD.size) - 1
+        board, count, size = self, len(self.members), WORD.size
+        memory, rows, own = self._memory, self._rows, self._own
+        mine, written, spilled = self._mine, self._written, self._spilled
+        intents, no_intents, asleep, awake = (
+            self._intents, self._no_intents, self._asleep, self._all_awake,
+        )  # fmt: skip
+
+        def post_again() -> bool:
+            number = board.posted + 1
+            word = (first + number * step & mask).to_bytes(size, "little")
+            # From here on, no call: so no other thread and no signal handler comes between.
+            cell, before = number % CELLS, (number - 1) % CELLS
+            last, expected = mine[before]
+            if (
+                board.posted + 1 != number
+                or board.collected + 2 != number
+                or number == 2
+                or last is not note
+                or (written[cell] is not body and written[cell] != body)
+                or spilled
+                or memory[rows[before]] != expected * count
+                or memory[intents] != no_intents
+                # A rank that falls asleep only now looks again after its nap.
+                or memory[asleep] != awake
+            ):
+                return False
+            posted = note, word
+            board.posted = number
+            board.collected = number - 1
+            mine[cell] = posted
+            memory[own[cell]] = word
+            return True
+
+        return post_again
+
     # -- for the two-level board ------------------------------------------------------------------
 
     def posted_note(self, number: int) -> Note:
@@ -397,8 +448,8 @@ class SharedMemoryBoard(Board):
     def window(self) -> Window:
         """Return the memory that arrays pass through; the first call creates it."""
         if self._window is None:
-            name, count = f"{self._name}-window", len(self.members)
-            self._window = open_window(self._liveness.directory, self._liveness.claims, name, count)
+            file, count = f"{self._file}-window", len(self.members)
+            self._window = open_window(self._liveness.directory, self._liveness.claims, file, count)
         return self._window
 
     def close(self) -> None:

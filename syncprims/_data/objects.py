@@ -11,8 +11,8 @@ from syncprims.interface import Note
 from . import codec, reduction
 from .arrays import Spec, fits, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
-from .shared_memory import SharedMemoryTransport
-from .transport import DeviceTransport, EngineTransport, Operand, Transport
+from .transport import Operand, Transport
+from .transport_choice import find_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,26 +78,12 @@ def _decode(
         raise
 
 
-def _transport(rounds: Rounds) -> Transport | None:
-    """Return what carries arrays between all members, if anything does.
-
-    :raises OSError: if there is no space for a window.
-    """
-    board = rounds.board
-    host: Transport | None = None
-    if (window := board.window()) is not None:
-        host = SharedMemoryTransport(window)
-    elif board.engine is not None:
-        host = EngineTransport(board.engine)
-    return host and DeviceTransport(host, board.device_engine)
-
-
 def _needed_transport(rounds: Rounds) -> Transport:
     """Return what carries arrays, where another member has one.
 
     :raises OSError: if there is no room for a window.
     """
-    transport = _transport(rounds)
+    transport = find_transport(rounds)
     assert transport is not None, "all members have one, or none has"
     return transport
 
@@ -122,7 +108,7 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> _Package:
     transport = None
     payload = _encode(rounds, label, obj, out_of_band=arrays)
     if arrays or _is_large(rounds, payload):
-        transport = _transport(rounds)
+        transport = find_transport(rounds)
     if arrays and transport is None:
         return _Package(_encode(rounds, label, obj), [], None)
     return _Package(payload, arrays, transport)

@@ -52,16 +52,24 @@ OPS: tuple[Op, ...] = get_args(Op)
 #: What dates and durations can be reduced with.
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 #: What numpy and torch call the reductions of two arrays; the others add.
-_FUNCTIONS = {"min": "minimum", "max": "maximum", "prod": "multiply"}
+_FUNCTIONS = {
+    "min": "minimum",
+    "max": "maximum",
+    "prod": "multiply",
+    "band": "bitwise_and",
+    "bor": "bitwise_or",
+    "bxor": "bitwise_xor",
+}
 
 
-def check_op(op: str) -> None:
-    """Accept a known reduction.
+def check_op(op: str) -> Op:
+    """Return a known reduction, as a plain str.
 
     :raises ValueError: naming the known ones.
     """
     if op not in OPS:
         raise ValueError(f"op={op!r}: known reductions are {', '.join(OPS)}")
+    return OPS[OPS.index(op)]
 
 
 def check_value(value: object, op: str, where: str = "value") -> None:
@@ -288,7 +296,7 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
         if is_tensor(flattened[0]):  # numpy does not know the dtype
             _combine_tensors(flattened, op, out.view(-1))
         else:
-            combine(flattened, op, out.numpy().reshape(-1))
+            combine(flattened, op, flat(out))
         return
     import numpy
 
@@ -305,7 +313,9 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
             total[...] = rest.pop(0)
         for part in rest:
             function(total, part, out=total, casting="unsafe")
-        if op == "mean":
+        if op == "mean" and total.dtype.kind in "iu":
+            total //= len(parts)
+        elif op == "mean":
             total /= len(parts)
         if total is not out:
             out[...] = total

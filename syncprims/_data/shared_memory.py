@@ -63,9 +63,7 @@ class SharedMemoryTransport(Transport):
         """Yield each piece, and where it is in the window."""
         number = 0
         for array in [raw(flat(array)) for array in arrays]:
-            # Smaller ones where the array is small, so that the others read one while the next is
-            # written.
-            most = min(self._slot_size, max(_SMALL_PIECE, _up(len(array) // _SLOTS)))
+            most = _piece_size(len(array), self._slot_size)
             for at in range(0, len(array), most):
                 yield number % _SLOTS * self._slot_size, array[at : at + most]
                 number += 1
@@ -105,6 +103,66 @@ class SharedMemoryTransport(Transport):
                 part = Operand(mine[begin : begin + most], result[begin : begin + most])
                 yield _Piece(memory, members, sequence.index, number % _BUFFERS, part)
                 number += 1
+
+    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+        """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time.
+
+        Pieces use the halves of the window in turn: a rank that has posted round k has read the
+        piece of round k - 1, so the piece of round k + 1 goes where that was.
+        """
+        memory, fence = self._window
+        me, members = sequence.index, len(rooms)
+        data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
+        half = len(memory) // 2
+        slot = _piece_size(len(data), half // members)
+        if (own := targets[me]) is not None:
+            own[:] = data
+        for number, begin in enumerate(range(0, len(data), slot)):
+            base = number % 2 * half
+            piece = data[begin : begin + slot]
+            memory[base + me * slot : base + me * slot + len(piece)] = piece
+            fence()
+            sequence.meet()
+            fence()
+            for member, target in enumerate(targets):
+                if target is not None and member != me:
+                    at = base + member * slot
+                    target[begin : begin + len(piece)] = memory[at : at + len(piece)]
+            fence()
+
+    def exchange(
+        self,
+        sequence: RoundSequence,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill ``rooms[i]`` with the part that member i has for this one, in pieces as `gather`."""
+        memory, fence = self._window
+        me, members = sequence.index, len(rooms)
+        mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
+        targets[me][:] = mine[me]
+        longest = (
+            max(size for i, row in enumerate(sizes) for j, size in enumerate(row) if i != j)
+            if members > 1
+            else 0
+        )
+        half = len(memory) // 2
+        slot = _piece_size(longest, half // members**2)
+        for number, begin in enumerate(range(0, longest, slot)):
+            base = number % 2 * half
+            for member, part in enumerate(mine):
+                if member != me and (piece := part[begin : begin + slot]):
+                    at = base + (me * members + member) * slot
+                    memory[at : at + len(piece)] = piece
+            fence()
+            sequence.meet()
+            fence()
+            for member, target in enumerate(targets):
+                if member != me and (room := target[begin : begin + slot]):
+                    at = base + (member * members + me) * slot
+                    room[:] = memory[at : at + len(room)]
+            fence()
 
 
 class _Piece:
@@ -167,6 +225,14 @@ class _Piece:
         result, shared = raw(self._result), self._memory[at : at + self._items * size]
         for part in self._others(size):
             result[part] = shared[part]
+
+
+def _piece_size(size: int, most: int) -> int:
+    """Return how much of arrays of `size` travels at a time, where there is room for `most`.
+
+    Smaller where the array is small, so that the others read one piece while the next is written.
+    """
+    return min(most // _LINE * _LINE, max(_SMALL_PIECE, _up(size // _SLOTS)))
 
 
 def _up(size: int) -> int:

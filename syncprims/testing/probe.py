@@ -6,10 +6,11 @@ observed in the same way. What it does not change it delegates, whatever the con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import get_annotations
 from operator import attrgetter
 
+from syncprims._world.world import open_board
 from syncprims.interface import Backend, Board, Note, Status
 
 from .errors import Killed
@@ -34,6 +35,13 @@ class Observer:
 
     def on_wait(self, rank: int, call: RecordedCall, number: int, until: float) -> bytes | None:
         """Notice that `rank` waits for that round until that time; a verdict returned aborts it."""
+        return None
+
+    def on_wait_any(self, rank: int, call: str, members: Sequence[int]) -> bytes | None:
+        """Notice that `rank` still waits for the first of several notes, of any of `members`.
+
+        Called each time when it has looked and found none; a verdict returned aborts the wait.
+        """
         return None
 
     def on_wait_end(self, rank: int) -> None:
@@ -83,21 +91,54 @@ class ProbedBackend(Backend):
     def __init__(self, inner: Backend, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
         self._probe = probe
-        self._closed: dict[tuple[int, ...], int] = {}  # rounds at closed boards of these members
+        # Rounds at closed boards, by members and name.
+        self._closed: dict[tuple[tuple[int, ...], str], int] = {}
 
-    def board(self, members: Sequence[int]) -> Board:
+    def board(self, members: Sequence[int], name: str = "") -> Board:
         """Return the board of `members`, probed."""
         self._probe.check_alive()
-        earlier = self._closed.get(tuple(members), 0)
-        return ProbedBoard(self.inner.board(members), self._probe, earlier)
+        earlier = self._closed.get((tuple(members), name), 0)
+        return ProbedBoard(open_board(self.inner, members, name), self._probe, earlier)
 
     def close_board(self, board: Board) -> bool:
         """Release a board that this backend has returned."""
         assert isinstance(board, ProbedBoard)
         closed = self.inner.close_board(board.inner)
         if closed:
-            self._closed[board.members] = board.earlier + board.posted
+            self._closed[board.members, board.name] = board.earlier + board.posted
         return closed
+
+    def wait_any(
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
+        """Wait for the first of several notes; a rank that is killed meanwhile ends."""
+        probe, outcome = self._probe, self._probe.outcome
+        probe.check_alive()
+        inner = [board.inner if isinstance(board, ProbedBoard) else board for board in boards]
+        members = sorted({rank for board in boards for rank in board.members} - {probe.rank})
+        outcome.waits_any = boards[0].waits_any if boards else ""
+
+        def settled() -> bool:
+            if ready() or any(board.verdict() is not None for board in inner):
+                return True
+            if timeout is not None:
+                return False
+            verdict = probe.observer.on_wait_any(probe.rank, outcome.waits_any, members)
+            if verdict is None:
+                return False
+            for board in inner:
+                board.abort(verdict)
+            return True
+
+        try:
+            self.inner.wait_any(inner, settled, timeout)
+        finally:
+            probe.observer.on_wait_end(probe.rank)
+        probe.check_alive()
+        found = ready()
+        if found:
+            outcome.waits_any = ""
+        return found
 
     def close(self, failure: bytes | None = None) -> None:
         """Leave the world."""
@@ -123,7 +164,7 @@ class ProbedBoard(Board):
         """Post, unless a fault prevents it."""
         probe, inner = self._probe, self.inner
         probe.check_alive()
-        self._last = RecordedCall(self._members, note.label)
+        self._last = RecordedCall(self._members, note.label, inner.name)
         if self._recorded <= inner.posted:  # else a second try: the first note was refused
             self._recorded = inner.posted + 1
             probe.record_call(self._last)
@@ -142,6 +183,9 @@ class ProbedBoard(Board):
         if notes is not None:
             probe.outcome.waits = None
         return notes
+
+    def repeat(self, note: Note) -> None:
+        """Return None: every round is recorded."""
 
     def _ask_observer(self, until: float) -> None:
         assert self._last is not None
@@ -163,6 +207,15 @@ class ProbedBoard(Board):
         if until is None:
             self._probe.observer.on_wait_end(self._probe.rank)
 
+    @property
+    def waits_any(self) -> str:
+        """The call that waits for the first of several notes."""
+        return self.inner.waits_any
+
+    @waits_any.setter
+    def waits_any(self, call: str) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.inner.waits_any = call
+
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
         return self.inner.status(rank)
@@ -183,4 +236,4 @@ class ProbedBoard(Board):
 
 
 _delegate_rest(ProbedBackend, Backend, "topology", "settings")
-_delegate_rest(ProbedBoard, Board, "members", "posted", "collected")
+_delegate_rest(ProbedBoard, Board, "members", "name", "posted", "collected")
