@@ -171,6 +171,7 @@ def test_the_state_of_the_window(world: Ranks) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             assert state.active_dataloader is loader
+            assert state.remainder == 0
             seen.append((state.sync_gradients, state.end_of_dataloader))
         assert not state.in_dataloader
         assert (state.num_steps, state.remainder) == (2, -1)
