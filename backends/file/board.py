@@ -30,7 +30,6 @@ from .memory import (
     WORD,
     Cells,
     open_window,
-    word_of,
 )
 
 if TYPE_CHECKING:
@@ -78,11 +77,14 @@ class SharedMemoryBoard(Board):
         # Notes without payload, and how they are written. By identity: a label compares slowly.
         self._bare: dict[int, tuple[Note, int, int, bytes]] = {}
         self._bodies: dict[bytes, tuple[int, bytes]] = {}  # by label: the check, and the body
+        # What came without payload, by check: the body, and the notes without and with a flag.
+        self._seen: dict[int, tuple[bytes, Note, Note]] = {}
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
         #: rounds and names of this rank's files for what did not fit its cells, not yet removed
         self._spilled: list[tuple[int, str]] = []
         self._cells = Cells(liveness.directory, name, len(self.members))
         self._memory = self._cells.memory
+        self.small_window = self._cells.small_window
         self._aborts = Aborts(
             self._cells.aborts, liveness.claims, name, self._index, self._cells.all_posted
         )
@@ -322,14 +324,18 @@ class SharedMemoryBoard(Board):
 
     def _take(self, number: int, index: int, word: bytes, label: Label) -> Note | None:
         """Return the note that belongs to a word, or None while it is not whole."""
-        found, flags, _ = WORD.unpack(word)
+        found, flags, check = WORD.unpack(word)
         if found != number:
             return None
+        cell = number % CELLS
+        if not flags & CONTENT:
+            seen = self._seen.get((check - number * ROUND_FACTOR - flags * FLAGS_FACTOR) & MASK)
+            # Two labels may have the same check.
+            if seen is not None and self._cells.holds_body(cell, index, seen[0]):
+                return seen[2] if flags & FLAG else seen[1]
         expected = label.encode()  # most likely the others made the same call
         flag = bool(flags & FLAG)
-        if not flags & CONTENT and word == word_of(number, flags, self._body_of(expected)[0]):
-            return Note(label, flag)
-        body = self._cells.read_body(number % CELLS, index, word)
+        body = self._cells.read_body(cell, index, word)
         if body is None:
             return None
         text, payload, failure, check, content = body
@@ -341,6 +347,11 @@ class SharedMemoryBoard(Board):
             return None
         if text != expected:
             label = Label.decode(text)
+        if not flags & CONTENT:
+            if len(self._seen) > _MOST_KNOWN:
+                self._seen.clear()
+            check, body_seen = self._body_of(text)
+            self._seen[check] = body_seen, Note(label), Note(label, flag=True)
         return Note(label, flag, content[:payload], content[payload:])
 
     # -- for the two-level board ------------------------------------------------------------------

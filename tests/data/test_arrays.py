@@ -188,9 +188,9 @@ def test_arrays_of_mixed_sizes_keep_out_of_each_others_way(world: Ranks) -> None
         piece: Any = shared_memory._Piece  # pyright: ignore[reportPrivateUsage]
         read = piece.read_others
 
-        def read_slowly(self: Any) -> None:
+        def read_slowly(self: Any, half: int) -> None:
             time.sleep(0.002 if slow.random() < 0.3 else 0)  # the fault, not a wait
-            read(self)
+            read(self, half)
 
         piece.read_others = read_slowly
         for _ in range(12):
