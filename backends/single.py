@@ -32,9 +32,9 @@ class SingleBackend(Backend):
                 f"world_size={topology.world_size}; choose another backend"
             )
 
-    def board(self, members: Sequence[int]) -> SingleBoard:
+    def board(self, members: Sequence[int], name: str = "") -> SingleBoard:
         """Return a board for this process alone."""
-        return SingleBoard(members)
+        return SingleBoard(members, name)
 
     def close(self, failure: bytes | None = None) -> None:
         """Leave; there are no other ranks."""
@@ -43,8 +43,8 @@ class SingleBackend(Backend):
 class SingleBoard(Board):
     """A board with one member."""
 
-    def __init__(self, members: Sequence[int]) -> None:
-        super().__init__(members)
+    def __init__(self, members: Sequence[int], name: str) -> None:
+        super().__init__(members, name)
         self._last: Note | None = None
         self._waiting: deque[Note] = deque()
 

@@ -53,8 +53,8 @@ class SharedWorld:
 
     def __init__(self, scheduler: RankScheduler, world_size: int) -> None:
         self.scheduler = scheduler
-        #: by members, and how many boards of theirs were closed before
-        self.boards: dict[tuple[tuple[int, ...], int], _SharedBoard] = {}
+        #: by members, name, and how many such boards were closed before
+        self.boards: dict[tuple[tuple[int, ...], str, int], _SharedBoard] = {}
         self.waiting: set[ThreadBoard] = set()  #: where a thread waits
         #: of each rank: the state, how it ended, and the failure it left
         self.states: list[tuple[State, str, bytes]] = [("unknown", "", b"")] * world_size
@@ -105,7 +105,7 @@ class ThreadBackend(Backend):
             self.check(topology, settings)
         super().__init__(topology, settings)
         self._world = world
-        self._closed: dict[tuple[int, ...], int] = {}  # boards of these members
+        self._closed: dict[tuple[tuple[int, ...], str], int] = {}  # boards, by members and name
         self.host = str(topology.node_rank)  # that a test pretends
         world.states[topology.rank] = "alive", "", b""
 
@@ -122,17 +122,36 @@ class ThreadBackend(Backend):
         """Return what the ranks of a new world share."""
         return SharedWorld(scheduler, world_size)
 
-    def board(self, members: Sequence[int]) -> ThreadBoard:
-        """Return the board of `members`."""
-        closed = self._closed.get(tuple(members), 0)
-        return ThreadBoard(members, self.topology.rank, self._world, closed)
+    def board(self, members: Sequence[int], name: str = "") -> ThreadBoard:
+        """Return the board `name` of `members`."""
+        closed = self._closed.get((tuple(members), name), 0)
+        return ThreadBoard(members, name, self.topology.rank, self._world, closed)
 
     def close_board(self, board: Board) -> bool:
         """Forget the board: its members meet at a new one."""
-        closed = self._closed.get(board.members, 0)
-        self._world.boards.pop((board.members, closed), None)
-        self._closed[board.members] = closed + 1
+        closed = self._closed.get((board.members, board.name), 0)
+        self._world.boards.pop((board.members, board.name, closed), None)
+        self._closed[board.members, board.name] = closed + 1
         return True
+
+    def wait_any(
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
+        """Run other ranks until ``ready()``, one of these boards is broken, or the time is up."""
+        own = [board for board in boards if isinstance(board, ThreadBoard)]
+        scheduler, waiting = self._world.scheduler, self._world.waiting
+        until = scheduler.now() + (math.inf if timeout is None else timeout)
+
+        def settled() -> bool:
+            return ready() or any(board.verdict() is not None for board in own)
+
+        with scheduler.inside(self.topology.rank):
+            waiting.update(own)
+            try:
+                scheduler.wait(self.topology.rank, settled, until)
+            finally:
+                waiting.difference_update(own)
+        return ready()
 
     def close(self, failure: bytes | None = None) -> None:
         """Publish how this rank ends."""
@@ -152,12 +171,14 @@ class ThreadBoard(Board):
 
     virtual_time = True
 
-    def __init__(self, members: Sequence[int], rank: int, world: SharedWorld, closed: int) -> None:
-        super().__init__(members)
+    def __init__(
+        self, members: Sequence[int], name: str, rank: int, world: SharedWorld, closed: int
+    ) -> None:
+        super().__init__(members, name)
         self.rank = rank  #: whose view of the board this is
         self._world = world
         self._scheduler = world.scheduler
-        key = self.members, closed
+        key = self.members, name, closed
         self._shared = world.boards.setdefault(key, _SharedBoard(self.members))
         self.small_window = self._shared.small_window
 

@@ -40,14 +40,22 @@ def _script(name: str) -> str:
     return str(HERE / f"{name}.py")
 
 
+#: The runner of mpi4py aborts all ranks if one raises.
+_MPI = [sys.executable, "-m", "mpi4py", _script("peer_mpi")]
+
+
 def _ours(ranks: int) -> list[str]:
     return [sys.executable, "-m", "syncprims", "run", "-n", str(ranks), _script("ours")]
 
 
 def _mpich(ranks: int) -> list[str]:
-    # The runner of mpi4py aborts all ranks if one raises.
-    start = [_find("mpiexec") or "mpiexec", "-n", str(ranks)]
-    return [*start, sys.executable, "-m", "mpi4py", _script("peer_mpich")]
+    return [_find("mpiexec") or "mpiexec", "-n", str(ranks), *_MPI]
+
+
+def _open_mpi(ranks: int) -> list[str]:
+    start = ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [*start, *root, "env", "MPI4PY_MPIABI=openmpi", *_MPI]
 
 
 def _torchrun(name: str) -> Callable[[int], list[str]]:
@@ -63,6 +71,7 @@ KINDS = {
     "syncprims": Kind(_ours),
     "pthread": Kind(_plain("peer_pthread"), programs=("cc",)),
     "MPICH": Kind(_mpich, ("mpi4py",), ("mpiexec",)),
+    "Open MPI": Kind(_open_mpi, ("mpi4py",), ("mpirun.openmpi",)),
     "multiprocessing": Kind(_plain("peer_multiprocessing")),
     "Gloo": Kind(_torchrun("peer_gloo"), ("torch",)),
     "Accelerate": Kind(_torchrun("peer_accelerate"), ("torch", "accelerate")),

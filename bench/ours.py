@@ -26,6 +26,8 @@ def main() -> None:
                 "flag": lambda: sp.any_rank(False),
                 "all_gather": lambda: sp.all_gather(rank),
                 "small dict": lambda: sp.broadcast(timing.SMALL_DICT),
+                "number": lambda: sp.all_reduce(1.0),
+                "metrics": lambda: sp.all_reduce(timing.METRICS, "mean"),
                 "lagging check": tight.check,
             },
             stepped={"lagging check, no late rank": stepped.check},

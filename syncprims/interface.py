@@ -185,6 +185,9 @@ class Note(NamedTuple):
 # -- the contract: what a backend offers -----------------------------------------------------------
 
 
+_WAIT_ANY_PAUSE = 0.005  # seconds, at most, between two looks at several boards
+_WAIT_ANY_INFORM = 0.01  # seconds after which their statuses are updated before each look
+
 State = Literal["unknown", "alive", "finished", "failed", "lost"]
 
 
@@ -281,8 +284,9 @@ class Board(ABC):
     #: has none. None while it does not wait.
     waits_until: float | None = None
 
-    def __init__(self, members: Sequence[int]) -> None:
+    def __init__(self, members: Sequence[int], name: str = "") -> None:
         self.members = tuple(members)  #: world ranks, ascending
+        self.name = name  #: distinguishes the boards of the same members
         # The implementation counts before a note can be seen, and before a round's notes are
         # returned: so an interrupt never finds a count that is too low.
         self.posted: int = 0  #: rounds this rank has posted to
@@ -392,10 +396,11 @@ class Backend(ABC):
         self.topology = topology
 
     @abstractmethod
-    def board(self, members: Sequence[int]) -> Board:
-        """Return the board of the group of `members`; called once per group on each of them.
+    def board(self, members: Sequence[int], name: str = "") -> Board:
+        """Return the board `name` of the group of `members`.
 
-        After :meth:`close_board` it may be called again.
+        Boards of other names, or of other members, have rounds of their own. Called once for each
+        name on each of the members. After :meth:`close_board` it may be called again.
         """
 
     def close_board(self, board: Board) -> bool:
@@ -405,6 +410,28 @@ class Backend(ABC):
         members. Optional: by default nothing happens, and the same board is used again.
         """
         return False
+
+    def wait_any(
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
+        """Return whether ``ready()``, once it is or after `timeout` seconds.
+
+        `ready` reads the statuses of `boards`: so a rank waits for the first of several notes. It
+        may return False earlier, when a board of these is broken. Optional: by default this looks
+        again and again, with growing pauses.
+        """
+        begin = time.monotonic()
+        pause = 0.0
+        while not ready():
+            waited = time.monotonic() - begin
+            if timeout is not None and waited >= timeout:
+                return False
+            time.sleep(pause if timeout is None else min(pause, timeout - waited))
+            if waited >= _WAIT_ANY_INFORM:
+                for board in boards:
+                    board.inform()
+            pause = min(_WAIT_ANY_PAUSE, waited / 4)
+        return True
 
     @abstractmethod
     def close(self, failure: bytes | None = None) -> None:

@@ -77,7 +77,7 @@ class FileBackend(Backend):
             topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
         )
         self._boards: list[SharedMemoryBoard] = []
-        self._closed = collections.Counter[tuple[int, ...]]()  # boards of these members
+        self._closed = collections.Counter[str]()  # boards, by what `name_of` would return first
         self.liveness: Liveness  #: of this world
         with self._explained_os_errors():
             self._base = PrivateDirectory.open(self._run_path.parent)
@@ -125,18 +125,20 @@ class FileBackend(Backend):
         """The directory of this run."""
         return str(self._run_path)
 
-    def board(self, members: Sequence[int]) -> SharedMemoryBoard:
+    def board(self, members: Sequence[int], name: str = "") -> SharedMemoryBoard:
         """Return the board of `members`, creating it if this is the first of them."""
-        return self.open_board(members, self.name_of(members), members, members)
+        return self.open_board(members, name, self.file_of(members, name), members, members)
 
     def close_board(self, board: Board) -> bool:
         """Unmap the board and remove its files."""
         self.release(board.members, board)
         return True
 
-    def name_of(self, members: Sequence[int]) -> str:
-        """Return the name of the board of `members`: a new one after each that was closed."""
-        return board_name(members, self._closed[tuple(members)])
+    def file_of(self, members: Sequence[int], name: str) -> str:
+        """Return the file of the board of `members`: a new one after each that was closed."""
+        first = board_file(members, name)
+        closed = self._closed[first]
+        return board_file(members, name, closed) if closed else first
 
     def release(self, members: Sequence[int], board: Board) -> None:
         """Close `board`, this host's part of that of `members`, and remove the files of both.
@@ -146,24 +148,29 @@ class FileBackend(Backend):
         assert isinstance(board, SharedMemoryBoard)
         self._boards.remove(board)
         board.close()
-        name, directory = self.name_of(members), self.liveness.directory
-        self._closed[tuple(members)] += 1
+        file, directory = self.file_of(members, board.name), self.liveness.directory
+        self._closed[board_file(members, board.name)] += 1
         with contextlib.suppress(OSError):  # then they are removed with the world
             for found in directory.names():
-                if found == name or found.startswith(f"{name}-"):
+                if found == file or found.startswith(f"{file}-"):
                     directory.remove(found)
 
     def open_board(
-        self, members: Sequence[int], name: str, slots: Sequence[int], everywhere: Sequence[int]
+        self,
+        members: Sequence[int],
+        name: str,
+        file: str,
+        slots: Sequence[int],
+        everywhere: Sequence[int],
     ) -> SharedMemoryBoard:
-        """Return the board `name` of members whose liveness slots are `slots`.
+        """Return the board `name`, in `file`, of members whose liveness slots are `slots`.
 
         They are this host's part of those that are members `everywhere`.
         """
         description = BoardDescription(format_ranks(everywhere), format_ranks(members))
         with self.locked_directory() as directory:
-            board = SharedMemoryBoard(name, members, self.liveness, slots)
-            describe_board(directory, name, description)
+            board = SharedMemoryBoard(file, members, self.liveness, slots, name)
+            describe_board(directory, file, description)
         self._boards.append(board)
         return board
 
@@ -287,7 +294,7 @@ class FileBackend(Backend):
                     rank=top.rank,
                 )
                 # Those that have joined this world raise it as well.
-                abort_from_outside(directory, board_name(range(found)), found, errors.dump(error))
+                abort_from_outside(directory, board_file(range(found)), found, errors.dump(error))
                 raise error
             describe_world(directory, self._description)
             self.liveness = Liveness(directory, top.rank, top.world_size)
@@ -429,9 +436,9 @@ def _run_path(topology: Topology, settings: Settings) -> Path:
     return base_path(settings) / f"{_PREFIX}{safe}"
 
 
-def board_name(members: Sequence[int], closed: int = 0) -> str:
-    """Return the name of the board of `members`, after so many of theirs were closed."""
-    which = (tuple(members), closed) if closed else tuple(members)
+def board_file(members: Sequence[int], name: str = "", closed: int = 0) -> str:
+    """Return the file of the board `name` of `members`, after so many of them were closed."""
+    which = tuple(members), name, closed
     digest = hashlib.blake2b(repr(which).encode(), digest_size=8)
     return f"board-{digest.hexdigest()}"
 

@@ -52,20 +52,25 @@ _WIDTH = WORD.size
 
 
 class SharedMemoryBoard(Board):
-    """The board of `members` in the file `name`, seen from the one whose slot `liveness` holds."""
+    """The board of `members` in a file, seen from the one whose slot `liveness` holds."""
 
     seen_outside = True
 
     def __init__(
-        self, name: str, members: Sequence[int], liveness: Liveness, slots: Sequence[int]
+        self,
+        file: str,
+        members: Sequence[int],
+        liveness: Liveness,
+        slots: Sequence[int],
+        name: str = "",
     ) -> None:
         """Open the board, creating it if this is the first member; under the run's lock.
 
         `slots` are the members' liveness slots. On one host of several, these count from zero.
         """
-        super().__init__(members)
+        super().__init__(members, name)
         self.slots = tuple(slots)
-        self._name = name
+        self._file = file
         self._liveness = liveness
         self._doorbell = liveness.doorbell
         self._spin_policy = _SpinPolicy()
@@ -82,11 +87,11 @@ class SharedMemoryBoard(Board):
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
         #: rounds and names of this rank's files for what did not fit its cells, not yet removed
         self._spilled: list[tuple[int, str]] = []
-        self._cells = Cells(liveness.directory, name, len(self.members))
+        self._cells = Cells(liveness.directory, file, len(self.members))
         self._memory = self._cells.memory
         self.small_window = self._cells.small_window
         self._aborts = Aborts(
-            self._cells.aborts, liveness.claims, name, self._index, self._cells.all_posted
+            self._cells.aborts, liveness.claims, file, self._index, self._cells.all_posted
         )
         self._rows = self._cells.rows
         self._own = [self._cells.word_at(cell, self._index) for cell in range(CELLS)]
@@ -198,7 +203,7 @@ class SharedMemoryBoard(Board):
             raise directory.explained(error, f"reading what rank {rank} sends", name) from error
 
     def _spill_name(self, rank: int, number: int) -> str:
-        return f"{self._name}-{rank}-{number}"
+        return f"{self._file}-{rank}-{number}"
 
     # -- collect ------------------------------------------------------------------------------
 
@@ -408,8 +413,8 @@ class SharedMemoryBoard(Board):
     def window(self) -> Window:
         """Return the memory that arrays pass through; the first call creates it."""
         if self._window is None:
-            name, count = f"{self._name}-window", len(self.members)
-            self._window = open_window(self._liveness.directory, self._liveness.claims, name, count)
+            file, count = f"{self._file}-window", len(self.members)
+            self._window = open_window(self._liveness.directory, self._liveness.claims, file, count)
         return self._window
 
     def close(self) -> None:

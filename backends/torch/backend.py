@@ -185,28 +185,28 @@ class TorchBackend(Backend):
 
     # -- boards ---------------------------------------------------------------------------------
 
-    def board(self, members: Sequence[int]) -> Board:
+    def board(self, members: Sequence[int], name: str = "") -> Board:
         """Return the board of `members`: on one host shared memory alone, else two-level."""
-        board = self._board(members)
+        board = self._board(members, name)
         if self._may_use_nccl({self._placement.host_of[rank] for rank in members}):
             # Its first group takes all ranks of the world.
             size = self.topology.world_size
             board.device_engine = NcclEngine(members, size, self.open_process_group)
         return board
 
-    def _board(self, members: Sequence[int]) -> Board:
+    def _board(self, members: Sequence[int], name: str) -> Board:
         if self._connection is None:
-            return self._local.board(members)
+            return self._local.board(members, name)
         here = self._connection.ranks
         local = [rank for rank in members if rank in here]
         slots = [here.index(rank) for rank in local]
-        name = self._local.name_of(members)
+        file = self._local.file_of(members, name)
         if len(local) == len(members):
-            return self._local.open_board(local, name, slots, members)
-        own = self._local.open_board(local, f"{name}-here", slots, members)
+            return self._local.open_board(local, name, file, slots, members)
+        own = self._local.open_board(local, name, f"{file}-here", slots, members)
         with self._local.locked_directory():
-            board = TwoLevelBoard(members, name, own, self._connection)
-        prefix = f"{self._placement.token}/{name}/gloo"
+            board = TwoLevelBoard(members, file, own, self._connection)
+        prefix = f"{self._placement.token}/{file}/gloo"
         index, count = board.members.index(self.topology.rank), len(members)
         interfaces = self.settings.gloo_interfaces
         board.engine = GlooEngine(self._connection.endpoint, prefix, index, count, interfaces)

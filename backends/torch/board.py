@@ -77,17 +77,17 @@ class TwoLevelBoard(Board):
     def __init__(
         self,
         members: Sequence[int],
-        name: str,
+        file: str,
         local: SharedMemoryBoard,
         connection: HostConnection,
     ) -> None:
-        """Open the board `name`; under the run's lock."""
-        super().__init__(members)
+        """Open the board in `file`; under the run's lock."""
+        super().__init__(members, local.name)
         self.local = local  #: of the members on this host
         count, index = len(local.members), local.members.index(local.rank)
-        self._state = HostState(connection.liveness, name, count, index)
+        self._state = HostState(connection.liveness, file, count, index)
         self._connection = connection
-        self._prefix = f"{connection.placement.token}/{name}"
+        self._prefix = f"{connection.placement.token}/{file}"
         hosts: dict[int, list[int]] = {}  # host -> its members, by their index
         for number, member in enumerate(self.members):
             hosts.setdefault(connection.placement.host_of[member], []).append(number)

@@ -7,6 +7,7 @@ own: see :func:`own_device`.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from typing import Any, NamedTuple, TypeGuard
@@ -173,6 +174,13 @@ def spec_of(obj: Any) -> Spec | None:
 
 # -- bytes ---------------------------------------------------------------------------------------
 
+#: Dtypes of torch that numpy has too, under the same names.
+_KNOWN_TO_NUMPY = frozenset(
+    f"{kind}{bits}"
+    for kind, sizes in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)))
+    for bits in sizes
+) | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
+
 
 def flat(obj: Any) -> Any:
     """Return the items of an array in one dimension: the very memory, where that is contiguous.
@@ -184,10 +192,8 @@ def flat(obj: Any) -> Any:
     if is_array(obj):
         return numpy.ascontiguousarray(obj).reshape(-1)
     plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    try:
-        return plain.numpy()
-    except TypeError:  # bfloat16 and smaller
-        return plain
+    kind = str(plain.dtype)[6:]
+    return _memory(plain, kind) if kind in _KNOWN_TO_NUMPY else plain
 
 
 def raw(vector: Any) -> memoryview:
@@ -197,10 +203,42 @@ def raw(vector: Any) -> memoryview:
     if not is_array(vector):
         import torch
 
-        vector = vector.view(torch.uint8).numpy()
+        vector = _memory(vector.view(torch.uint8), "uint8")
     if vector.nbytes == 0:
         return memoryview(bytearray())
     return memoryview(vector.view(numpy.uint8))
+
+
+class _Items:
+    """The memory of a contiguous tensor in the form that numpy takes.
+
+    Not by `Tensor.numpy`: that fixes the size of the storage, and a later `resize_` would fail.
+    """
+
+    def __init__(self, tensor: Any, kind: str) -> None:
+        self._tensor = tensor  # which the array keeps alive
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel(),),
+            "typestr": _numpy_dtype(kind).str,
+        }
+
+
+def _memory(tensor: Any, kind: str) -> Any:
+    """Return the very memory of a contiguous tensor as a numpy array of one dimension."""
+    import numpy
+
+    if not tensor.numel():
+        return numpy.empty(0, _numpy_dtype(kind))
+    return numpy.asarray(_Items(tensor, kind))
+
+
+@functools.cache
+def _numpy_dtype(kind: str) -> Any:
+    import numpy
+
+    return numpy.dtype(kind)
 
 
 def empty_array(like: Any, shape: int | tuple[int, ...], dtype: Any) -> Any:

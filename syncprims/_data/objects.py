@@ -13,6 +13,7 @@ from .arrays import Spec, fits, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
 from .plane import DataPlane
 from .transport import Operand, Transport
+from .transport_choice import find_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ def _needed_transport(rounds: Rounds) -> Transport:
 
     :raises OSError: if there is no room for a window.
     """
-    transport = DataPlane.of(rounds).transport()
+    transport = find_transport(rounds)
     assert transport is not None, "all members have one, or none has"
     return transport
 
@@ -108,7 +109,7 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> _Package:
     transport = None
     payload = _encode(rounds, label, obj, out_of_band=arrays)
     if arrays or _is_large(rounds, payload):
-        transport = DataPlane.of(rounds).transport()
+        transport = find_transport(rounds)
     if arrays and transport is None:
         return _Package(_encode(rounds, label, obj), [], None)
     return _Package(payload, arrays, transport)

@@ -16,8 +16,6 @@ from syncprims.interface import Label, Note
 
 from . import codec
 from .layouts import Layout, key_of, make_layout, read_layout
-from .shared_memory import SharedMemoryTransport
-from .transport import DeviceTransport, EngineTransport, Transport
 
 if TYPE_CHECKING:
     from syncprims._protocol.rounds import Rounds
@@ -44,7 +42,6 @@ class DataPlane:
         self._window: Window | None = None
         self._layouts: dict[Any, Layout | None] = {}
         self._described: dict[bytes, Layout] = {}
-        self._transport: Transport | None = None
         #: Whether all members are known to have the window.
         self.window_is_shared = False
 
@@ -57,21 +54,6 @@ class DataPlane:
         return plane
 
     # -- how arrays travel ---------------------------------------------------------------------
-
-    def transport(self) -> Transport | None:
-        """Return what carries arrays between all members, if anything does.
-
-        :raises OSError: if there is no space for a window.
-        """
-        if self._transport is None:
-            board = self._board
-            host: Transport | None = None
-            if (window := self.window()) is not None:
-                host = SharedMemoryTransport(window)
-            elif board.engine is not None:
-                host = EngineTransport(board.engine)
-            self._transport = host and DeviceTransport(host, board.device_engine)
-        return self._transport
 
     def window(self) -> Window | None:
         """Return the window of the board, if it has one.

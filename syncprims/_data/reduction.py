@@ -52,7 +52,14 @@ OPS: tuple[Op, ...] = get_args(Op)
 #: What dates and durations can be reduced with.
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 #: What numpy and torch call the reductions of two arrays; the others add.
-_FUNCTIONS = {"min": "minimum", "max": "maximum", "prod": "multiply"}
+_FUNCTIONS = {
+    "min": "minimum",
+    "max": "maximum",
+    "prod": "multiply",
+    "band": "bitwise_and",
+    "bor": "bitwise_or",
+    "bxor": "bitwise_xor",
+}
 
 
 def check_op(op: str) -> None:
@@ -293,7 +300,7 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
         if is_tensor(flattened[0]):  # numpy does not know the dtype
             _combine_tensors(flattened, op, out.view(-1))
         else:
-            combine(flattened, op, out.numpy().reshape(-1))
+            combine(flattened, op, flat(out))
         return
     numpy = sys.modules["numpy"]
     if out.dtype.kind not in "fc":
@@ -320,7 +327,9 @@ def _combine_arrays(numpy: Any, parts: Sequence[Any], op: str, total: Any) -> No
         rest = parts[1:]
     for part in rest:
         function(total, part, out=total, casting="unsafe")
-    if op == "mean":
+    if op == "mean" and total.dtype.kind in "iu":
+        total //= len(parts)
+    elif op == "mean":
         total /= len(parts)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from syncprims.interface import Window
 
 _LINE = 64  # bytes, of a processor's cache
-#: Bytes of a piece of a broadcast: the others read it while the next one is written.
+#: Bytes of a piece: the others read it while the next one is written.
 _LEAST_PIECE, _MOST_PIECE = 256 << 10, 1 << 20
 _REDUCED_AT_ONCE = 1 << 20  # bytes: what all members bring to a piece of a reduction
 
@@ -58,7 +58,7 @@ class SharedMemoryTransport(Transport):
 
     def _byte_pieces(self, arrays: Sequence[Any]) -> Iterator[memoryview]:
         for array in [raw(flat(array)) for array in arrays]:
-            most = min(self._half, _MOST_PIECE, max(_LEAST_PIECE, _up(len(array) // 4)))
+            most = _piece_size(len(array), self._half)
             for at in range(0, len(array), most):
                 yield array[at : at + most]
 
@@ -99,6 +99,64 @@ class SharedMemoryTransport(Transport):
             for at in range(0, len(mine), most):
                 part = Operand(mine[at : at + most], result[at : at + most])
                 yield _Piece(memory, members, sequence.index, self._half - results, part)
+
+    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+        """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time."""
+        memory, fence = self._window
+        me, members = sequence.index, len(rooms)
+        data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
+        slot = _piece_size(len(data), self._half // members)
+        board = sequence.rounds.board
+        sequence.collect_until(board.posted)
+        if (own := targets[me]) is not None:
+            own[:] = data
+        for begin in range(0, len(data), slot):
+            base = self._half * (board.posted + 1 & 1)
+            piece = data[begin : begin + slot]
+            memory[base + me * slot : base + me * slot + len(piece)] = piece
+            fence()
+            sequence.meet()
+            fence()
+            for member, target in enumerate(targets):
+                if target is not None and member != me:
+                    at = base + member * slot
+                    target[begin : begin + len(piece)] = memory[at : at + len(piece)]
+            fence()
+
+    def exchange(
+        self,
+        sequence: RoundSequence,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill ``rooms[i]`` with the part that member i has for this one, in pieces as `gather`."""
+        memory, fence = self._window
+        me, members = sequence.index, len(rooms)
+        mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
+        targets[me][:] = mine[me]
+        longest = (
+            max(size for i, row in enumerate(sizes) for j, size in enumerate(row) if i != j)
+            if members > 1
+            else 0
+        )
+        slot = _piece_size(longest, self._half // members**2)
+        board = sequence.rounds.board
+        sequence.collect_until(board.posted)
+        for begin in range(0, longest, slot):
+            base = self._half * (board.posted + 1 & 1)
+            for member, part in enumerate(mine):
+                if member != me and (piece := part[begin : begin + slot]):
+                    at = base + (me * members + member) * slot
+                    memory[at : at + len(piece)] = piece
+            fence()
+            sequence.meet()
+            fence()
+            for member, target in enumerate(targets):
+                if member != me and (room := target[begin : begin + slot]):
+                    at = base + (member * members + me) * slot
+                    room[:] = memory[at : at + len(room)]
+            fence()
 
 
 class _Piece:
@@ -167,6 +225,14 @@ class _Piece:
         result, shared = raw(self._result), self._memory[at : at + self._items * size]
         for part in self._others(size):
             result[part] = shared[part]
+
+
+def _piece_size(size: int, most: int) -> int:
+    """Return how much of arrays of `size` travels at a time, where there is room for `most`.
+
+    Smaller where the array is small, so that the others read one piece while the next is written.
+    """
+    return min(most // _LINE * _LINE, _MOST_PIECE, max(_LEAST_PIECE, _up(size // 4)))
 
 
 def _up(size: int) -> int:

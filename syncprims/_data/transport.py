@@ -43,6 +43,26 @@ class Transport(ABC):
         Members reduce one part each, in the order of ranks: as one rank alone would have.
         """
 
+    @abstractmethod
+    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+        """Fill ``rooms[i]``, contiguous, with the `mine` of member number i; all equally long.
+
+        What a member has no room for, it leaves.
+        """
+
+    @abstractmethod
+    def exchange(
+        self,
+        sequence: RoundSequence,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        """All-to-all: fill ``rooms[i]``, contiguous, with the part that member i has for this one.
+
+        ``sizes[i][j]`` are the bytes from member i to member j, the same on all members.
+        """
+
 
 class EngineTransport(Transport):
     """Carries arrays of the hosts' memory through an engine.
@@ -75,6 +95,52 @@ class EngineTransport(Transport):
                 for begin in range(0, len(mine), most):
                     piece = Operand(mine[begin : begin + most], result[begin : begin + most])
                     self._reduce(piece, op, sequence.index, len(sequence.rounds.members))
+
+        self._between_rounds(sequence, carry)
+
+    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+        """Fill ``rooms[i]`` with the `mine` of member number i."""
+        import numpy
+
+        def carry() -> None:
+            data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
+            most = max(1, _REDUCED_AT_ONCE // len(rooms))
+            for begin in range(0, len(data), most):
+                piece = data[begin : begin + most]
+                everyone = raw(numpy.empty(len(piece) * len(rooms), numpy.uint8))
+                self._engine.gather(piece, everyone)
+                for member, target in enumerate(targets):
+                    if target is not None:
+                        found = everyone[member * len(piece) : (member + 1) * len(piece)]
+                        target[begin : begin + len(piece)] = found
+
+        self._between_rounds(sequence, carry)
+
+    def exchange(
+        self,
+        sequence: RoundSequence,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill ``rooms[i]`` with the part that member i has for this one."""
+        import numpy
+
+        def carry() -> None:
+            mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
+            members, longest = len(rooms), max(map(max, sizes))
+            most = max(1, min(longest, _REDUCED_AT_ONCE // members))
+            for begin in range(0, longest, most):  # an engine's parts are equally long
+                sent = raw(numpy.zeros(most * members, numpy.uint8))
+                got = raw(numpy.empty(most * members, numpy.uint8))
+                for member, part in enumerate(mine):
+                    piece = part[begin : begin + most]
+                    sent[member * most : member * most + len(piece)] = piece
+                self._engine.exchange(sent, got)
+                for member, target in enumerate(targets):
+                    source = sent if member == sequence.index else got
+                    room = target[begin : begin + most]
+                    room[:] = source[member * most : member * most + len(room)]
 
         self._between_rounds(sequence, carry)
 
@@ -141,6 +207,25 @@ class DeviceTransport(Transport):
         for one, engine in direct:
             one.result.copy_(one.mine)
             engine.all_reduce(one.result, op)
+
+    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
+        """Fill ``rooms[i]`` with the `mine` of member number i, through the hosts' memory."""
+        here = [None if room is None else _host_room(room) for room in rooms]
+        self._host.gather(sequence, on_host(mine), here)
+        pairs = [(r, h) for r, h in zip(rooms, here, strict=True) if r is not None]
+        _copy_back([room for room, _ in pairs], [arrived for _, arrived in pairs])
+
+    def exchange(
+        self,
+        sequence: RoundSequence,
+        parts: Sequence[Any],
+        rooms: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill ``rooms[i]`` with the part that member i has, through the hosts' memory."""
+        here = [_host_room(room) for room in rooms]
+        self._host.exchange(sequence, [on_host(part) for part in parts], here, sizes)
+        _copy_back(rooms, here)
 
     def _engine_for(self, array: Any, op: str | None = None) -> DeviceEngine | None:
         engine = self._engine

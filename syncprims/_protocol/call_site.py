@@ -77,9 +77,13 @@ def warn_user(message: str) -> None:
 
 
 class NoteCache:
-    """The notes of one group's calls, made once for each call site in the user's program."""
+    """The notes of one group's calls, made once for each call site in the user's program.
 
-    def __init__(self) -> None:
+    Frames of files below the folders `between` are not the user's either.
+    """
+
+    def __init__(self, between: tuple[str, ...] = ()) -> None:
+        self._not_users = _NOT_USERS + between
         self._notes: dict[tuple[object, ...], _Cached] = {}
         self._library_files: set[str] = set()  # whose frames are not the user's, as far as seen
 
@@ -106,7 +110,7 @@ class NoteCache:
         return cached[1] if flag else cached[0]
 
     def _add(self, key: tuple[object, ...], frame: FrameType, label: Label) -> _Cached:
-        while (code := frame.f_code).co_filename.startswith(_NOT_USERS) and frame.f_back:
+        while (code := frame.f_code).co_filename.startswith(self._not_users) and frame.f_back:
             self._library_files.add(code.co_filename)
             frame = frame.f_back
         key = (*key[:4], id(code), frame.f_lasti)

@@ -19,7 +19,7 @@ from syncprims.errors import CollectiveMismatch, SyncError, name_ranks, parse_ra
 from .threads import threads_that_may_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from syncprims.interface import Backend, Board
 
@@ -124,7 +124,7 @@ class DeadlockDetector:
                 "at": _place(board),
                 "members": errors.format_ranks(board.members),
                 "here": call,
-                "posted": {name_ranks(b.members): b.posted for b in self._boards},
+                "posted": {_group(b): b.posted for b in self._boards},
             }
         )
         word_of = functools.cache(self._read)
@@ -188,5 +188,15 @@ class DeadlockDetector:
             return {}
 
 
+def describe_group(members: Sequence[int], board: str) -> str:
+    """Return a group as messages show it: its ranks, and the name of its board if it has one."""
+    ranks = name_ranks(members)
+    return f"{ranks} {board!r}" if board else ranks
+
+
+def _group(board: Board) -> str:
+    return describe_group(board.members, board.name)
+
+
 def _place(board: Board) -> list[Any]:
-    return [name_ranks(board.members), board.collected + 1]
+    return [_group(board), board.collected + 1]

@@ -38,7 +38,8 @@ class TracedRounds(Rounds):
     def __init__(self, recorder: Recorder, *args: Any) -> None:
         super().__init__(*args)
         self._recorder = recorder
-        self._write = partial(recorder.record, format_ranks(self.members))
+        group = f"{format_ranks(self.members)} {self.board.name}".rstrip()
+        self._write = partial(recorder.record, group)
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
         self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
         self._label: Label | None = None  # of the note posted last

@@ -294,6 +294,47 @@ def _check_process_group(state: _State) -> None:
     raise error
 
 
+# -- for process groups of torch ------------------------------------------------------------------
+
+
+def find_world() -> World | None:
+    """Return the world that runs, if one does; none is started."""
+    return _get_state().running
+
+
+def is_placed() -> bool:
+    """Return whether the environment names a backend: the first call starts the world with it."""
+    return bool(_get_state().environ.get("SYNCPRIMS_BACKEND"))
+
+
+def join_as(variables: Mapping[str, str]) -> World:
+    """Start a world in which `variables` say which rank this process is, in place of a launcher's.
+
+    :func:`leave_group_world` ends it.
+
+    :raises SyncError: as :func:`init`.
+    """
+    state = _get_state()
+    launched = list_rank_variables()
+    others = {name: value for name, value in os.environ.items() if name not in launched}
+    state.environ = {**others, **variables}
+    try:
+        return init()
+    except BaseException:
+        state.environ = os.environ
+        raise
+
+
+def leave_group_world(world: World) -> None:
+    """End a world that a process group has started: this process may start another one."""
+    state = _get_state()
+    if state.running is world:
+        _end(state, None)
+        state.ended = state.topology = None
+    if state is _state:
+        state.environ = os.environ
+
+
 # -- for tests: ranks that are threads, and backends that are observed -----------------------------
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
+from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
@@ -64,6 +65,7 @@ class World:
         self._deadlocks = DeadlockDetector(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._kept_boards: dict[tuple[int, ...], Board] = {}  # of closed groups
+        self._named: list[Rounds] = []  # at boards of their own, beside those of groups
         self._traced: list[TracedRounds] = []
         self._recorder: Recorder | None = None
         if settings.trace is not None:
@@ -154,10 +156,11 @@ class World:
         if not self._backend.close_board(rounds.board):
             self._kept_boards[members] = rounds.board
 
-    def _make_rounds(self, members: tuple[int, ...]) -> Rounds:
-        board = self._kept_boards.pop(members, None) or self._backend.board(members)
+    def _make_rounds(self, members: tuple[int, ...], name: str = "") -> Rounds:
+        kept = None if name else self._kept_boards.pop(members, None)
+        board = kept or open_board(self._backend, members, name)
         # The first round of all ranks is the start, which no user has asked for.
-        own = int(len(members) == self.world_size)
+        own = int(len(members) == self.world_size and not name)
         facts = board, self.rank, self.settings, self._deadlocks, self.local_rank, own
         if self._recorder is None:
             return Rounds(*facts)
@@ -176,6 +179,40 @@ def _group_closed(members: Sequence[int]) -> SyncError:
 
 
 # -- for the rest of the library -----------------------------------------------------------------
+
+
+def open_board(backend: Backend, members: Sequence[int], name: str) -> Board:
+    """Return a board of `backend`, which need not know names if it is asked for none."""
+    return backend.board(members, name) if name else backend.board(members)
+
+
+def open_rounds(
+    world: World, members: Sequence[int], name: str, between: tuple[str, ...] = ()
+) -> Rounds:
+    """Return this rank's rounds at the board `name` of `members`, which the caller sorts.
+
+    Every member opens it once, and it lasts until :func:`close_rounds` or the end of the world.
+    Frames of files below the folders `between` stand between the user's line and a call.
+    """
+    rounds = world._make_rounds(tuple(members), name)
+    if between:
+        rounds.note = NoteCache(between).note
+    world._named.append(rounds)
+    return rounds
+
+
+def close_rounds(world: World, rounds: Rounds) -> None:
+    """Release a board of :func:`open_rounds` after its last round."""
+    world._named.remove(rounds)
+    world._deadlocks.remove(rounds.board)
+    world._backend.close_board(rounds.board)
+
+
+def wait_any(
+    world: World, rounds: Sequence[Rounds], ready: Callable[[], bool], timeout: float | None
+) -> bool:
+    """Return as :meth:`Backend.wait_any` of the world's backend."""
+    return world._backend.wait_any([one.board for one in rounds], ready, timeout)
 
 
 def join_world(world: World) -> None:
@@ -286,6 +323,8 @@ def close_world(world: World, why: Callable[[], SyncError]) -> None:
     """Make every later call of every group raise ``why()``."""
     for group in world._groups.values():
         close_group(group, why)
+    for rounds in world._named:
+        rounds.closed = why
 
 
 def leave_world(world: World, error: BaseException | None) -> None:

@@ -17,6 +17,7 @@ import syncprims as sp
 from syncprims import errors
 from syncprims._world.registry import load_backend
 from syncprims._world.runtime import current
+from syncprims._world.world import open_rounds, wait_any
 from syncprims.interface import Backend, Board, Label, Note, Status
 
 from .faults import Fault, Kill, sleep
@@ -162,6 +163,46 @@ class BackendContract:
                 assert [found.payload for found in _collect(board)] == [
                     b"%d %d" % (base + number, member) for member in board.members
                 ]
+
+    @_on_every_rank
+    def test_boards_of_other_names_have_rounds_of_their_own(self) -> None:
+        """A group may meet at several boards; what is posted to one is not seen at another."""
+        world, board = current(), _board()
+        named = [
+            open_rounds(world, board.members, name).board for name in ("a", "b", "A/b: \u00e9")
+        ]
+        assert [one.name for one in named] == ["a", "b", "A/b: \u00e9"]
+        for one in named:
+            one.post(_note(f"at {one.name}"))
+        for one in reversed(named):
+            assert {found.label.name for found in _collect(one)} == {f"at {one.name}"}
+            assert (one.posted, one.collected) == (1, 1)
+        assert (board.posted, board.collected) == (1, 1)
+
+    @_on_every_rank
+    def test_a_rank_can_wait_for_the_first_of_several_notes(self) -> None:
+        """`wait_any` returns when a note is there, or when the time is up."""
+        self.needs_others()
+        world, rank = current(), sp.get_rank()
+        pairs = {
+            other: open_rounds(world, (0, other), "pair")
+            for other in range(1, self.ranks)
+            if rank in (0, other)
+        }
+
+        def senders() -> list[int]:
+            boards = {other: rounds.board for other, rounds in pairs.items()}
+            return [r for r, one in boards.items() if one.status(r).rounds > one.posted]
+
+        if rank:
+            sp.barrier()
+            pairs[rank].meet(_note())
+            return
+        assert not wait_any(world, [*pairs.values()], lambda: bool(senders()), 0.01)
+        sp.barrier()
+        for _ in pairs:
+            assert wait_any(world, [*pairs.values()], lambda: bool(senders()), _TIME_LIMIT)
+            pairs[senders()[0]].meet(_note())
 
     @_on_every_rank
     def test_incomplete_round_stays_uncollected(self) -> None:

@@ -42,7 +42,7 @@ class JournalWriter(Observer):
 
     def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
         """Write the number of the round."""
-        self._write("post", call.members, number)
+        self._write("post", call.members, call.board, number)
 
     def on_fault(self, rank: int, fault: Fault) -> None:
         """Write which fault it is."""
@@ -97,7 +97,8 @@ class Journal:
 
     def __init__(self, path: Path, rank: int, faults: Sequence[Fault]) -> None:
         self.outcome = RankOutcome(rank)
-        self.posted: dict[tuple[int, ...], int] = {}  #: number of rounds, by members of the board
+        #: number of rounds, by members and name of the board
+        self.posted: dict[tuple[tuple[int, ...], str], int] = {}
         self._waits: Sequence[tuple[RecordedCall, int, bool]] = ()
         self._may_go_on = False  # a thread that does not wait may make a call
         path.touch()
@@ -123,8 +124,8 @@ class Journal:
         match event, facts:
             case "call", (call,):
                 outcome.calls.append(_load_call(call))
-            case "post", (members, number):
-                self.posted[members] = number
+            case "post", (members, board, number):
+                self.posted[members, board] = number
             case "fault", (int(number),):
                 fault = self._faults[number]
                 outcome.struck.append(fault)
@@ -152,8 +153,12 @@ class Journal:
         return [
             Wait(
                 str(call.label),
-                str([*call.members]),
-                {r for r in call.members if journals[r].posted.get(call.members, 0) < number},
+                call.group,
+                {
+                    rank
+                    for rank in call.members
+                    if journals[rank].posted.get((call.members, call.board), 0) < number
+                },
             )
             for call, number, _ in self._waits
         ]

@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from syncprims._protocol.call_site import users_part
-from syncprims._protocol.deadlock import Wait, deadlock_error, find_any_cycle
-from syncprims._protocol.threads import threads_that_may_call
+from syncprims._protocol.deadlock import (
+    Wait,
+    deadlock_error,
+    describe_group,
+    find_any_cycle,
+)
+from syncprims._protocol.threads import busy_threads
 from syncprims.errors import TORN, SyncError, dump
 from syncprims.interface import Label
 
@@ -35,6 +40,17 @@ class RecordedCall(NamedTuple):
 
     members: tuple[int, ...]  #: of the board
     label: Label
+    board: str = ""  #: its name
+
+    @property
+    def at(self) -> tuple[tuple[int, ...], str]:
+        """The board: no other one has these members and this name."""
+        return self.members, self.board
+
+    @property
+    def group(self) -> str:
+        """The group whose board it is, as messages show it."""
+        return describe_group(self.members, self.board)
 
 
 @dataclass
@@ -166,9 +182,9 @@ class WorldRun:
             return []
         return [fault for fault in self.faults if fault not in self.struck]
 
-    def path(self) -> list[tuple[int, tuple[int, ...], bytes]]:
+    def path(self) -> list[tuple[int, tuple[int, ...], str, bytes]]:
         """Return which rank posted what, in order: equal for equal runs."""
-        return [(rank, call.members, call.label.encode()) for rank, call in self.trace]
+        return [(rank, c.members, c.board, c.label.encode()) for rank, c in self.trace]
 
 
 def _merge(waits: Sequence[Wait]) -> Wait:
@@ -181,7 +197,7 @@ def _merge(waits: Sequence[Wait]) -> Wait:
 def await_threads() -> None:
     """Return when no thread of this process is left for which Python would wait at its exit."""
     while any(
-        thread.ident in threads_that_may_call() and not thread.daemon
+        thread.ident in busy_threads() and not thread.daemon
         for thread in threading.enumerate()
         if thread is not threading.main_thread()
     ):

@@ -6,10 +6,11 @@ observed in the same way. What it does not change it delegates, whatever the con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import get_annotations
 from operator import attrgetter
 
+from syncprims._world.world import open_board
 from syncprims.interface import Backend, Board, Note, Status
 
 from .errors import Killed
@@ -83,21 +84,32 @@ class ProbedBackend(Backend):
     def __init__(self, inner: Backend, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
         self._probe = probe
-        self._closed: dict[tuple[int, ...], int] = {}  # rounds at closed boards of these members
+        # Rounds at closed boards, by members and name.
+        self._closed: dict[tuple[tuple[int, ...], str], int] = {}
 
-    def board(self, members: Sequence[int]) -> Board:
+    def board(self, members: Sequence[int], name: str = "") -> Board:
         """Return the board of `members`, probed."""
         self._probe.check_alive()
-        earlier = self._closed.get(tuple(members), 0)
-        return ProbedBoard(self.inner.board(members), self._probe, earlier)
+        earlier = self._closed.get((tuple(members), name), 0)
+        return ProbedBoard(open_board(self.inner, members, name), self._probe, earlier)
 
     def close_board(self, board: Board) -> bool:
         """Release a board that this backend has returned."""
         assert isinstance(board, ProbedBoard)
         closed = self.inner.close_board(board.inner)
         if closed:
-            self._closed[board.members] = board.earlier + board.posted
+            self._closed[board.members, board.name] = board.earlier + board.posted
         return closed
+
+    def wait_any(
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
+        """Wait for the first of several notes; a rank that is killed meanwhile ends."""
+        self._probe.check_alive()
+        inner = [board.inner if isinstance(board, ProbedBoard) else board for board in boards]
+        found = self.inner.wait_any(inner, ready, timeout)
+        self._probe.check_alive()
+        return found
 
     def close(self, failure: bytes | None = None) -> None:
         """Leave the world."""
@@ -123,7 +135,7 @@ class ProbedBoard(Board):
         """Post, unless a fault prevents it."""
         probe, inner = self._probe, self.inner
         probe.check_alive()
-        self._last = RecordedCall(self._members, note.label)
+        self._last = RecordedCall(self._members, note.label, inner.name)
         if self._recorded <= inner.posted:  # else a second try: the first note was refused
             self._recorded = inner.posted + 1
             probe.record_call(self._last)
@@ -183,4 +195,4 @@ class ProbedBoard(Board):
 
 
 _delegate_rest(ProbedBackend, Backend, "topology", "settings")
-_delegate_rest(ProbedBoard, Board, "members", "posted", "collected")
+_delegate_rest(ProbedBoard, Board, "members", "name", "posted", "collected")

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from syncprims._protocol.threads import threads_that_may_call
+from syncprims._protocol.threads import busy_threads, threads_that_may_call
 
 from .errors import WorldAborted
 
@@ -108,7 +108,22 @@ class Seed(NamedTuple):
 
 
 class RankThread(threading.Thread):
-    """The thread of a rank."""
+    """The thread of a rank: a daemon, but what it starts is none unless it says so.
+
+    A thread inherits this from the one that starts it, and a rank is the main thread elsewhere.
+    """
+
+    _runs = False
+
+    def run(self) -> None:
+        """Run the rank."""
+        self._runs = True
+        super().run()
+
+    @property
+    def daemon(self) -> bool:  # type: ignore[override]  # the base has a setter, too
+        """Whether Python ends without it; once it runs, what the threads that it starts inherit."""
+        return not self._runs
 
 
 class _Turn:
@@ -167,15 +182,17 @@ class Scheduler:
         self.aborted = False
         self.finished = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
-        self._by_thread: dict[tuple[int, int], _Turn] = {}  # by rank and thread identifier
+        # By rank and thread. Not by the thread's number: a new thread has that of an ended one.
+        self._by_thread: dict[tuple[int, threading.Thread], _Turn] = {}
+        self._leaving: set[int] = set()  # ranks that wait for their threads to end
         self._holder: _Turn | None = None  # of the turn; None while no thread can have it
         self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
         self._break_standstill = break_standstill
         self._now = 0.0
         # What runs in this process beside the world, and is not part of it.
-        self._strangers = {*threading.enumerate()}
-        known = {thread.ident for thread in self._strangers}
+        self._strangers: set[threading.Thread | int] = {*threading.enumerate()}
+        known = {thread.ident for thread in threading.enumerate()}
         self._foreign = set(sys._current_frames()) - known  # pyright: ignore[reportPrivateUsage]
 
     # -- called by boards ---------------------------------------------------------------------
@@ -186,7 +203,7 @@ class Scheduler:
 
     def inside(self, rank: int) -> _Turn:
         """Return a context in which this thread of `rank` has the turn, unless it waits."""
-        key = rank, threading.get_ident()
+        key = rank, threading.current_thread()
         turn = self._by_thread.get(key)
         if turn is None:
             turn = self._by_thread[key] = _Turn(self, rank, own=False)
@@ -219,8 +236,10 @@ class Scheduler:
 
     def await_threads(self, rank: int) -> None:
         """Return when `rank` has no thread left for which Python would wait at its exit."""
-        if self._guests():
+        if self._has_threads(rank):
+            self._leaving.add(rank)
             self.wait(rank, lambda: not self._has_threads(rank), math.inf)
+            self._leaving.discard(rank)
 
     # -- threads that the program has started ----------------------------------------------------
 
@@ -266,34 +285,42 @@ class Scheduler:
         with contextlib.suppress(WorldAborted):
             self._pass_to(self._choose(None))
 
-    def _guests(self) -> set[int]:
-        """Return the threads that the ranks have started, and that may make a call."""
-        others = {t.ident for t in threading.enumerate() if isinstance(t, RankThread)}
-        others |= {t.ident for t in self._strangers}
-        me = threading.get_ident()
-        helper = threading.current_thread().name.startswith(
-            _HELPER
-        )  # with the number of an ended thread
-        mine = {me for _, ident in self._by_thread if ident == me and not helper}
-        return (threads_that_may_call() | mine) - others - self._foreign
-
     def _may_come(self) -> bool:
-        """Return whether a thread that waits nowhere may still make a call."""
+        """Return whether a thread that waits nowhere may still make a call, or let a rank leave."""
         if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
             return True  # it has lost the turn, since it was busy elsewhere
-        waiting = {ident for (_, ident), turn in self._by_thread.items() if turn.waits}
-        return bool(self._guests() - waiting)
+        waiting = {thread for (_, thread), turn in self._by_thread.items() if turn.waits}
+        return bool(self._guests(threads_that_may_call()) - waiting) or any(
+            self._has_threads(rank) for rank in self._leaving
+        )
 
     def _has_threads(self, rank: int) -> bool:
-        ranks: dict[int, set[int]] = {}
-        for of, ident in self._by_thread:
-            ranks.setdefault(ident, set()).add(of)
-        guests = self._guests()
+        """Return whether `rank` has threads for which Python would wait at its exit."""
+        ranks: dict[threading.Thread | int, set[int]] = {}
+        for of, thread in self._by_thread:
+            ranks.setdefault(thread, set()).add(of)
         return any(
-            not thread.daemon and rank in ranks.get(thread.ident, {rank})
-            for thread in threading.enumerate()
-            if thread.ident in guests
+            isinstance(guest, threading.Thread)
+            and not guest.daemon
+            and rank in ranks.get(guest, {rank})
+            for guest in self._guests(busy_threads())
         )
+
+    def _guests(self, others: set[int]) -> set[threading.Thread | int]:
+        """Return the threads that the ranks have started, of the identifiers of other threads.
+
+        This thread is one of them, too. One that `threading` does not know stays a number.
+        """
+        known = {thread.ident: thread for thread in threading.enumerate()}
+        # A new thread may have the number of an ended one. (Once a thread that `threading` has not
+        # started asks for itself, a dummy represents it.)
+        dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
+        self._foreign -= {ident for ident, t in known.items() if not isinstance(t, dummy)}
+        me = threading.current_thread()
+        if any(thread is me for _, thread in self._by_thread):
+            others = others | {threading.get_ident()}
+        found = {known.get(ident, ident) for ident in others - self._foreign}
+        return {t for t in found - self._strangers if not isinstance(t, RankThread)}
 
     # -- called by the threads of a world -------------------------------------------------------
 
@@ -303,7 +330,7 @@ class Scheduler:
 
     def enter(self, rank: int) -> None:
         """Return when `rank` has the turn; called once, by its own thread."""
-        turn = self._by_thread[rank, threading.get_ident()] = self._turns[rank]
+        turn = self._by_thread[rank, threading.current_thread()] = self._turns[rank]
         self._await(turn, -1)
 
     def leave(self, rank: int) -> None:

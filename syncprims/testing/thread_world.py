@@ -14,7 +14,7 @@ from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
-from syncprims._protocol.deadlock import Wait
+from syncprims._protocol.deadlock import Wait, describe_group
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import load_backend
@@ -150,8 +150,10 @@ class ThreadWorld(Observer):
         waiting = [board for world in self.shared_worlds for board in world.waiting]
         waits: dict[int, list[Wait]] = {}
         for board in waiting:
-            call = str(board.status(board.rank).label)
-            wait = Wait(call, str([*board.members]), board.missing())
+            # A rank that waits without a note of its own waits for the first of several.
+            waits_any = board.posted == board.collected
+            call = "a wait for any rank" if waits_any else str(board.status(board.rank).label)
+            wait = Wait(call, describe_group(board.members, board.name), board.missing())
             waits.setdefault(board.rank, []).append(wait)
         verdict = self._run.find_deadlock(waits) if waits else None
         if verdict is None:

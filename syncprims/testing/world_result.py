@@ -23,6 +23,7 @@ import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from syncprims._protocol.deadlock import describe_group
 from syncprims.errors import PeerLost, SyncError
 from syncprims.interface import Label
 
@@ -127,10 +128,10 @@ def _deadlock(run: WorldRun) -> DeadlockError:
 def _check_equal_rounds(run: WorldRun, replay: str) -> None:
     """Raise if ranks have ended well with different numbers of rounds in a group."""
     __tracebackhide__ = True
-    counts: dict[tuple[int, ...], dict[int, int]] = {}
+    counts: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
     for outcome in run.outcomes:
         for call in outcome.calls:
-            of = counts.setdefault(call.members, dict.fromkeys(call.members, 0))
+            of = counts.setdefault(call.at, dict.fromkeys(call.members, 0))
             of[outcome.rank] += 1
     if any(len(set(of.values())) > 1 for of in counts.values()):
         what = "all ranks finished, but not with the same calls"
@@ -208,7 +209,7 @@ def _last_round(outcome: RankOutcome, run: WorldRun) -> str:
 
 def _call(call: RecordedCall, run: WorldRun) -> str:
     whole = len(call.members) == len(run.outcomes)
-    return str(call.label) if whole else f"{call.label} in group {list(call.members)}"
+    return str(call.label) if whole else f"{call.label} in group {call.group}"
 
 
 def _calls(outcome: RankOutcome, run: WorldRun) -> str:
@@ -227,14 +228,15 @@ def _first_difference(run: WorldRun) -> str:
     If all made the same calls, it is the first round to which they came from different lines: that
     may be right, but is where to look if it is not.
     """
-    boards = {call.members for outcome in run.outcomes for call in outcome.calls}
+    boards = {call.at for outcome in run.outcomes for call in outcome.calls}
     places = ""
-    for members in sorted(boards, key=lambda members: (-len(members), members)):
+    for members, board in sorted(boards, key=lambda at: (-len(at[0]), *at)):
         calls = {
-            rank: [call.label for call in run.outcomes[rank].calls if call.members == members]
+            rank: [call.label for call in run.outcomes[rank].calls if call.at == (members, board)]
             for rank in members
         }
-        of = "" if len(members) == len(run.outcomes) else f" of group {list(members)}"
+        whole = len(members) == len(run.outcomes)
+        of = "" if whole else f" of group {describe_group(members, board)}"
         for number in range(max(map(len, calls.values()))):
             labels = {r: c[number] if number < len(c) else None for r, c in calls.items()}
             shown = f"round {number + 1}{of} is {_grouped(labels)}"

@@ -169,7 +169,7 @@ def _compare(one: WorldRun, other: WorldRun) -> None:
     if not number:
         return
     first, second = (
-        "had ended" if post is None else f"rank {post[0]} came to {Label.decode(post[2])}"
+        "had ended" if post is None else f"rank {post[0]} came to {Label.decode(post[-1])}"
         for post in posts
     )
     raise UncontrolledError(

@@ -54,12 +54,16 @@ class NameTable:
         self.outcomes: list[str] = [""]
         self._numbers: dict[tuple[str, Any], int] = {("outcome", ""): 0}
 
-    def number(self, kind: str, thing: Any) -> int:
-        """Return the number of a thing, which is a call, group or outcome."""
-        number = self._numbers.get((kind, thing))
+    def number(self, kind: str, thing: Any, key: Any = None) -> int:
+        """Return the number of a thing, which is a call, group or outcome.
+
+        Things that are equal have one number, unless they have different keys.
+        """
+        key = thing if key is None else key
+        number = self._numbers.get((kind, key))
         if number is None:
             things: list[Any] = getattr(self, f"{kind}s")
-            number = self._numbers[kind, thing] = len(things)
+            number = self._numbers[kind, key] = len(things)
             things.append(thing)
         return number
 
@@ -237,13 +241,13 @@ def _read_segment(
     for code in np.unique(found["label"]):
         try:
             group, kind, name, src, op, site = json.loads(texts[int(code)])
-            members = tuple(parse_ranks(texts[group]))
+            members = tuple(parse_ranks(texts[group].partition(" ")[0]))
             call = TracedCall(str(kind), name, src, op, str(site))
         except (KeyError, ValueError, TypeError):
             continue
         chosen = found["label"] == code
         rounds["call"][chosen] = names.number("call", call)
-        rounds["group"][chosen] = names.number("group", members)
+        rounds["group"][chosen] = names.number("group", members, texts[group])
     over = (rounds["kind"] == ROUND) | (rounds["kind"] == RESULT) | (rounds["done"] > 0)
     ordered = (rounds["posted"] <= rounds["since"]) & (rounds["since"] <= rounds["done"])
     sound = (rounds["posted"] >= 0) & (rounds["number"] >= 0) & (rounds["call"] >= 0)

@@ -165,6 +165,6 @@ def test_the_example_saves_is_queued_again_and_goes_on(way: str, nodes: Cluster)
         signal = f"scancel --signal=TERM {job}"
         assert nodes.on(0, f"{signal}; {signal}").code == 0
     nodes.await_output(job, "saved step ")
-    nodes.await_output(job, "continue after step ")
+    nodes.await_output(job, "continues after step ")
     nodes.on(0, f"scancel {job}")
     nodes.await_state(job, "CANCELLED", "COMPLETED", "FAILED")

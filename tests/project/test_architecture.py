@@ -24,6 +24,7 @@ ROOMS = {
     "tracing": {"errors", "_protocol"},
     "testing": {"errors", "interface", "_protocol", "_data", "_world", ""},
     "training": {"errors", "_protocol", "_data", "_world", ""},
+    "c10d": {"errors", "interface", "_protocol", "_data", "_world"},
     "accelerate": {"training", "testing", ""},
     "cli": {"errors", "interface", "_world", "", "doctor", "tracing"},
     "__main__": {"cli"},
@@ -45,6 +46,7 @@ ROOM_FOR = {
     "syncprims.tracing": {"numpy"},
     "syncprims.training": {"torch", "numpy", "safetensors"},
     "syncprims.accelerate": {"torch"},
+    "syncprims.c10d": {"torch"},
 }
 
 

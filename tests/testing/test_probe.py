@@ -16,7 +16,7 @@ from syncprims.testing.outcomes import RankOutcome
 from syncprims.testing.probe import Observer, Probe, ProbedBackend, ProbedBoard
 
 OWN: dict[type, set[str]] = {
-    ProbedBackend: {"board", "close", "close_board"},
+    ProbedBackend: {"board", "close", "close_board", "wait_any"},
     ProbedBoard: {"abort", "collect", "post", "posts_alone", "status", "verdict", "waits_until"},
 }
 
@@ -87,6 +87,7 @@ def test_the_probe_overrides_with_equal_signatures() -> None:
             "board",
             "close",
             "close_board",
+            "wait_any",
             "post",
             "collect",
             "status",

@@ -26,10 +26,10 @@ class TinyBackend(Backend):
         self.root.mkdir(exist_ok=True)
         self.write("alive", str(os.getpid()).encode())
 
-    def board(self, members: Sequence[int]) -> TinyBoard:
-        folder = self.root / "-".join(map(str, members))
+    def board(self, members: Sequence[int], name: str = "") -> TinyBoard:
+        folder = self.root / "-".join([*map(str, members), name.encode().hex()])
         folder.mkdir(exist_ok=True)
-        return TinyBoard(members, self.topology.rank, folder)
+        return TinyBoard(members, name, self.topology.rank, folder)
 
     def close(self, failure: bytes | None = None) -> None:
         self.write("left", failure or b"")
@@ -41,8 +41,8 @@ class TinyBackend(Backend):
 
 
 class TinyBoard(Board):
-    def __init__(self, members: Sequence[int], rank: int, folder: Path) -> None:
-        super().__init__(members)
+    def __init__(self, members: Sequence[int], name: str, rank: int, folder: Path) -> None:
+        super().__init__(members, name)
         self.rank, self.folder = rank, folder
 
     @contextlib.contextmanager

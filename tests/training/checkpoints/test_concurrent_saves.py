@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+import torch
 from support.file_faults import Net, watched
 from support.rank_worlds import Kind, Ranks, Signs
 
@@ -227,3 +228,17 @@ def test_a_model_and_a_state_in_one_directory_do_not_take_each_others_files(
         assert load_state(tmp_path / "state", state).step == 2
 
     run_world(program, 2)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_rank_of_a_test_world_ends_after_its_save_in_the_background(
+    kind: Literal["threads", "processes"], tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(500, 500)
+
+    def program() -> None:
+        save_state(tmp_path / "s", {"m": model}, block=False)
+
+    run_world(program, 2, kind=kind)
+    assert (tmp_path / "s" / "checkpoint.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]

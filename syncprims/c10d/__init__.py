@@ -1,0 +1,20 @@
+"""``torch.distributed`` on this library: a c10d backend whose collectives are rounds at a board.
+
+    import syncprims.c10d
+    torch.distributed.init_process_group("syncprims")
+
+The import registers the backend. Where the package is installed, torch registers it by itself.
+A call that differs between ranks, a rank that does not come and one that dies raise the errors of
+:mod:`syncprims` on every rank, with the user's line. Collectives finish inside the call, also with
+``async_op=True``: nothing overlaps. CUDA tensors pass through the hosts' memory.
+"""
+
+from __future__ import annotations
+
+from .process_group import SyncProcessGroup, create_process_group
+from .serving import serve_every_backend
+from .torch_internals import NAME, register_backend
+
+__all__ = ["NAME", "SyncProcessGroup", "serve_every_backend"]
+
+register_backend(create_process_group)

@@ -1,0 +1,462 @@
+"""Sends and receives: each direction and tag between two ranks is a board of these two.
+
+A tensor travels in pieces, each of them a round. The sender may be some rounds ahead, so a send is
+over when all of its pieces are posted, and its tensor may be changed. What finds no room waits in a
+queue of its rank, and every later wait of the rank goes on with that. So ranks that first send to
+each other and then receive do not wait for ever, as long as they wait for what they have started.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+from torch.distributed import Work
+
+from syncprims._data.arrays import raw
+from syncprims._world.world import open_rounds, wait_any
+from syncprims.errors import SyncError
+from syncprims.interface import Label, Note
+
+from .tensors import Destination, items_of
+from .torch_internals import BETWEEN, finished_work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    import torch
+    from torch.futures import Future
+
+    from syncprims._protocol.rounds import PendingRound, Rounds
+    from syncprims._world.world import World
+    from syncprims.interface import Window
+
+_INLINE = 1024  # bytes that travel in a note where there is a window
+_NOTE_LIMIT = 64 * 1024  # bytes of a piece where notes go through a store
+_LOOK_EVERY = 0.25  # seconds between two looks at whether the other ranks live
+
+
+class Transfer:
+    """One send or one receive of this rank."""
+
+    def __init__(self, channel: Channel, note: Note, data: memoryview) -> None:
+        self.channel = channel
+        self.note = note
+        self.data = data
+        self.done = False
+        #: how often the channel posts for it, and has posted and collected already
+        self.pieces = max(1, -(-len(data) // channel.piece_size))
+        self.posted = self.collected = 0
+
+    def piece(self, number: int) -> memoryview:
+        """Return the bytes of one piece."""
+        size = self.channel.piece_size
+        return self.data[number * size : (number + 1) * size]
+
+
+class Channel:
+    """One direction and tag between this rank and another one."""
+
+    def __init__(self, rounds: Rounds, src: int, dst: int, tag: int) -> None:
+        self.rounds = rounds
+        self.src, self.dst, self.tag = src, dst, tag
+        self.sends = rounds.rank == src
+        self._peer = dst if self.sends else src
+        self._source = rounds.members.index(src)
+        self._queue: deque[Transfer] = deque()  # not wholly posted
+        self._under_way: deque[tuple[Transfer, PendingRound]] = deque()  # posted, not collected
+        board = rounds.board
+        self._window: Window | None = board.window()
+        # The cell of a round is free again after twice the depth of the board, as are these slots.
+        self._slots = 2 * board.depth
+        if self._window is not None:
+            self.piece_size = len(self._window.memory) // self._slots
+        else:
+            self.piece_size = board.note_limit or 1 << 62
+
+    def add(self, what: str, data: memoryview, timeout: float | None) -> Transfer:
+        """Return a new transfer, begun as far as there is room."""
+        kind = "send" if self.sends else "recv"
+        tag = f", tag {self.tag}" if self.tag else ""
+        made = self.rounds.note(kind, f"{what} to rank {self.dst}{tag}", self.src).label
+        # Both sides make one call, and each shows its own.
+        label = Label("send/recv", made.name, made.src, site=f"{kind} at {made.site}")
+        transfer = Transfer(self, Note(label), data)
+        self._queue.append(transfer)
+        self._timeout = timeout
+        self.advance()
+        return transfer
+
+    # -- going on -------------------------------------------------------------------------------
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether something waits in the queue."""
+        return bool(self._queue)
+
+    def has_note(self) -> bool:
+        """Return whether the other rank has posted to the oldest round that is not collected."""
+        board = self.rounds.board
+        return board.status(self._peer).rounds > board.collected
+
+    def has_ended(self) -> bool:
+        """Return whether the other rank will post no more, or this board is broken."""
+        board = self.rounds.board
+        return board.verdict() is not None or board.status(self._peer).state in (
+            "lost",
+            "failed",
+            "finished",
+        )
+
+    def advance(self) -> bool:
+        """Go on without waiting; return whether anything was left to do and has been done."""
+        moved = False
+        while self._queue or self._under_way:
+            if self._queue and self._has_room():
+                self._post()
+            elif self._under_way and self.has_note():
+                self._collect()
+            else:
+                break
+            moved = True
+        return moved
+
+    def go_on(self) -> None:
+        """Take the next step of this channel, and wait for the other rank if it needs that."""
+        if self._queue and self._has_room():
+            self._post()
+        else:
+            self._collect()
+
+    def _has_room(self) -> bool:
+        board = self.rounds.board
+        return board.posted - board.collected < board.depth
+
+    def _post(self) -> None:
+        transfer = self._queue[0]
+        rounds, label = self.rounds, transfer.note.label
+
+        def post() -> PendingRound:
+            note = self._note_of(transfer, rounds.board.posted + 1)
+            return rounds.post_deferred(note, self._timeout)
+
+        self._under_way.append((transfer, rounds.atomic_call(label, post)))
+        transfer.posted += 1
+        if transfer.posted == transfer.pieces:
+            self._queue.popleft()
+            if self.sends:
+                transfer.done = True
+
+    def _note_of(self, transfer: Transfer, number: int) -> Note:
+        """Return the note of a piece; its bytes are in the window if they are many."""
+        if not self.sends:
+            return transfer.note
+        piece = transfer.piece(transfer.posted)
+        if self._window is None or len(piece) <= _INLINE:
+            return Note(transfer.note.label, payload=bytes(piece)) if len(piece) else transfer.note
+        self._slot(self._window, number, len(piece))[:] = piece
+        self._window.fence()
+        return transfer.note
+
+    def _slot(self, window: Window, number: int, size: int) -> memoryview:
+        begin = number % self._slots * self.piece_size
+        return window.memory[begin : begin + size]
+
+    def _collect(self) -> None:
+        transfer, pending = self._under_way[0]
+        rounds, label = self.rounds, transfer.note.label
+        number = rounds.board.collected + 1
+
+        def collect() -> None:
+            notes = rounds.collect_deferred(pending)
+            if not self.sends:
+                room = transfer.piece(transfer.collected)
+                if self._window is None or len(room) <= _INLINE:
+                    room[:] = notes[self._source].payload
+                else:
+                    self._window.fence()
+                    room[:] = self._slot(self._window, number, len(room))
+                    self._window.fence()
+
+        rounds.atomic_call(label, collect)
+        self._under_way.popleft()
+        transfer.collected += 1
+        if transfer.collected == transfer.pieces:
+            transfer.done = True
+
+
+class PointToPoint:
+    """The sends and receives of one rank in one process group."""
+
+    def __init__(self, world: World, board: str, ranks: Sequence[int], me: int) -> None:
+        self._world = world
+        self._board = board
+        self._ranks = ranks
+        self._me = me
+        self._channels: dict[tuple[int, int, int], Channel] = {}
+        self._to_self: dict[int, _SelfChannel] = {}
+
+    def _channel(self, src: int, dst: int, tag: int) -> Channel:
+        """Return the channel between two group ranks."""
+        channel = self._channels.get((src, dst, tag))
+        if channel is None:
+            a, b = self._ranks[src], self._ranks[dst]
+            name = f"{self._board}: rank {a} to rank {b}, tag {tag}"
+            rounds = open_rounds(self._world, sorted((a, b)), name, BETWEEN)
+            channel = self._channels[src, dst, tag] = Channel(rounds, a, b, tag)
+        return channel
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Any:
+        """Send to the group rank `dst`."""
+        data = raw(items_of(tensor))
+        if dst == self._me:
+            self._self_channel(tag).sent.append(bytes(data))
+            return finished_work()
+        transfer = self._channel(self._me, dst, tag).add(_describe(tensor), data, timeout)
+        return finished_work() if transfer.done else _SendWork(self, transfer)
+
+    def receive(self, tensor: torch.Tensor, src: int, tag: int, timeout: float | None) -> Any:
+        """Receive from the group rank `src`."""
+        place = Destination(tensor)
+        if src == self._me:
+            return _SelfReceive(self._self_channel(tag), place, tensor, src)
+        channel = self._channel(src, self._me, tag)
+        transfer = channel.add(_describe(tensor), raw(place.items), timeout)
+        return _ReceiveWork(self, transfer, place, tensor, src)
+
+    def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: float | None) -> Any:
+        """Receive from the first group rank that sends with this tag."""
+        others = [rank for rank in range(len(self._ranks)) if rank != self._me]
+        channels = {rank: self._channel(rank, self._me, tag) for rank in others}
+
+        def sender() -> int | None:
+            if self._self_channel(tag).sent:
+                return self._me
+            return next((rank for rank, one in channels.items() if one.has_note()), None)
+
+        def settled() -> bool:
+            ended = [one.has_ended() for one in channels.values()]
+            return sender() is not None or all(ended) or self._advance()
+
+        begin = self._now()
+        while (found := sender()) is None:
+            waited = self._now() - begin
+            ended = [rank for rank, one in channels.items() if one.has_ended()]
+            if len(ended) == len(channels) or (timeout is not None and waited >= timeout):
+                # This receive fails, and says what has become of one that could have sent.
+                found = next(iter(ended or channels))
+                work = self.receive(tensor, found, tag, 0.001 if timeout is not None else None)
+                work.wait()
+                return work
+            self._wait(list(channels.values()), settled, self._left(timeout, waited))
+        return self.receive(tensor, found, tag, timeout)
+
+    def _self_channel(self, tag: int) -> _SelfChannel:
+        return self._to_self.setdefault(tag, _SelfChannel())
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def finish(self, transfer: Transfer) -> None:
+        """Return when a transfer is over; the others go on meanwhile, as far as they can."""
+        channel = transfer.channel
+        while not transfer.done:
+            waiting = [one for one in self._channels.values() if one.waits_for_room]
+            if all(one is channel for one in waiting):
+                channel.go_on()
+            elif not self._advance():
+                watched = [channel, *waiting]
+
+                def settled(watched: list[Channel] = watched) -> bool:
+                    return any(one.has_note() or one.has_ended() for one in watched)
+
+                self._wait(watched, settled, _LOOK_EVERY)
+                ended = [one for one in watched if one.has_ended() and not one.has_note()]
+                if ended:
+                    ended[0].go_on()  # which raises
+
+    def poll(self, transfer: Transfer) -> bool:
+        """Return whether a transfer is over, after all have gone on as far as they can."""
+        if not transfer.done:
+            self._advance()
+        if not transfer.done:
+            # Where one rank runs at a time, the others get their turn.
+            self._wait([transfer.channel], transfer.channel.has_note, 0.0)
+            self._advance()
+        return transfer.done
+
+    def _advance(self) -> bool:
+        moved = [channel.advance() for channel in self._channels.values()]  # all of them
+        return any(moved)
+
+    def _wait(
+        self, channels: Sequence[Channel], ready: Callable[[], bool], timeout: float | None
+    ) -> None:
+        wait_any(self._world, [one.rounds for one in channels], ready, timeout)
+
+    def _now(self) -> float:
+        return self._world.group._rounds.board.now()  # pyright: ignore[reportPrivateUsage]
+
+    def _left(self, timeout: float | None, waited: float) -> float | None:
+        return None if timeout is None else max(0.0, timeout - waited)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} x {str(tensor.dtype)[6:]}"
+
+
+# -- handles ---------------------------------------------------------------------------------------
+
+
+class _TransferWork(Work):
+    """The handle of a send or receive that may not be over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it is over."""
+        try:
+            self._finish()
+        except SyncError as error:
+            self._error = error
+            raise
+        return True
+
+    def synchronize(self) -> None:
+        """Return when it is over."""
+        self.wait()
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def is_success(self) -> bool:
+        """Return whether it is over, without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error that it ended with, if it did."""
+        return self._error
+
+    def get_future(self) -> Future[Any]:
+        """Return its future, when it is over."""
+        self.wait()
+        future: Future[Any] = finished_work(self.result()).get_future()
+        return future
+
+    def result(self) -> list[torch.Tensor]:
+        """Return what was received."""
+        return []
+
+
+class _SendWork(_TransferWork):
+    """The handle of a send."""
+
+    def __init__(self, owner: PointToPoint, transfer: Transfer) -> None:
+        super().__init__()
+        self._owner, self._transfer = owner, transfer
+
+    def _finish(self) -> None:
+        self._owner.finish(self._transfer)
+
+    def is_completed(self) -> bool:
+        """Return whether the tensor may be changed."""
+        return self._owner.poll(self._transfer)
+
+
+class _ReceiveWork(_SendWork):
+    """The handle of a receive."""
+
+    def __init__(
+        self,
+        owner: PointToPoint,
+        transfer: Transfer,
+        place: Destination,
+        tensor: torch.Tensor,
+        src: int,
+    ) -> None:
+        super().__init__(owner, transfer)
+        self._place: Destination | None = place
+        self._tensor, self._src = tensor, src
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._take()
+
+    def _take(self) -> None:
+        if self._place is not None:
+            self._place.finish()
+            self._place = None
+
+    def is_completed(self) -> bool:
+        """Return whether the tensor is filled."""
+        if super().is_completed():
+            self._take()
+            return True
+        return False
+
+    def source_rank(self) -> int:
+        """Return the group rank that has sent it."""
+        return self._src
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        """Return what was received."""
+        return [self._tensor]
+
+
+class _SelfChannel:
+    """What a rank has sent to itself with one tag."""
+
+    def __init__(self) -> None:
+        self.sent: deque[bytes] = deque()
+        self.receives: deque[_SelfReceive] = deque()
+
+
+class _SelfReceive(_TransferWork):
+    """The handle of a receive from this very rank."""
+
+    def __init__(
+        self, channel: _SelfChannel, place: Destination, tensor: torch.Tensor, src: int
+    ) -> None:
+        super().__init__()
+        self._channel, self._place, self._tensor, self._src = channel, place, tensor, src
+        self._over = False
+        channel.receives.append(self)
+
+    def is_completed(self) -> bool:
+        """Return whether the tensor is filled."""
+        channel = self._channel
+        while channel.sent and channel.receives:
+            channel.receives.popleft()._fill(channel.sent.popleft())
+        return self._over
+
+    def _fill(self, data: bytes) -> None:
+        room = raw(self._place.items)
+        if len(room) != len(data):
+            raise ValueError(
+                f"a rank sends itself {len(data)} bytes, and receives into {len(room)}; give "
+                f"tensors of one size"
+            )
+        room[:] = data
+        self._place.finish()
+        self._over = True
+
+    def _finish(self) -> None:
+        if not self.is_completed():
+            raise ValueError(
+                "a rank waits to receive from itself what it has not sent: call isend() first"
+            )
+
+    def source_rank(self) -> int:
+        """Return this rank."""
+        return self._src
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        """Return what was received."""
+        return [self._tensor]

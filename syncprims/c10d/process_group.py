@@ -1,0 +1,560 @@
+"""A process group of torch whose collectives are rounds at a board."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncprims._data import buffers, objects
+from syncprims._data.transport import Operand
+from syncprims._world.runtime import find_world
+from syncprims._world.world import open_rounds
+from syncprims.errors import WorldClosed
+
+from .membership import GroupWorld, join_group_world
+from .point_to_point import PointToPoint
+from .tensors import Destination, describe, items_of
+from .torch_internals import (
+    BETWEEN,
+    NAME,
+    default_timeout,
+    dist,
+    finished_work,
+    reduction_of,
+    with_old_names,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    import torch
+
+    from syncprims.interface import Note
+
+    Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+def create_process_group(options: Any, backend_options: object = None) -> SyncProcessGroup:
+    """Return the process group that c10d asks for.
+
+    The default group, which says nothing of global ranks, finds or starts the world. Others live in
+    the world of this rank.
+    """
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        home = join_group_world(options.store, options.group_rank, options.group_size)
+        ranks = list(range(options.group_size))
+    else:
+        world = find_world()
+        if world is None:
+            raise WorldClosed(
+                "new_group() after the world of this rank has ended: call it between "
+                "init_process_group() and destroy_process_group()"
+            )
+        home = GroupWorld(world, started=False)
+    return SyncProcessGroup(home, ranks, options)
+
+
+def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
+    """Return how many groups of these members and this name the world has had before."""
+    counts: dict[Any, int] = world.extras.setdefault("c10d", {})
+    counts[key] = counts.get(key, 0) + 1
+    return counts[key] - 1
+
+
+@with_old_names
+class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A group of ranks whose calls are rounds at a board of their own.
+
+    The methods are those that c10d calls. Every call finishes before it returns, and returns a
+    finished `Work`; only sends and receives may go on. A call that differs between ranks, and a
+    rank that does not come, raise as any call of this library.
+    """
+
+    def __init__(self, home: GroupWorld, ranks: list[int], options: Any) -> None:
+        super().__init__(options.group_rank, len(ranks))
+        self._home = home
+        self._ranks = ranks  # world ranks, by group rank
+        self._name = str(options.group_id)
+        self._description = "undefined"
+        self._store = options.store
+        members = tuple(sorted(ranks))
+        self._me = options.group_rank
+        self._index_of = [members.index(rank) for rank in ranks]  # by group rank: on the board
+        self._in_order = self._index_of == list(range(len(ranks)))
+        earlier = _count(home.world, (members, self._name))
+        board = f"group {self._name}" + (f" again {earlier}" if earlier else "")
+        self._rounds = open_rounds(home.world, members, board, BETWEEN)
+        self._point_to_point = PointToPoint(home.world, board, ranks, options.group_rank)
+        self._timeout: float | None = None
+        self.set_timeout(options.timeout)
+
+    def __repr__(self) -> str:
+        return f"<syncprims process group {self._name!r} of ranks {self._ranks}>"
+
+    # -- what torch asks about a group ----------------------------------------------------------
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return NAME
+
+    getBackendName = _get_backend_name = name
+
+    def getGroupName(self) -> str:
+        """Return the name that torch has given to the group."""
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch has given to the group."""
+        return self._name
+
+    pg_name = group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    setGroupName = _set_group_name
+
+    @property
+    def group_desc(self) -> str:
+        """What the program has called the group."""
+        return self._description
+
+    def getGroupDesc(self) -> str:
+        """Return what the program has called the group."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    setGroupDesc = _set_group_desc
+
+    @property
+    def _device_types(self) -> list[Any]:
+        import torch
+
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: object) -> SyncProcessGroup:
+        return self
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._rounds.board.posted
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: rounds are counted already."""
+
+    def get_group_store(self) -> Any:
+        """Return the store that the group was made with."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Make `timeout` that of every later call."""
+        self._timeout = self._seconds(timeout)
+
+    def shutdown(self) -> None:
+        """Leave the group; the world ends with it, if the default group has started that."""
+        self._home.end()
+
+    abort = shutdown
+
+    def _start_coalescing(self, device: object) -> None:
+        """Do nothing: each call finishes by itself."""
+
+    def _end_coalescing(self, device: object) -> Any:
+        return finished_work()
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+    # -- one call -------------------------------------------------------------------------------
+
+    def _seconds(self, timeout: timedelta) -> float | None:
+        """Return a timeout of torch in seconds; None if it says nothing.
+
+        Where time is virtual, waits that can never end are found by themselves: there the default
+        of torch says nothing, either.
+        """
+        seconds = timeout.total_seconds()
+        if seconds <= 0 or (self._rounds.board.virtual_time and timeout == default_timeout()):
+            return None
+        return seconds
+
+    def _limit(self, options: Any) -> float | None:
+        """Return the timeout of one call."""
+        given = getattr(options, "timeout", None)
+        seconds = None if given is None else self._seconds(given)
+        return self._timeout if seconds is None else seconds
+
+    def _note(
+        self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
+    ) -> Note:
+        src = None if root is None else self._ranks[root]
+        return self._rounds.note(kind, what, src, op)
+
+    def _by_index(self, of_ranks: Sequence[Any]) -> Sequence[Any]:
+        """Return what is in the order of group ranks in the order of the board."""
+        if self._in_order:
+            return of_ranks
+        found: list[Any] = [None] * len(of_ranks)
+        for index, one in zip(self._index_of, of_ranks, strict=True):
+            found[index] = one
+        return found
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        """Return when every member has come."""
+        self._rounds.meet(self._note("barrier"), self._limit(opts))
+        return finished_work()
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when every member has come; all missing ones are named in any case."""
+        limit = self._timeout if timeout is None else self._seconds(timeout)
+        self._rounds.meet(self._note("monitored_barrier"), limit)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce each tensor in place."""
+        found = _listed(tensors)
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
+        self._reduce("all_reduce", found, found, op, opts)
+        return finished_work(found)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce all tensors in place, in one call."""
+        found = _listed(tensors)
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        self._reduce("all_reduce_coalesced", found, found, op, opts)
+        return finished_work(found)
+
+    def reduce(
+        self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> Any:
+        """Reduce each tensor into that of the root."""
+        found = _listed(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if op is None else op)
+        results = found if root == self._me else [one.detach().clone() for one in found]
+        self._reduce("reduce", found, results, op, opts, root)
+        return finished_work(found)
+
+    def _reduce(
+        self,
+        kind: str,
+        tensors: list[torch.Tensor],
+        results: list[torch.Tensor],
+        given: Any,
+        opts: Any,
+        root: int | None = None,
+    ) -> None:
+        op, factor = reduction_of(given)
+        sparse = any(one.is_sparse for one in tensors)
+        what = ("sparse " if sparse else "") + describe(tensors)
+        note = self._note(kind, what, root, op)
+        if sparse:
+            self._reduce_sparse(note, tensors, op, opts)
+            return
+        if op == "premul_sum":
+            op, tensors = "sum", [one.detach() * factor for one in tensors]
+        places = [Destination(one) for one in results]
+        operands = [
+            Operand(items_of(one), place.items) for one, place in zip(tensors, places, strict=True)
+        ]
+        buffers.reduce(self._rounds, note, operands, op, self._limit(opts))
+        for place in places:
+            place.finish()
+
+    def _reduce_sparse(self, note: Note, tensors: list[torch.Tensor], op: str, opts: Any) -> None:
+        (tensor,) = tensors
+        total = objects.all_reduce(
+            self._rounds, note, tensor.detach().coalesce(), op, None, self._limit(opts)
+        )
+        tensor.data.copy_(total.coalesce())
+
+    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
+        """Fill the tensors with those of the root."""
+        found = _listed(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        note = self._note("broadcast", describe(found), root)
+        sends = root == self._me
+        places = [] if sends else [Destination(one) for one in found]
+        arrays = [items_of(one) for one in found] if sends else [one.items for one in places]
+        buffers.broadcast(self._rounds, note, arrays, self._index_of[root], self._limit(opts))
+        for place in places:
+            place.finish()
+        return finished_work(found)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Fill the lists of outputs with the inputs of all members, by rank."""
+        pairs = _pairs(outputs, inputs)
+        for rooms, mine in pairs:
+            note = self._note("all_gather", describe([mine]))
+            self._gather(note, mine, rooms, opts)
+        return finished_work(outputs)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Fill ``outputs[rank]`` with all inputs of that rank."""
+        for number, mine in enumerate(inputs):
+            note = self._note("all_gather_coalesced", describe([mine]))
+            self._gather(note, mine, [of_rank[number] for of_rank in outputs], opts)
+        return finished_work(outputs)
+
+    def _gather(
+        self, note: Note, mine: torch.Tensor, rooms: Sequence[torch.Tensor] | None, opts: Any
+    ) -> None:
+        count = len(self._ranks)
+        places: list[Destination] = []
+        if rooms is not None:
+            self._check(note, mine, rooms)
+            places = [Destination(room) for room in rooms]
+        items = [place.items for place in places] or [None] * count
+        buffers.gather(self._rounds, note, items_of(mine), self._by_index(items), self._limit(opts))
+        for place in places:
+            place.finish()
+
+    def _check(self, note: Note, one: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """Accept a tensor for each rank, each as large as `one`.
+
+        :raises ValueError: if there is none or it has another size; the others get a `PeerFailed`.
+        """
+        error: ValueError | None = None
+        if len(others) != len(self._ranks):
+            error = ValueError(
+                f"{note.label}: {len(others)} tensors are given, and the group has "
+                f"{len(self._ranks)} ranks; give one for each"
+            )
+        for rank, other in enumerate(others):
+            if error is None and (other.numel(), other.dtype) != (one.numel(), one.dtype):
+                error = ValueError(
+                    f"{note.label}: the tensor for rank {self._ranks[rank]} is "
+                    f"{describe([other])}, and that of the call is {describe([one])}; give tensors "
+                    f"of one size and dtype"
+                )
+        if error is not None:
+            self._rounds.fail(note.label, error)
+            raise error
+
+    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:
+        """Fill `output` with the inputs of all members, one after the other."""
+        note = self._note("all_gather_into_tensor", describe([mine]))
+        self._gather_single(note, output, mine, opts)
+        return finished_work([output])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Fill each output with the inputs of all members, one after the other."""
+        for output, mine in zip(outputs, inputs, strict=True):
+            note = self._note("all_gather_into_tensor_coalesced", describe([mine]))
+            self._gather_single(note, output, mine, opts)
+        return finished_work(outputs)
+
+    def _gather_single(
+        self, note: Note, output: torch.Tensor, mine: torch.Tensor, opts: Any
+    ) -> None:
+        place, size = Destination(output), mine.numel()
+        rooms = [place.items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
+        if len(place.items) != size * len(self._ranks):
+            self._check(note, mine, [output])  # which fails
+        buffers.gather(self._rounds, note, items_of(mine), self._by_index(rooms), self._limit(opts))
+        place.finish()
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Fill the outputs of the root with the inputs of all members."""
+        root = opts if isinstance(opts, int) else opts.rootRank
+        (mine,) = _listed(inputs)
+        note = self._note("gather", describe([mine]), root)
+        rooms = None if root != self._me else _nested(outputs)
+        self._gather(note, mine, rooms, opts)
+        return finished_work(outputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Fill the output with the input that the root has for this rank."""
+        root = opts if isinstance(opts, int) else opts.rootRank
+        (output,) = _listed(outputs)
+        note = self._note("scatter", describe([output]), root)
+        parts: list[Any] = []
+        if root == self._me:
+            given = _nested(inputs)
+            self._check(note, output, given)
+            parts = [items_of(one) for one in given]
+        place = Destination(output)
+        buffers.scatter(
+            self._rounds,
+            note,
+            self._by_index(parts) if parts else parts,
+            place.items,
+            self._index_of[root],
+            self._limit(opts),
+        )
+        place.finish()
+        return finished_work(outputs)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> Any:
+        """Fill the outputs with the reduction of what all members have for this rank."""
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
+        for parts, output in _pairs(inputs, outputs):
+            self._reduce_scatter(
+                "reduce_scatter", output, [items_of(one) for one in parts], parts, op, opts
+            )
+        return finished_work(outputs)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None
+    ) -> Any:
+        """Fill `output` with the reduction of the parts that all members have for this rank."""
+        self._reduce_scatter_single("reduce_scatter_tensor", output, mine, opts)
+        return finished_work([output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Fill each output with the reduction of the parts that all members have for this rank."""
+        for output, mine in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_single("reduce_scatter_tensor_coalesced", output, mine, opts)
+        return finished_work(outputs)
+
+    def _reduce_scatter_single(
+        self, kind: str, output: torch.Tensor, mine: torch.Tensor, opts: Any
+    ) -> None:
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        items, count = items_of(mine), len(self._ranks)
+        size = len(items) // count
+        parts = [items[k * size : (k + 1) * size] for k in range(count)]
+        self._reduce_scatter(kind, output, parts, [mine], op, opts)
+
+    def _reduce_scatter(
+        self,
+        kind: str,
+        output: torch.Tensor,
+        parts: list[Any],
+        tensors: Sequence[torch.Tensor],
+        given: Any,
+        opts: Any,
+    ) -> None:
+        op, factor = reduction_of(given)
+        note = self._note(kind, describe(tensors), None, op)
+        place = Destination(output)
+        if len(parts) != len(self._ranks) or len(parts[self._me]) != len(place.items):
+            self._check(note, output, tensors if len(tensors) > 1 else [])  # which fails
+        if op == "premul_sum":
+            op, parts = "sum", [part * factor for part in parts]
+        buffers.reduce_scatter(
+            self._rounds, note, self._by_index(parts), place.items, op, self._limit(opts)
+        )
+        place.finish()
+
+    # -- all-to-all -----------------------------------------------------------------------------
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        mine: torch.Tensor,
+        output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Any:
+        """Send the parts of `mine` to the members, and fill `output` with theirs."""
+        note = self._note("all_to_all_single", str(mine.dtype)[6:])
+        place, items = Destination(output), items_of(mine)
+        try:
+            parts = _split(items, mine, input_sizes, len(self._ranks), "input")
+            rooms = _split(place.items, output, output_sizes, len(self._ranks), "output")
+        except ValueError as error:
+            self._rounds.fail(note.label, error)
+            raise
+        self._exchange(note, parts, rooms, opts)
+        place.finish()
+        return finished_work([output])
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Send the inputs to the members, and fill the outputs with theirs."""
+        note = self._note("all_to_all", str(inputs[0].dtype)[6:])
+        places = [Destination(one) for one in outputs]
+        self._exchange(note, [items_of(i) for i in inputs], [one.items for one in places], opts)
+        for place in places:
+            place.finish()
+        return finished_work(outputs)
+
+    def _exchange(self, note: Note, parts: Sequence[Any], rooms: Sequence[Any], opts: Any) -> None:
+        members, count = self._rounds.members, len(self._ranks)
+
+        def refuse(sizes: Sequence[Sequence[int]]) -> None:
+            for i, row in enumerate(sizes):
+                for j, other in enumerate(sizes):
+                    sent, room = row[j], other[count + i]
+                    if sent != room:
+                        raise ValueError(
+                            f"{note.label}: rank {members[i]} sends {sent} bytes to rank "
+                            f"{members[j]}, which has room for {room}; let the split sizes of both "
+                            f"agree"
+                        )
+
+        parts, rooms = self._by_index(parts), self._by_index(rooms)
+        buffers.exchange(self._rounds, note, parts, rooms, refuse, self._limit(opts))
+
+    # -- point to point -------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
+        """Send a tensor; the `Work` is over when it may be changed."""
+        (tensor,) = _listed(tensors)
+        return self._point_to_point.send(tensor, dst, tag, self._timeout)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
+        """Receive into a tensor; the `Work` is over when it is filled."""
+        (tensor,) = _listed(tensors)
+        return self._point_to_point.receive(tensor, src, tag, self._timeout)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        """Receive into a tensor from the first rank that sends with this tag."""
+        (tensor,) = _listed(tensors)
+        return self._point_to_point.receive_from_any(tensor, tag, self._timeout)
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """Return the tensors as a list; c10d gives one, or a list."""
+    return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+
+
+def _nested(tensors: Any) -> list[Any]:
+    """Return one list of tensors; c10d gives it as it is, or in a list of one."""
+    found = _listed(tensors)
+    return _listed(found[0]) if found and isinstance(found[0], list | tuple) else found
+
+
+def _pairs(lists: Any, tensors: Any) -> list[tuple[list[Any], Any]]:
+    """Return the pairs of a list of tensors and a tensor, of which c10d gives one or several."""
+    if not isinstance(tensors, list | tuple):
+        return [(_listed(lists), tensors)]
+    return [(_listed(one), tensor) for one, tensor in zip(lists, tensors, strict=True)]
+
+
+def _split(
+    items: Any, tensor: torch.Tensor, sizes: Sequence[int] | None, count: int, what: str
+) -> list[Any]:
+    """Return the items of the parts of `tensor`, which is split along its first dimension.
+
+    :raises ValueError: if it cannot be split so.
+    """
+    rows = tensor.size(0) if tensor.dim() else tensor.numel()
+    if not sizes:
+        if rows % count:
+            raise ValueError(
+                f"an {what} of {rows} rows cannot be split evenly between {count} ranks; give "
+                f"{what} split sizes"
+            )
+        sizes = [rows // count] * count
+    if len(sizes) != count or sum(sizes) != rows:
+        raise ValueError(
+            f"{what} split sizes {list(sizes)} for {count} ranks: their sum must be the {rows} "
+            f"rows of the {what}"
+        )
+    width = len(items) // rows if rows else 0
+    parts: list[Any] = []
+    begin = 0
+    for size in sizes:
+        parts.append(items[begin * width : (begin + size) * width])
+        begin += size
+    return parts

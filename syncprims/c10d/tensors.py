@@ -1,0 +1,63 @@
+"""Tensors of a collective: what their label says, and their items in the host's memory."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from syncprims._data.arrays import flat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LONGEST = 120  # bytes of a text that names tensors
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype)[6:]}{list(shape)}"
+
+
+def describe(tensors: Sequence[torch.Tensor]) -> str:
+    """Return ``float32[4, 2]``: what must agree on all ranks."""
+    if len(tensors) == 1:
+        return _describe(tensors[0].dtype, tuple(tensors[0].shape))
+    return shorten(", ".join(_describe(one.dtype, tuple(one.shape)) for one in tensors))
+
+
+def shorten(text: str) -> str:
+    """Return `text`, or, if it is too long for a label, its beginning and a digest of it."""
+    if len(text) <= _LONGEST:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{text[: _LONGEST - 20]}... ({digest})"
+
+
+def items_of(tensor: torch.Tensor) -> Any:
+    """Return the items of a tensor in the host's memory: the very memory, where it can be."""
+    plain = tensor.detach()
+    return flat(plain if plain.device.type == "cpu" else plain.cpu())
+
+
+class Destination:
+    """A tensor that a collective fills: :attr:`items` first, in the host's memory.
+
+    Autograd does not see the writing, as with torch's own backends.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.data
+        plain = self._tensor
+        ready = plain.device.type == "cpu" and plain.is_contiguous()
+        self._elsewhere: torch.Tensor | None = None
+        if not ready or plain.is_conj() or plain.is_neg():
+            self._elsewhere = torch.empty(plain.shape, dtype=plain.dtype)
+        self.items: Any = flat(plain if self._elsewhere is None else self._elsewhere)
+
+    def finish(self) -> None:
+        """Copy the items to where the tensor is, if that is elsewhere."""
+        if self._elsewhere is not None:
+            self._tensor.copy_(self._elsewhere)

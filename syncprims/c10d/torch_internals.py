@@ -1,0 +1,181 @@
+"""What this package uses of torch that has no public name: all of it, and nothing elsewhere.
+
+Each name has its reason and the versions it was tried with. A torch that lacks one raises
+`BackendUnavailable` when a process group is made, and nothing else of this library is affected.
+
+Tried with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed
+from torch.futures import Future
+
+from syncprims.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+dist: Any = torch.distributed  # its types leave out what its documentation names
+
+C = TypeVar("C", bound=type)
+
+NAME = "syncprims"  #: of the backend, as in ``init_process_group("syncprims")``
+_DEVICES = ("cpu", "cuda")
+
+#: Frames of these stand between the user's line and a collective: torch, and the frameworks that
+#: are installed beside it.
+_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__))  # noqa: PTH120
+BETWEEN = tuple(
+    os.path.join(_PACKAGES, name) + os.sep  # noqa: PTH118
+    for name in (
+        "torch",
+        "accelerate",
+        "transformers",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+    )
+)
+
+#: Methods of a process group that have several names: torch's C++ code calls the new ones from 2.12
+#: on, and the old ones before.
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "set_timeout": "_set_default_timeout",
+}
+
+
+def missing(name: str) -> BackendUnavailable:
+    """Return the error of a torch that lacks what this package needs."""
+    return BackendUnavailable(
+        f"torch {torch.__version__} has no {name}, which the c10d backend {NAME!r} needs: use a "
+        f"version that docs/reference/c10d.md names. The rest of syncprims works"
+    )
+
+
+def _find(owner: Any, name: str, where: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise missing(f"{where}.{name}") from None
+
+
+def c10d() -> Any:
+    """Return the module that holds torch's registry of process groups."""
+    return _find(dist, "distributed_c10d", "torch.distributed")
+
+
+def register_backend(create: Callable[..., Any]) -> None:
+    """Make ``init_process_group("syncprims")`` call ``create(options, backend_options)``."""
+    if not dist.is_available():
+        raise missing("torch.distributed in this build")
+    # Again, if the entry point of the package has registered another way to create it.
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(_DEVICES))
+
+
+def with_old_names(cls: C) -> C:
+    """Give the methods of a process group the names they have in older versions of torch, too."""
+    for name, old in _OLD_NAMES.items():
+        setattr(cls, old, cls.__dict__[name])
+    return cls
+
+
+def finished_work(result: Any = None) -> Any:
+    """Return the handle of a call that is over, with its future.
+
+    `_create_work_from_future`: the only `Work` that torch's C++ code takes over with its result
+    (2.0 and newer).
+    """
+    from torch._C import _distributed_c10d
+
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _find(_distributed_c10d, "_create_work_from_future", "torch._C._distributed_c10d")(
+        future
+    )
+
+
+_REDUCTIONS = {
+    "SUM": "sum",
+    "AVG": "mean",
+    "PRODUCT": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+    "PREMUL_SUM": "premul_sum",
+}
+
+
+@functools.cache
+def _reductions() -> dict[Any, str]:
+    found = {getattr(dist.ReduceOp, name, None): ours for name, ours in _REDUCTIONS.items()}
+    found.pop(None, None)
+    return found
+
+
+def reduction_of(given: Any) -> tuple[str, Any]:
+    """Return our name of a reduction, and the factor of a pre-multiplied sum.
+
+    A `ReduceOp` of an options object is a wrapper around the enumeration, with the `op` in it.
+
+    :raises ValueError: if it is none of c10d's.
+    """
+    name = _reductions().get(getattr(given, "op", given))
+    if name is None:
+        raise ValueError(f"the c10d backend {NAME!r} cannot reduce with {given}")
+    return name, given.factor if name == "premul_sum" else None
+
+
+def default_timeout() -> Any:
+    """Return the timeout that torch takes where the program names none, a timedelta."""
+    return _find(c10d(), "default_pg_timeout", "torch.distributed.distributed_c10d")
+
+
+def split_backing_store(store: Any) -> Any:
+    """Return the store below all prefixes of `store` (`PrefixStore.underlying_store`, 2.0)."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def replace_group_maker() -> Callable[[], None]:
+    """Make torch create every process group with this backend; return what ends that.
+
+    `_new_process_group_helper` makes all groups (1.8 and newer), and `_world` has their tables
+    (2.1 and newer), in which the group keeps the backend that the program has named.
+    """
+    module = c10d()
+    original = _find(module, "_new_process_group_helper", "torch.distributed.distributed_c10d")
+    _find(module, "_world", "torch.distributed.distributed_c10d")
+
+    def make(
+        size: Any, rank: Any, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **kw: Any
+    ) -> Any:
+        kw.pop("device_id", None)  # it would connect devices
+        asked = str(backend)
+        asked = "gloo" if asked in ("undefined", "None") else asked
+        group, prefixed = original(size, rank, ranks, NAME, store, name, *args, **kw)
+        tables = module._world
+        if group in tables.pg_map:
+            tables.pg_map[group] = dist.Backend(asked), prefixed
+            tables.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(asked))
+        return group, prefixed
+
+    module._new_process_group_helper = make
+
+    def undo() -> None:
+        module._new_process_group_helper = original
+
+    return undo
