@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from syncprims.interface import Window
 
 _MOST_KNOWN = 4096  # layouts, and notes of each
-#: Bytes in all slots up to which one round is faster than sharing the work of a reduction.
-_ONE_ROUND = 512 << 10
-#: Bytes up to which a broadcast is one piece: the time to read it while it is written is not worth
-#: more rounds.
-_ONE_PIECE = 512 << 10
+#: Bytes in all slots up to which one round is faster than dividing the work of a reduction: with up
+#: to so many members, and with more. Each member then reads all slots.
+_FEW_MEMBERS, _ONE_ROUND, _ONE_ROUND_OF_MANY = 4, 2 << 20, 1 << 20
+#: Bytes up to which a broadcast is one piece: to read it while it is written saves less time than
+#: more rounds cost.
+_ONE_PIECE = 1 << 20
 
 
 class DataPlane:
@@ -74,7 +75,8 @@ class DataPlane:
             if layout.stride > self._small_slot:
                 layout.window = window = self.window()
                 if window is not None:
-                    most = min(_ONE_ROUND, len(window.memory) // 2)
+                    most = _ONE_ROUND if self.count <= _FEW_MEMBERS else _ONE_ROUND_OF_MANY
+                    most = min(most, len(window.memory) // 2)
                     layout.one_round = self.count * layout.stride <= most
             layout.half = 0 if window is None else len(window.memory) // 2
             layout.is_placed = True

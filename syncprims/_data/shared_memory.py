@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 _LINE = 64  # bytes, of a processor's cache
 #: Bytes of a piece: the others read it while the next one is written.
-_LEAST_PIECE, _MOST_PIECE = 256 << 10, 1 << 20
-_REDUCED_AT_ONCE = 1 << 20  # bytes: what all members bring to a piece of a reduction
+_LEAST_PIECE, _MOST_PIECE = 512 << 10, 2 << 20
 
 
 class SharedMemoryTransport(Transport):
@@ -94,8 +93,7 @@ class SharedMemoryTransport(Transport):
         slot = (self._half - results) // members // _LINE * _LINE
         for operand in operands:
             mine, result = flat(operand.mine), flat(operand.result)
-            most = min(slot, max(_REDUCED_AT_ONCE // members, _LINE)) // mine.itemsize
-            most = min(most, results // result.itemsize)
+            most = min(slot // mine.itemsize, results // result.itemsize)
             for at in range(0, len(mine), most):
                 part = Operand(mine[at : at + most], result[at : at + most])
                 yield _Piece(memory, members, sequence.index, self._half - results, part)
