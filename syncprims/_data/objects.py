@@ -406,8 +406,13 @@ def _reduce_any(
 ) -> Any:
     """Return the reduction of values that may differ in kind, or raise how they differ."""
     rounds, label = sequence.rounds, sequence.note.label
+    more = any(note.flag for note in notes)
     if package is None:
-        package = sequence.attempt(lambda: _pack(rounds, label, value))
+
+        def pack() -> _Package:
+            return _pack(rounds, label, value)
+
+        package = sequence.attempt(pack) if more else pack()
     payload, arrays, transport = package
     plane, number = DataPlane.of(rounds), rounds.board.collected
     payloads = [plane.encoding_in(number, note, i) for i, note in enumerate(notes)]
@@ -435,7 +440,7 @@ def _reduce_any(
             lambda placeholders: add_operand(arrays[placeholders[sequence.index].number]),
         )
 
-    if not any(note.flag for note in notes):
+    if not more:
         result = combine()
     elif not arrays:
         result = sequence.agree(combine)
