@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Window
 
-_MOST_KNOWN = 4096  # layouts, and notes of each
+_MOST_KNOWN, _MOST_NOTES = 4096, 256  # layouts, and notes of each
 #: Bytes in all slots up to which one round is faster than dividing the work of a reduction: with up
 #: to so many members, and with more. Each member then reads all slots.
 _FEW_MEMBERS, _ONE_ROUND, _ONE_ROUND_OF_MANY = 4, 2 << 20, 1 << 20
@@ -48,8 +48,13 @@ class DataPlane:
 
     @classmethod
     def of(cls, rounds: Rounds) -> DataPlane:
-        """Return the data plane of a board."""
+        """Return the data plane of a board.
+
+        :raises SyncError: if the board is closed.
+        """
         if rounds.data is None:
+            if rounds.closed is not None:
+                raise rounds.closed()
             rounds.data = cls(rounds)
         plane: DataPlane = rounds.data
         return plane
@@ -139,7 +144,7 @@ class DataPlane:
         """Return `note`, which is plain, with the description of a value: the same every time."""
         known = layout.notes.get(id(note))
         if known is None or known[0] is not note:
-            if len(layout.notes) > _MOST_KNOWN:
+            if len(layout.notes) > _MOST_NOTES:
                 layout.notes.clear()
             plain = note.label
             label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)

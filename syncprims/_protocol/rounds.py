@@ -101,6 +101,11 @@ class Rounds:
         self.data: Any = None
         deadlocks.add(board)
 
+    def close(self, why: Callable[[], SyncError]) -> None:
+        """Make every later call raise ``why()``, and release what was prepared."""
+        self.closed = why
+        self.data = None
+
     # -- what the primitives use ------------------------------------------------------------
 
     @overload

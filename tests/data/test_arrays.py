@@ -218,6 +218,20 @@ def test_payloads_of_one_checksum_are_not_one(world: Ranks) -> None:
 
 
 @several()
+def test_labels_of_one_checksum_are_not_one(world: Ranks) -> None:
+    def program() -> None:
+        pair = ["cabCaa", ".L_.ia"]  # they differ by a multiple of the polynomial of CRC-32
+        assert zlib.crc32(pair[0].encode()) == zlib.crc32(pair[1].encode())
+        mine = {pair[sp.get_rank() % 2]: 1.0}
+        with pytest.raises(sp.RankMismatch):
+            sp.all_reduce(mine)
+        with pytest.raises(sp.CollectiveMismatch):
+            sp.barrier(pair[sp.get_rank() % 2])
+
+    world.run(program)
+
+
+@several()
 def test_an_object_that_needs_pickle_takes_its_arrays_along(world: Ranks) -> None:
     def program() -> None:
         shared = ["twice"]
