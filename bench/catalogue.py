@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 OURS = "syncprims"
+KB, MB = 2**10, 2**20
 
 #: Operation of the control plane -> library -> call.
 CONTROL = {
@@ -12,6 +13,7 @@ CONTROL = {
         OURS: "barrier()",
         "pthread": "pthread_barrier_wait(), in C",
         "MPICH": "Barrier()",
+        "Open MPI": "Barrier()",
         "multiprocessing": "Barrier.wait()",
         "Gloo": "dist.barrier()",
         "Accelerate": "wait_for_everyone()",
@@ -20,45 +22,72 @@ CONTROL = {
     "flag": {
         OURS: "any_rank(flag)",
         "MPICH": "allreduce(flag, LOR)",
+        "Open MPI": "allreduce(flag, LOR)",
         "Gloo": "dist.all_reduce(flag)",
         "Accelerate": "check_trigger()",
     },
     "lagging check": {OURS: "Trigger(lag=1).check(), in a tight loop"},
-    "lagging check, no late rank": {OURS: "Trigger(lag=1).check(), no late rank"},
+    "lagging check, no late rank": {OURS: "Trigger(lag=1).check(), once in a step, no late rank"},
+    "store and look": {OURS: "a function with one store and one look, once in a step"},
+    "number": {
+        OURS: "all_reduce(1.0)",
+        "MPICH": "allreduce(1.0)",
+        "Open MPI": "allreduce(1.0)",
+        "Gloo": "dist.all_reduce(tensor(1.0)).item()",
+    },
+    "metrics": {OURS: "all_reduce(a small dict of metrics)"},
     "all_gather": {
         OURS: "all_gather(rank)",
         "MPICH": "allgather(rank)",
+        "Open MPI": "allgather(rank)",
         "Gloo": "dist.all_gather_object(rank)",
     },
     "small dict": {
         OURS: "broadcast(a small dict)",
         "MPICH": "bcast(a small dict)",
+        "Open MPI": "bcast(a small dict)",
         "Gloo": "dist.broadcast_object_list([a small dict])",
     },
 }
 
 #: The same for the data plane. Every array is received into a given buffer.
 DATA = {
-    "broadcast": {OURS: "broadcast(array, out=)", "MPICH": "Bcast", "Gloo": "dist.broadcast"},
+    "broadcast": {
+        OURS: "broadcast(array, out=)",
+        "MPICH": "Bcast",
+        "Open MPI": "Bcast",
+        "Gloo": "dist.broadcast",
+    },
     "all_reduce": {
         OURS: "all_reduce(array, out=)",
         "MPICH": "Allreduce",
+        "Open MPI": "Allreduce",
         "Gloo": "dist.all_reduce, in place",
     },
 }
 
 
+def named(size: float) -> str:
+    """Return a number of bytes as text, with its unit."""
+    for unit, text in ((MB, "MB"), (KB, "KB")):
+        if size >= unit:
+            return f"{size / unit:g} {text}"
+    return f"{size:g} B"
+
+
 class Aim(NamedTuple):
-    """The aim for one of our figures, relative to a peer or absolute."""
+    """The aim for one of our figures, relative to a peer, to another of our calls, or absolute."""
 
     peer: str | None = None  #: None: the aim is absolute
     at_most: float | None = None  #: times the peer's figure, or an absolute limit
     at_least: float | None = None  #: times as fast as the peer. If both are None, there is no aim
+    operation: str | None = None  #: the peer's, if it is another one than ours
 
     def text(self, unit: str) -> str:
         """Return the aim as text; `unit` is the unit of the figures."""
         if self.at_most is not None:
-            return f"<= {self.at_most:g} {unit if self.peer is None else f'x {self.peer}'}"
+            beside = f"x {self.operation or self.peer}" if self.peer else unit
+            return f"<= {self.at_most:g} {beside}"
         if self.at_least is None:
             return "none"
         if self.at_least == 1:
@@ -95,6 +124,22 @@ class Row(NamedTuple):
 _PAIR, _ALL = (2, 4), (2, 4, 8)
 _LAG = (Aim(at_most=5),)
 
+_SMALL = (
+    Aim(OURS, at_most=3, operation="barrier"),
+    Aim("MPICH", at_most=4),
+    Aim("Gloo", at_least=10),
+)
+_MIDDLE = (Aim("MPICH", at_most=2), Aim("Gloo", at_least=1))
+_LARGE = (Aim("MPICH", at_least=1), Aim("Gloo", at_least=1))
+_ARRAYS = tuple(
+    Row(f"`{operation}` of {named(size)}, `file`", "data", f"{operation} {size}", _ALL, "us", aims)
+    for operation in DATA
+    for size, aims in (
+        (4, _SMALL), (4 * KB, _SMALL), (64 * KB, _MIDDLE), (256 * KB, _MIDDLE),
+        (MB, _LARGE), (16 * MB, _LARGE),
+    )
+)  # fmt: skip
+
 ROWS = (
     Row("`import syncprims`, on top of a bare interpreter", "alone", "import", (1,), "ms",
         (Aim(at_most=25),), shown=("torch", "Accelerate")),
@@ -109,15 +154,21 @@ ROWS = (
     Row("flag under torchrun, one host", "torchrun", "flag", _ALL, "us",
         (Aim("Accelerate", at_least=20),), shown=("Gloo",)),
     Row("flag with `lag=1`, no late rank", "control", "lagging check, no late rank", _ALL, "us",
-        _LAG),
+        (Aim(OURS, at_most=2, operation="store and look"),)),
     Row("flag with `lag=1`, in a tight loop", "control", "lagging check", _ALL, "us", _LAG),
+    Row("`all_reduce(1.0)`, `file`", "control", "number", _ALL, "us",
+        (Aim(OURS, at_most=3, operation="barrier"), Aim("MPICH", at_most=4),
+         Aim("Gloo", at_least=10))),
+    Row("`all_reduce` of a dict of metrics, `file`", "control", "metrics", _ALL, "us",
+        (Aim(OURS, at_most=4, operation="barrier"),)),
     Row("small object broadcast, `file`", "control", "small dict", _ALL, "us",
-        (Aim("Gloo", at_least=20),), shown=("MPICH",)),
+        (Aim("Gloo", at_least=25),), shown=("MPICH",)),
     Row("small object broadcast under torchrun", "torchrun", "small dict", _ALL, "us",
         (Aim("Gloo", at_least=20),)),
-    Row("64 MB broadcast into a given array", "data", "broadcast 64", _ALL, "ms",
+    *_ARRAYS,
+    Row("64 MB broadcast into a given array", "data", f"broadcast {64 * MB}", _ALL, "us",
         (Aim("Gloo", at_least=2), Aim("MPICH", at_least=1))),
-    Row("64 MB all-reduce", "data", "all_reduce 64", _PAIR, "ms",
+    Row("64 MB all-reduce", "data", f"all_reduce {64 * MB}", _PAIR, "us",
         (Aim("MPICH", at_least=1), Aim("Gloo", at_least=1))),
     Row("a passing test, ranks in threads", "worlds", "a passing test", (4,), "ms",
         (Aim(at_most=5),), "a marked test in threads",
@@ -138,6 +189,11 @@ ROWS = (
         (Aim(at_most=1.1),), "save_model", shown=("Accelerate", "torch.save")),
     Row("`save_model`, 1 GiB: extra memory", "checkpoints", "extra memory", (1,), "MB",
         (Aim(at_most=64),), "save_model", shown=("Accelerate", "torch.save")),
-    Row("load into a model, 1 GiB, over safetensors", "checkpoints", "of safetensors", (1,), "x",
-        (Aim(at_most=1.3),), "load_checkpoint_in_model", shown=("safetensors", "Accelerate")),
+    Row("load into a model in use, 1 GiB, over safetensors", "checkpoints", "of safetensors", (1,),
+        "x", (Aim(at_most=1.3),), "load_checkpoint_in_model", shown=("safetensors", "Accelerate")),
+    Row("load into a new model, 1 GiB, over safetensors", "checkpoints", "of safetensors, new",
+        (1,), "x", (Aim(at_most=1.1),), "load_checkpoint_in_model",
+        shown=("safetensors", "Accelerate")),
+    Row("the same, from the disk", "checkpoints", "of safetensors, new, cold", (1,), "x",
+        (Aim(at_most=1.1),), "load_checkpoint_in_model", shown=("safetensors", "Accelerate")),
 )  # fmt: skip

@@ -22,6 +22,11 @@ def main() -> None:
         everyones: list[int | None] = [None] * ranks
         dist.all_gather_object(everyones, rank)
 
+    def number() -> float:
+        value = torch.tensor(1.0, dtype=torch.float64)
+        dist.all_reduce(value)
+        return value.item()
+
     def small_dict() -> None:
         dist.broadcast_object_list([timing.SMALL_DICT if rank == 0 else None])
 
@@ -36,6 +41,7 @@ def main() -> None:
                 "flag": lambda: dist.all_reduce(flag, dist.ReduceOp.MAX),
                 "all_gather": all_gather,
                 "small dict": small_dict,
+                "number": number,
             },
             broadcast=lambda array: dist.broadcast(torch.from_numpy(array), 0),
             all_reduce=lambda value, out: dist.all_reduce(torch.from_numpy(out)),

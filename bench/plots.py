@@ -10,8 +10,8 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from bulk import named, sizes_of
-from catalogue import OURS
+from bulk import sizes_of
+from catalogue import OURS, named
 from table import Seen
 
 if TYPE_CHECKING:
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 TITLES = {
     "latency": "Latency by number of ranks, compared with peers",
-    "bandwidth": "Bandwidth by array size, compared with peers",
+    "arrays": "Time by array size, compared with peers",
 }
 WIDTH, HEIGHT = 876, 380
 PANEL, TOP, BOTTOM = 270, 62, 330  #: width of a panel's scale, its upper and lower edge
 LEFTS = (64, 502)  #: of both panels
+LABEL_WIDTH = 48  #: least distance between the middles of the values below a panel
 NAME_HEIGHT = 15  #: least distance between the names at the ends of lines
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #333a44 }
@@ -67,24 +68,23 @@ def latency(sections: Sections) -> str:
     return _drawn(TITLES["latency"], panels)
 
 
-def bandwidth(sections: Sections) -> str:
-    """Return the picture of broadcasts and all-reduces: GB/s by size, at the most ranks."""
+def arrays(sections: Sections) -> str:
+    """Return the picture of broadcasts and all-reduces: microseconds by size."""
     panels = []
     seen = Seen.restored(sections.get("data", {}).get("data", {}))
     for title, operation in (("broadcast", "broadcast"), ("all-reduce", "all_reduce")):
-        several = [ranks for ranks in seen.ranks() if len(sizes_of(seen, operation, ranks)) > 1]
+        # The number of ranks with the most sizes
+        ranks = max(seen.ranks(), key=lambda n: (len(sizes_of(seen, operation, n)), n), default=0)
         lines: dict[str, Points] = {}
-        for ranks in several[-1:]:
-            for size in sizes_of(seen, operation, ranks):
-                for library in dict.fromkeys(name for _, name, _ in seen.names()):
-                    time = seen.median(ranks, library, f"{operation} {size:g}")
-                    if time:
-                        speed = size * 2**20 / (time * 1e-3) / 1e9
-                        lines.setdefault(library, []).append((size, speed))
-        at = f", {several[-1]} ranks" if several else ""
-        unit = "GB/s of the array, more is better"
+        for size in sizes_of(seen, operation, ranks):
+            for library in dict.fromkeys(name for _, name, _ in seen.names()):
+                time = seen.median(ranks, library, f"{operation} {size}")
+                if time:
+                    lines.setdefault(library, []).append((size, time))
+        at = f", {ranks} ranks" if ranks else ""
+        unit = "microseconds, less is better"
         panels.append(Panel(f"{title} of an array{at}", unit, lines, named, "size"))
-    return _drawn(TITLES["bandwidth"], panels)
+    return _drawn(TITLES["arrays"], panels)
 
 
 def _by_ranks(sections: Sections, section: str, operation: str) -> dict[str, Points]:
@@ -128,8 +128,12 @@ def _panel(left: int, panel: Panel) -> list[str]:
         at = upwards.place(y)
         line = f'<line class="grid" x1="{left}" x2="{left + PANEL}" y1="{at:.1f}" y2="{at:.1f}"/>'
         parts += [line, _text(left - 8, at + 4, f"{y:g}", "faint", "end")]
+    right = -math.inf
     for x in across.values:
-        parts.append(_text(across.place(x), BOTTOM + 20, panel.across(x), "faint", "middle"))
+        at = across.place(x)
+        if at >= right:  # there is no room for the name of every value
+            parts.append(_text(at, BOTTOM + 20, panel.across(x), "faint", "middle"))
+            right = at + LABEL_WIDTH
     parts.append(_text(left + PANEL / 2, BOTTOM + 40, panel.below, "faint", "middle"))
     ends: dict[str, float] = {}
     # Ours last, so that it is drawn on top.

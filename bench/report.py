@@ -30,6 +30,7 @@ SECTIONS = {
     "control": Section("control", "control_plane", "local_lines"),
     "data": Section("bulk"),
     "resources": Section("resources"),
+    "startup": Section("startup"),
     "kills": Section("death", "section"),
     "worlds": Section("worlds"),
     "training": Section("overhead"),
@@ -41,8 +42,9 @@ SECTIONS = {
 
 _HOW = [
     "Rely on the ratios: peers and our library ran in turn, in the same minutes. MPICH runs with",
-    "its defaults, by `mpiexec -n RANKS` through mpi4py, without binding to processors. Its ranks",
-    "spin while they wait. Gloo and Accelerate run under torchrun. Each rank has one math thread.",
+    "its defaults, by `mpiexec -n RANKS` through mpi4py, not bound to processors; Open MPI by",
+    "`mpirun --oversubscribe --bind-to none`. Their ranks spin while they wait. Gloo and",
+    "Accelerate run under torchrun. Each rank has one math thread.",
 ]
 
 
@@ -53,7 +55,7 @@ def write(sections: Sections, folder: Path, pictures: Path) -> list[Path]:
         folder / "RESULTS.md": results(sections, os.path.relpath(pictures, folder)),
         folder / "TORCH.md": torch(sections),
         pictures / "latency.svg": plots.latency(sections),
-        pictures / "bandwidth.svg": plots.bandwidth(sections),
+        pictures / "arrays.svg": plots.arrays(sections),
     }
     for path, text in texts.items():
         path.write_text(text)
@@ -62,35 +64,42 @@ def write(sections: Sections, folder: Path, pictures: Path) -> list[Path]:
 
 def results(sections: Sections, pictures: str) -> str:
     """Return the page with the first table and all figures of one host without torch."""
-    lines = [
+    found = [
         "# Results",
         "",
         "`make bench` (`bench/measure.py`) makes this page from `results.json`. To measure one",
     ]
-    lines += ["section again, run `python bench/measure.py --only SECTION`.", ""]
-    lines += [*_HOW, *summary.lines(sections), "", *_picture("latency", pictures), ""]
-    lines += [*_picture("bandwidth", pictures), *_state(sections, SECTIONS), *_failed(sections)]
-    lines += ["", "The torch backend, and the forecast for many hosts: [TORCH.md](TORCH.md)."]
-    return _joined(lines, sections, "RESULTS.md")
+    found += ["section again, run `python bench/measure.py --only SECTION`.", ""]
+    found += [*_HOW, *summary.lines(sections), "", *_picture("latency", pictures), ""]
+    found += [*_picture("arrays", pictures), *_state(sections, SECTIONS), *_failed(sections)]
+    found += ["", "The torch backend, and the forecast for many hosts: [TORCH.md](TORCH.md)."]
+    return _joined(found, sections, "RESULTS.md")
 
 
 def torch(sections: Sections) -> str:
     """Return the page of the torch backend."""
     own = [name for name, section in SECTIONS.items() if section.page == "TORCH.md"]
-    lines = [
+    found = [
         "# Results of the torch backend",
         "",
         "`make bench` (`bench/measure.py`) makes this page from",
     ]
-    lines += ["`results.json`. [RESULTS.md](RESULTS.md) has the promises and the other figures."]
-    return _joined([*lines, *_state(sections, own)], sections, "TORCH.md")
+    found += ["`results.json`. [RESULTS.md](RESULTS.md) has the promises and the other figures."]
+    return _joined([*found, *_state(sections, own)], sections, "TORCH.md")
 
 
-def _joined(lines: list[str], sections: Sections, page: str) -> str:
+def lines(name: str, data: Mapping[str, Any]) -> list[str]:
+    """Return the figures of one section."""
+    section = SECTIONS[name]
+    found: list[str] = getattr(import_module(section.module), section.lines)(data)
+    return found
+
+
+def _joined(first: list[str], sections: Sections, page: str) -> str:
     for name, section in SECTIONS.items():
         if section.page == page and name in sections:
-            lines += getattr(import_module(section.module), section.lines)(sections[name]["data"])
-    return "\n".join(lines) + "\n"
+            first += lines(name, sections[name]["data"])
+    return "\n".join(first) + "\n"
 
 
 def _picture(name: str, folder: str) -> list[str]:

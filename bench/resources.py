@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jobs
-from catalogue import DATA, OURS
+from catalogue import DATA, MB, OURS
 from table import Seen, head, row, span
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def measure(scale: Scale) -> dict[str, Any]:
     if Path("/proc/self/status").exists():
         for operation, calls in DATA.items():
             for library in calls:
-                _memory(seen, library, ranks, {"size": size, "operation": operation})
+                _memory(seen, library, ranks, {"size": size * MB, "operation": operation})
     waiters, seconds = scale.wait
     plan: dict[str, object] = {"what": "wait", "seconds": seconds}
     for library in DATA["broadcast"]:

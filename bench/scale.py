@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from catalogue import KB, MB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -14,11 +20,12 @@ class Scale:
     seconds: float  #: per figure of the control plane
     control: tuple[int, ...]  #: ranks
     hosts: tuple[int, ...]  #: ranks on two pretended hosts
-    data: dict[int, tuple[float, ...]]  #: ranks -> MB
+    data: Sequence[tuple[int, Sequence[int]]]  #: ranks, sizes in bytes
     data_runs: int
     data_seconds: float
     memory: tuple[int, int]  #: ranks, MB
     wait: tuple[int, float]  #: ranks, seconds
+    startup: tuple[int, ...]  #: ranks
     kills: int  #: per case
     worlds: tuple[int, int]  #: number of tests: ours, peers
     turns: int  #: turns of the training step
@@ -26,6 +33,15 @@ class Scale:
     forecast: int  #: most hosts
     constants: int  #: runs; 0: use the stored constants
 
+    def of(self, ranks: Sequence[int] | None, sizes: Sequence[int] | None) -> Scale:
+        """Return this scale with other ranks of the control and data plane, and other sizes."""
+        data = tuple((count, sizes or self.data[0][1]) for count in ranks or (self.data[0][0],))
+        return replace(self, control=tuple(ranks or self.control), data=data)
+
+
+_SIZES = (
+    4, KB, 4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB,
+)  # fmt: skip
 
 FULL = Scale(
     imports=15,
@@ -33,11 +49,12 @@ FULL = Scale(
     seconds=0.3,
     control=(2, 4, 8),
     hosts=(2, 4),
-    data={2: (1 / 16, 1, 16, 64, 256), 4: (1 / 16, 1, 16, 64, 256), 8: (64,)},
+    data=((2, (*_SIZES, 256 * MB)), (4, (*_SIZES, 256 * MB)), (8, _SIZES)),
     data_runs=2,
     data_seconds=1.0,
     memory=(4, 256),
     wait=(8, 20.0),
+    startup=(4, 16, 64),
     kills=100,
     worlds=(50, 3),
     turns=400,
@@ -51,11 +68,12 @@ QUICK = Scale(
     seconds=0.02,
     control=(2,),
     hosts=(2,),
-    data={2: (1 / 16, 64)},
+    data=((2, (4, 64 * KB, 64 * MB)),),
     data_runs=1,
     data_seconds=0.05,
     memory=(2, 16),
     wait=(2, 1.0),
+    startup=(2,),
     kills=3,
     worlds=(5, 1),
     turns=20,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from catalogue import CONTROL, DATA, OURS, ROWS
+from catalogue import CONTROL, DATA, OURS, ROWS, named
 from table import Seen, head, row, short, span
 
 if TYPE_CHECKING:
@@ -57,18 +57,20 @@ def table(sections: Sections) -> list[str]:
 def _line(promise: Row, aim: Aim, seen: Seen, *, first: bool) -> str:
     """Return the line of one aim. Only the first line of a promise repeats its figures."""
     ranks = [count for count in promise.ranks if count in seen.ranks()] or list(promise.ranks)
-    peers = [aim.peer] if aim.peer else []
-    peers += [peer for peer in promise.shown if first]
-    figures_by_peer = {peer: _several(seen, ranks, peer, promise) for peer in peers}
+    operation = aim.operation or promise.operation
+    beside = [(aim.operation or aim.peer, aim.peer, operation)] if aim.peer else []
+    beside += [(peer, peer, promise.operation) for peer in promise.shown if first]
+    unit = promise.unit
+    texts = [f"{name} {_several(seen, ranks, peer, of, unit)}" for name, peer, of in beside]
     verdicts = [seen.verdict(n, aim, promise.operation, promise.ours) for n in ranks]
     ranges = [seen.figures(n, promise.ours, promise.operation) for n in ranks]
     return row(
         promise.what if first else '"',
         "/".join(map(str, ranks)) if ranks != [1] else "",
-        _several(seen, ranks, promise.ours, promise) if first else "",
+        _several(seen, ranks, promise.ours, promise.operation, unit) if first else "",
         " / ".join(span(times) for times in ranges if times) if first else "",
-        "; ".join(f"{peer} {figures}" for peer, figures in figures_by_peer.items()),
-        aim.text(promise.unit),
+        "; ".join(texts),
+        aim.text(unit),
         " / ".join(dict.fromkeys(shown for shown, _ in verdicts)),
         _reached(ranks, [reached for _, reached in verdicts]),
         f"`{promise.section}`",
@@ -84,12 +86,12 @@ def _reached(ranks: list[int], verdicts: list[bool | None]) -> str:
     return "" if None in verdicts else "yes"
 
 
-def _several(seen: Seen, ranks: list[int], library: str, promise: Row) -> str:
-    medians = [seen.median(count, library, promise.operation) for count in ranks]
+def _several(seen: Seen, ranks: list[int], library: str, operation: str, unit: str) -> str:
+    medians = [seen.median(count, library, operation) for count in ranks]
     if all(median is None for median in medians):
-        return seen.why_not(ranks[0], library, promise.operation)
+        return seen.why_not(ranks[0], library, operation)
     shown = ["-" if median is None else short(median) for median in medians]
-    return f"{' / '.join(shown)} {promise.unit}"
+    return f"{' / '.join(shown)} {unit}"
 
 
 def lost(sections: Sections) -> list[str]:
@@ -127,4 +129,4 @@ def _call(operation: str, library: str) -> str:
     if operation in CONTROL:
         return f"`{CONTROL[operation][library]}`"
     name, _, size = operation.partition(" ")
-    return f"`{DATA[name][library]}` of {float(size):g} MB"
+    return f"`{DATA[name][library]}` of {named(int(size))}"

@@ -85,7 +85,7 @@ class Seen:
             return self.why_not(ranks, ours, operation), None
         peers = None
         if aim.peer is not None:
-            peers = self.median(ranks, aim.peer, operation)
+            peers = self.median(ranks, aim.peer, aim.operation or operation)
             if peers is None:
                 return f"{aim.peer}: {self.why_not(ranks, aim.peer, operation)}", None
         return short(aim.measured(mine, peers)), aim.reached(mine, peers)

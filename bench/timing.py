@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
     Figures = dict[str, list[float]]
 
 SMALL_DICT = {"lr": 1e-3, "epoch": 3}
-MB = 2**20
+METRICS = {"loss": 1.0, "n": 3}
 _COLUMNS = 1024  # chunk size for filling and checking arrays
 _MOST_ROUNDS = 100_000
+_SPELL = 5e-3  #: seconds of calls that are timed together, if single calls are shorter
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,7 @@ def run(library: Library) -> None:
 def control(library: Library, seconds: float) -> Figures:
     """Return the microseconds per call for every operation."""
     figures = {name: [_per_call(library, call, seconds)] for name, call in library.calls.items()}
-    for name, call in library.stepped.items():
-        figures[name] = [_in_a_step(library, call, seconds)]
-    return figures
+    return figures | _in_steps(library, seconds)
 
 
 def _per_call(library: Library, call: Callable[[], object], seconds: float) -> float:
@@ -86,44 +86,68 @@ def _per_call(library: Library, call: Callable[[], object], seconds: float) -> f
         rounds = min(_MOST_ROUNDS, int(rounds * max(2.0, 1.2 * seconds / spent)))
 
 
-def _in_a_step(library: Library, call: Callable[[], object], seconds: float) -> float:
-    """Return the median of single calls, one per step. All ranks start a step at the same time.
+def _in_steps(library: Library, seconds: float) -> Figures:
+    """Return the median of single calls, by name. They take turns, one in each step.
 
-    All ranks made the previous call long ago, so no rank has to wait.
+    All ranks start a step at the same time. They made the previous call long ago, so no rank has to
+    wait. The caches of the processor hold what ran since.
     """
+    if not library.stepped:
+        return {}
     period, busy, work = 5e-3, 1e-3, np.ones((96, 96), np.float32)
     library.barrier()
     start = max(library.gather(time.monotonic())) + period
-    times: list[float] = []
-    for step in range(max(20, int(4 * seconds / period))):
+    times: dict[str, list[float]] = {name: [] for name in library.stepped}
+    for name in times:
+        for _ in range(40):  # warm-up: Python adapts what runs often
+            _repeated(library.stepped[name], 1)
+    for step in range(len(times) * max(20, int(4 * seconds / period))):
+        name = list(times)[step % len(times)]
+        call = library.stepped[name]
         until = start + step * period
         time.sleep(max(0.0, until - busy - time.monotonic()))
         work @ work
         while time.monotonic() < until:  # busy as in training: idle processors start slowly
             work @ work
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return library.slowest(float(np.median(times))) * 1e6
+        times[name].append(_repeated(call, 1))
+    return {name: [library.slowest(float(np.median(each))) * 1e6] for name, each in times.items()}
 
 
-def data(library: Library, sizes: Sequence[float], seconds: float) -> Figures:
-    """Return the milliseconds of single calls on the slowest rank, by size in MB."""
-    figures: Figures = {}
+def data(library: Library, sizes: Sequence[int], seconds: float, beside: Sequence[str]) -> Figures:
+    """Return the microseconds per call, by size in bytes, and of the operations `beside` them."""
+    figures = {
+        name: _spells(library, partial(_repeated, library.calls[name]), seconds) for name in beside
+    }
     for size in sizes:
         moves = _Moves(library, size)
         for name in ("broadcast", "all_reduce"):
-            times: list[float] = []
-            moves.timed(name)  # warm-up
-            while len(times) < 3 or (len(times) < 30 and sum(times) < seconds * 1e3):
-                times.append(library.slowest(moves.timed(name)) * 1e3)
-            figures[f"{name} {size:g}"] = times
+            figures[f"{name} {size}"] = _spells(library, partial(moves.timed, name), seconds)
     return figures
 
 
+def _spells(library: Library, timed: Callable[[int], float], seconds: float) -> list[float]:
+    """Return the microseconds per call of several spells. Each has as many calls as fill it."""
+    timed(1)  # warm-up
+    calls = 1
+    while (spent := library.slowest(timed(calls))) < _SPELL and calls < _MOST_ROUNDS:
+        calls = max(2 * calls, int(0.8 * calls * _SPELL / spent))
+    times = [spent / calls]
+    while len(times) < 3 or (len(times) < 30 and sum(times) * calls < seconds):
+        times.append(library.slowest(timed(calls)) / calls)
+    return [time * 1e6 for time in times]
+
+
+def _repeated(call: Callable[[], object], calls: int) -> float:
+    """Return the seconds of a spell of calls."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return time.perf_counter() - begin
+
+
 def memory(library: Library, size: int, operation: str) -> Figures:
-    """Return the MB that three calls add to each rank: the peak, and what remains, by rank."""
-    _Moves(library, 1).timed(operation)  # the very first call has other costs than its array
+    """Return the MB that three calls with `size` bytes add to each rank, by rank."""
+    _Moves(library, 2**20).timed(operation, 1)  # the very first call has other costs than its array
     moves = _Moves(library, size)
     moves.fill(0)
     with contextlib.suppress(OSError):  # reset the peak
@@ -131,7 +155,7 @@ def memory(library: Library, size: int, operation: str) -> Figures:
     before = _status()
     library.barrier()
     for _ in range(3):
-        moves.call(operation)
+        moves.call(operation)()
     after = _status()
     grown = {
         "peak": after["VmHWM"] - before["VmRSS"],
@@ -163,24 +187,25 @@ def wait(library: Library, seconds: float) -> Figures:
 class _Moves:
     """Arrays of one size, and the calls that transfer them. Every result is checked."""
 
-    def __init__(self, library: Library, size: float) -> None:
-        shape = (int(size * MB) // 4 // _COLUMNS, _COLUMNS)
+    def __init__(self, library: Library, size: int) -> None:
+        columns = min(_COLUMNS, size // 4)
+        shape = (size // 4 // columns, columns)
         self._library = library
         self._value: Array = np.ones(shape, np.float32)  # written, so that all pages exist
         self._out: Array = self._value if library.in_place else np.ones(shape, np.float32)
         self._rows: Array = (np.arange(shape[0]) % 251).astype(np.float32)[:, None]
-        self._columns: Array = np.arange(_COLUMNS, dtype=np.float32)[None, :]
+        self._columns: Array = np.arange(columns, dtype=np.float32)[None, :]
         self._count = 0
 
-    def timed(self, name: str) -> float:
-        """Return the seconds of one call with new values on this rank. All ranks start together."""
+    def timed(self, name: str, calls: int) -> float:
+        """Return the seconds of a spell of calls on this rank. All ranks start together."""
         self._count += 1
         self.fill(self._count)
+        call = self.call(name)
         self._library.barrier()
-        begin = time.perf_counter()
-        self.call(name)
-        spent = time.perf_counter() - begin
-        self._check(name, self._count)
+        spent = _repeated(call, calls)
+        if calls == 1 or name == "broadcast" or not self._library.in_place:
+            self._check(name, self._count)  # repeated in place, it sums the sums
         return spent
 
     def fill(self, count: int) -> None:
@@ -189,15 +214,14 @@ class _Moves:
             self._out.fill(-1.0)
         np.add(self._rows, self._columns + (self._library.rank + count), out=self._value)
 
-    def call(self, name: str) -> None:
-        """Make the timed call."""
+    def call(self, name: str) -> Callable[[], object]:
+        """Return the call to time."""
         library = self._library
         if name == "broadcast":
             assert library.broadcast is not None
-            library.broadcast(self._value)
-        else:
-            assert library.all_reduce is not None
-            library.all_reduce(self._value, self._out)
+            return partial(library.broadcast, self._value)
+        assert library.all_reduce is not None
+        return partial(library.all_reduce, self._value, self._out)
 
     def _check(self, name: str, count: int) -> None:
         """Raise if an element is wrong. Sums of small integers are exact in any order."""

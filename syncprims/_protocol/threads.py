@@ -1,4 +1,4 @@
-"""Which threads of this process may still make a call.
+"""Which threads of this process have something to do, and may still make a call.
 
 A rank that waits in one thread may continue in another. So a search for deadlocks must know every
 thread, including those that have made no call yet.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import FrameType
 
 #: Functions in which a thread waits for nothing that ends in a call of ours: another thread would
 #: have to give it work, or it never runs the code of users.
 _IDLE = {
-    ("concurrent.futures.thread", "_worker"),
+    ("concurrent.futures.thread", "_worker"),  # and its pool has no work
     ("multiprocessing.queues", "_feed"),
     ("syncprims.testing.outcomes", "await_threads"),
     ("torch.utils.data._utils.pin_memory", "do_one_step"),
@@ -32,9 +33,38 @@ def threads_that_may_call() -> set[int]:
     The library's own threads, named ``syncprims-...``, make none.
     """
     own = {t.ident for t in threading.enumerate() if t.name.startswith("syncprims-")}
-    own.add(threading.get_ident())
+    return busy_threads() - own
+
+
+def busy_threads() -> set[int]:
+    """Return the identifiers of the other threads that have something to do."""
+    # First the work, then where the threads are: one that takes work in between is seen at it.
+    with_work = _threads_with_work(threading.enumerate())
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    return {ident for ident, at in frames.items() if ident not in own and not _is_idle(at)}
+    busy = {ident for ident, at in frames.items() if ident in with_work or not _is_idle(at)}
+    return busy - {threading.get_ident()}
+
+
+def _threads_with_work(threads: Iterable[threading.Thread]) -> set[int | None]:
+    """Return the threads of pools that have work which no thread has begun."""
+    module = sys.modules.get("concurrent.futures.thread")
+    if module is None:
+        return set()
+    queues = ((thread.ident, module._threads_queues.get(thread)) for thread in threads)
+    found = {ident for ident, queue in queues if queue is not None and not queue.empty()}
+    if sys.version_info >= (3, 13):
+        # Such a queue gives work to a waiting thread at once, and is empty before that thread runs.
+        # But each thread that waits has counted itself, and each work takes one off.
+        waiting: dict[Any, set[int]] = {}
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        for ident, at in frames.items():
+            if at.f_code is module._worker.__code__:
+                waiting.setdefault(at.f_locals["executor_reference"](), set()).add(ident)
+        for pool, idents in waiting.items():
+            # If the pool is gone, its threads are about to end.
+            if pool is None or pool._idle_semaphore._value < len(idents):
+                found |= idents
+    return found
 
 
 def _is_idle(frame: FrameType | None) -> bool:

@@ -32,6 +32,7 @@ class Launcher(NamedTuple):
     node_rank: str = ""
     num_nodes: tuple[str, ...] = ()
     run_id: tuple[str, ...] = ()  #: together they identify this run
+    restarts: str = ""  #: how often this run was started again
     needs: tuple[str, ...] = ()  #: the launcher is present only where one of these is set
     agent: str = ""  #: a variable that the launcher itself sets, and users who set ranks do not
 
@@ -43,13 +44,14 @@ class Launcher(NamedTuple):
     @property
     def required(self) -> set[str]:
         """The variables that say which rank a process is, and of how many."""
-        return {self.rank, *self.world_size, self.local_rank, self.local_world_size}
+        return {self.rank, *self.world_size, self.local_rank, self.local_world_size} - {""}
 
     @property
     def variables(self) -> list[str]:
         """All variables that are read; rank and world size come first."""
         names = self.rank, *self.world_size, self.local_rank, self.local_world_size, self.node_rank
-        return [name for name in dict.fromkeys([*names, *self.num_nodes, *self.run_id]) if name]
+        names = *names, *self.num_nodes, *self.run_id, self.restarts
+        return [name for name in dict.fromkeys(names) if name]
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher has set its variables, or some of them."""
@@ -72,6 +74,7 @@ _OURS = Launcher(
     local_world_size="SYNCPRIMS_LOCAL_WORLD_SIZE",
     node_rank="SYNCPRIMS_GROUP_RANK",
     num_nodes=("SYNCPRIMS_GROUP_WORLD_SIZE",),
+    restarts="TORCHELASTIC_RESTART_COUNT",
     agent="SYNCPRIMS_RUN_ID",
 )
 _TORCHRUN = Launcher(
@@ -83,9 +86,9 @@ _TORCHRUN = Launcher(
     node_rank="GROUP_RANK",
     num_nodes=("GROUP_WORLD_SIZE",),
     # The id is "none" unless the user has set one; then the port of the store identifies the run.
-    # Its address does not: agents may have different names for it. Nor does the number of restarts:
-    # each agent counts its own.
+    # Its address does not: agents may have different names for it.
     run_id=("TORCHELASTIC_RUN_ID", "MASTER_PORT"),
+    restarts="TORCHELASTIC_RESTART_COUNT",
     agent="TORCHELASTIC_RUN_ID",
 )
 _SLURM = Launcher(
@@ -96,14 +99,35 @@ _SLURM = Launcher(
     local_world_size="SLURM_STEP_TASKS_PER_NODE",
     node_rank="SLURM_NODEID",
     num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    run_id=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    run_id=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    restarts="SLURM_RESTART_COUNT",
     # A batch script and an interactive shell also have SLURM_NTASKS, but are one process. Only a
     # step has so many.
     needs=("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
 )
+_FLUX = Launcher(
+    "Flux",
+    rank="FLUX_TASK_RANK",
+    world_size=("FLUX_JOB_SIZE",),
+    local_rank="FLUX_TASK_LOCAL_ID",
+    local_world_size="",  # not said
+    num_nodes=("FLUX_JOB_NNODES",),
+    run_id=("FLUX_JOB_ID",),
+    agent="FLUX_JOB_ID",  # its brokers may be a step of SLURM
+)
+_MPICH = Launcher(
+    "MPICH",
+    rank="PMI_RANK",
+    world_size=("PMI_SIZE",),
+    local_rank="MPI_LOCALRANKID",
+    local_world_size="MPI_LOCALNRANKS",
+    run_id=("PMI_JOBID", "PMI_ID_NAMESPACE"),
+    needs=("PMI_RANK", "PMI_SIZE"),
+)
 LAUNCHERS = (
     _OURS,
     _TORCHRUN,
+    _FLUX,
     _SLURM,
     Launcher(
         "Open MPI",
@@ -124,15 +148,7 @@ LAUNCHERS = (
         run_id=("PALS_APID",),
         needs=("PALS_RANKID",),
     ),
-    Launcher(
-        "MPICH",
-        rank="PMI_RANK",
-        world_size=("PMI_SIZE",),
-        local_rank="MPI_LOCALRANKID",
-        local_world_size="MPI_LOCALNRANKS",
-        run_id=("PMI_JOBID", "PMI_ID_NAMESPACE"),
-        needs=("PMI_RANK", "PMI_SIZE"),
-    ),
+    _MPICH,
     Launcher(
         "LSF",
         rank="JSM_NAMESPACE_RANK",
@@ -140,6 +156,22 @@ LAUNCHERS = (
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
         run_id=("LSB_JOBID", "JSM_NAMESPACE"),
+    ),
+    Launcher(
+        "MVAPICH2",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size=("MV2_COMM_WORLD_SIZE",),
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "Horovod",
+        rank="HOROVOD_RANK",
+        world_size=("HOROVOD_SIZE",),
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_world_size="HOROVOD_LOCAL_SIZE",
+        # HOROVOD_CROSS_SIZE counts the nodes that have this local rank, and not all nodes.
+        run_id=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     ),
 )
 
@@ -171,6 +203,7 @@ def explain(environ: Mapping[str, str]) -> Detection:
     if asked is not None:
         return _detect_named(environ, asked)
     chosen: tuple[Launcher, Topology] | None = None
+    outside: list[Topology] = []  # of those that have started the chosen one
     roles: dict[str, str] = {}
     seen: set[str] = set()  # PALS gives its size in MPICH's variable, which is no half of MPICH's
     for launcher in _find_launchers(environ):
@@ -181,7 +214,7 @@ def explain(environ: Mapping[str, str]) -> Detection:
         if chosen is None:
             chosen = found
             continue
-        if _agree(chosen[1], found[1]):
+        if _agree(chosen[1], found[1]) or any(_agree(one, found[1]) for one in outside):
             roles[launcher.name] = "says the same"
             continue
         inner, outer = chosen, found
@@ -190,6 +223,7 @@ def explain(environ: Mapping[str, str]) -> Detection:
             if not _is_inside(environ, *inner, *outer):
                 raise _contradict(environ, chosen[0], launcher)
         chosen = inner
+        outside.append(outer[1])
         roles[outer[0].name] = f"started {inner[0].name}, which started this process"
     if chosen is None:
         return Detection(_alone(environ), {})
@@ -240,7 +274,7 @@ def list_rank_variables() -> set[str]:
     What only describes the job is not among them: users' scripts read it.
     """
     names = {"SYNCPRIMS_RUN_ID", "SYNCPRIMS_LAUNCHER", *_TORCHRUN.run_id, *_TORCHRUN.num_nodes}
-    names |= {"MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"}
+    names |= {"MASTER_ADDR", _TORCHRUN.restarts, "TORCHELASTIC_USE_AGENT_STORE"}
     return names.union(*({*one.required, one.node_rank} for one in LAUNCHERS)) - {""}
 
 
@@ -294,6 +328,13 @@ _JOBS = (
     ("PET_NPROC_PER_NODE", "torchrun, which reads it"),
     ("OMPI_UNIVERSE_SIZE", "mpirun; a container gets its variables only if they are passed on"),
     ("LSB_DJOB_NUMPROC", "jsrun"),
+    ("COBALT_JOBSIZE", "mpiexec"),
+    ("SKYPILOT_NUM_NODES", "torchrun on each node"),
+)
+#: Variables that list the hosts of a job, and what starts ranks on them.
+_HOST_LISTS = (
+    ("SM_HOSTS", "torchrun, which SageMaker starts if distribution has torch_distributed"),
+    ("TPU_WORKER_HOSTNAMES", "torchrun on each host"),
 )
 
 
@@ -306,7 +347,13 @@ def find_half_world(environ: Mapping[str, str], topology: Topology) -> str:
             value = environ.get(name, "1")
             if value not in ("1", "0", "1:1", "cpu", "auto"):
                 return f"{name}={value} is set, and this process was not started by {starter}"
-        if environ.get("PMIX_RANK", "0") != "0":
+        for name, starter in _HOST_LISTS:
+            hosts = environ.get(name, "")
+            if "," in hosts:
+                return f"{name}={hosts} is set, and this process was not started by {starter}"
+        # A shell of SLURM may have rank 0 of one.
+        harmless = ("", "0") if "SLURM_JOB_ID" in environ else ("",)
+        if environ.get("PMIX_RANK", "") not in harmless:
             return (
                 f"PMIX_RANK={environ['PMIX_RANK']} is set, and nothing says how many ranks there "
                 f"are: pass on the launcher's other variables, or use srun without --mpi"
@@ -388,8 +435,8 @@ def _read_topology(launcher: Launcher, environ: Mapping[str, str]) -> Topology:
     _check_numbers(launcher, environ, *said)
     local = (_or_unknown(local_rank), _or_unknown(local_world_size))
     nodes = (_or_unknown(node_rank), _or_unknown(num_nodes))
-    run_id = _read_run_id(launcher, environ)
-    return Topology(rank, world_size, *local, *nodes, launcher.name, run_id)
+    topology = Topology(rank, world_size, *local, *nodes, launcher.name)
+    return topology._replace(run_id=_read_run_id(launcher, environ, topology))
 
 
 def _or_unknown(number: int | None) -> int:
@@ -462,13 +509,19 @@ def _read_tasks_on_node(environ: Mapping[str, str], node_rank: int | None) -> in
     return counts[node_rank] if node_rank < len(counts) else None
 
 
-def _read_run_id(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Return what identifies this run: the user's own id, or all that the launcher knows."""
-    own = environ.get("SYNCPRIMS_RUN_ID") or None
-    if own is not None:
-        return own
+def _read_run_id(launcher: Launcher, environ: Mapping[str, str], topology: Topology) -> str | None:
+    """Return what identifies this start of this run; None if nothing names the run.
+
+    It is the user's own name, or one made of all that the launcher knows, and another one after
+    each restart: an earlier process that still runs must not meet the later ones. But each of
+    several agents counts its own restarts, so their ranks would have different names.
+    """
     parts = [environ[name] for name in launcher.run_id if name in environ]
-    return f"{launcher.name}-{'-'.join(parts)}" if parts else None
+    known = f"{launcher.name}-{'-'.join(parts)}" if parts else None
+    run_id = environ.get("SYNCPRIMS_RUN_ID") or known
+    restarts = environ.get(launcher.restarts) or "0"
+    one_counts = launcher is _SLURM or not find_spread(environ, topology)
+    return f"{run_id}-restart{restarts}" if run_id and restarts != "0" and one_counts else run_id
 
 
 def _agree(a: Topology, b: Topology) -> bool:
@@ -479,17 +532,21 @@ def _is_inside(
     environ: Mapping[str, str], inner: Launcher, a: Topology, outer: Launcher, b: Topology
 ) -> bool:
     """Return whether `inner` was clearly started by a task of `outer`, and started this process."""
+    if inner is _SLURM:  # it starts daemons of others; and PMI's variables of one, in its shells
+        return b.world_size == 1 and outer is _MPICH
+    if (inner, outer) == (_FLUX, _MPICH):  # Flux sets PMI's variables itself
+        return False
     has_agent = inner.agent in environ  # then nobody has set its variables by hand
     if outer in (_OURS, _TORCHRUN):  # which start ranks, and no other launchers in several tasks
         return b.world_size == 1 and (has_agent or outer.agent not in environ)
     if b.world_size == 1 or b.world_size == a.num_nodes:
         return True
-    if UNKNOWN in (a.local_rank, a.local_world_size):
-        return False
-    one_per_node = b.local_world_size == 1 and b.num_nodes in (UNKNOWN, b.world_size)
+    one_per_node = b.local_world_size == 1 and b.num_nodes == b.world_size
     if has_agent:
         # Agents of one run are the tasks of one step; or each task has a run of its own.
         return a.num_nodes == 1 or (one_per_node and a.num_nodes <= b.world_size)
+    if UNKNOWN in (a.local_rank, a.local_world_size):
+        return False
     # Daemons. Open MPI starts none on its own node, so there may be fewer than nodes.
     return one_per_node and a.world_size > 1
 

@@ -31,7 +31,7 @@ _OURS = {
     "TRACE",
     "TRACE_LIMIT",
     "WARN_AFTER",
-    *(name.removeprefix(_PREFIX) for name in LAUNCHERS[0].variables),
+    *(n.removeprefix(_PREFIX) for n in LAUNCHERS[0].variables if n.startswith(_PREFIX)),
 }
 _FIRST_PORT, _PORTS = 15000, 17000  # that are derived; systems assign those from 32768 up
 

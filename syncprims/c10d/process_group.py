@@ -19,7 +19,7 @@ from .tensors import OutputTensor, describe, items_of
 from .torch_internals import (
     BETWEEN,
     NAME,
-    default_timeout,
+    default_timeouts,
     dist,
     finished_work,
     is_profiling,
@@ -204,11 +204,11 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _seconds(self, timeout: timedelta) -> float | None:
         """Return a timeout of torch in seconds; None if it says nothing.
 
-        Where time is virtual, waits that can never end are found by themselves: there the default
-        of torch says nothing, either.
+        In the world of a test, waits that can never end are found without it: there the defaults of
+        torch say nothing, either.
         """
         seconds = timeout.total_seconds()
-        if seconds <= 0 or (self._rounds.board.virtual_time and timeout == default_timeout()):
+        if seconds <= 0 or (self._rounds.board.posts_alone and timeout in default_timeouts()):
             return None
         return seconds
 

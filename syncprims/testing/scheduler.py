@@ -33,13 +33,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from syncprims._protocol.threads import threads_that_may_call
+from syncprims._protocol.threads import busy_threads, threads_that_may_call
+from syncprims.errors import ConcurrentCall
 
 from .errors import WorldAborted
 
 _PATIENCE = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
 _HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
+_WAITING_MODULES = {"threading", "queue", "concurrent.futures._base"}
 
 
 class RandomSchedule:
@@ -108,13 +110,30 @@ class Seed(NamedTuple):
 
 
 class RankThread(threading.Thread):
-    """The thread of a rank."""
+    """The thread of a rank: a daemon, but what it starts is none unless it says so.
+
+    A thread inherits this from the one that starts it, and a rank is the main thread elsewhere.
+    """
+
+    _runs = False
+
+    def run(self) -> None:
+        """Run the rank."""
+        self._runs = True
+        super().run()
+
+    @property
+    def daemon(self) -> bool:  # type: ignore[override]  # the base has a setter, too
+        """Whether Python ends without it; once it runs, what the threads that it starts inherit."""
+        return not self._runs
 
 
 class _Turn:
     """What the scheduler knows of one thread, and the block in which this is inside a board."""
 
-    __slots__ = ("_depth", "_scheduler", "done", "lock", "own", "rank", "ready", "until", "waits")
+    __slots__ = (
+        "_depth", "_scheduler", "done", "lock", "own", "rank", "ready", "stand_in", "until", "waits"
+    )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, rank: int, *, own: bool) -> None:
         self._scheduler = scheduler
@@ -126,6 +145,7 @@ class _Turn:
         self.ready: Callable[[], bool] | None = None
         self.until = math.inf
         self.done = False
+        self.stand_in: int | None = None  #: the thread that makes a call in place of the own one
         self._depth = 0
 
     @property
@@ -145,8 +165,10 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if not self._depth and not self.own:
-            self._scheduler.go(self)
+        if not self._depth:
+            self.stand_in = None
+            if not self.own:
+                self._scheduler.go(self)
 
 
 class Scheduler:
@@ -154,6 +176,9 @@ class Scheduler:
 
     `break_standstill` is called when no rank can continue and there is no deadline to wait for. It
     returns whether it has enabled a rank to continue; otherwise the world is aborted.
+
+    With `enter_rank`, ranks have globals of their own: it is called with each rank that gets the
+    turn. Then a thread of a rank may only make a call while the rank's own thread waits for it.
     """
 
     def __init__(
@@ -161,21 +186,27 @@ class Scheduler:
         ranks: int,
         schedule: RandomSchedule | PCTSchedule,
         break_standstill: Callable[[], bool],
+        enter_rank: Callable[[int], None] | None = None,
     ) -> None:
         self.steps = 0  #: decisions made
         self.turn = 0  #: the rank that runs
         self.aborted = False
+        self.refused: dict[int, ConcurrentCall] = {}  #: calls of threads, by rank; it fails with it
         self.finished = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
-        self._by_thread: dict[tuple[int, int], _Turn] = {}  # by rank and thread identifier
+        # By rank and thread. Not by the thread's number: a new thread has that of an ended one.
+        self._by_thread: dict[tuple[int, threading.Thread], _Turn] = {}
+        self._leaving: set[int] = set()  # ranks that wait for their threads to end
         self._holder: _Turn | None = None  # of the turn; None while no thread can have it
         self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
         self._break_standstill = break_standstill
+        self._enter_rank = enter_rank
+        self._idents: dict[int, int] = {}  # the own thread of each rank
         self._now = 0.0
         # What runs in this process beside the world, and is not part of it.
-        self._strangers = {*threading.enumerate()}
-        known = {thread.ident for thread in self._strangers}
+        self._strangers: set[threading.Thread | int] = {*threading.enumerate()}
+        known = {thread.ident for thread in threading.enumerate()}
         self._foreign = set(sys._current_frames()) - known  # pyright: ignore[reportPrivateUsage]
 
     # -- called by boards ---------------------------------------------------------------------
@@ -186,7 +217,9 @@ class Scheduler:
 
     def inside(self, rank: int) -> _Turn:
         """Return a context in which this thread of `rank` has the turn, unless it waits."""
-        key = rank, threading.get_ident()
+        if self._enter_rank is not None:
+            return self._check_sole(rank)
+        key = rank, threading.current_thread()
         turn = self._by_thread.get(key)
         if turn is None:
             turn = self._by_thread[key] = _Turn(self, rank, own=False)
@@ -219,10 +252,43 @@ class Scheduler:
 
     def await_threads(self, rank: int) -> None:
         """Return when `rank` has no thread left for which Python would wait at its exit."""
-        if self._guests():
+        if self._has_threads(rank):
+            self._leaving.add(rank)
             self.wait(rank, lambda: not self._has_threads(rank), math.inf)
+            self._leaving.discard(rank)
 
     # -- threads that the program has started ----------------------------------------------------
+
+    def _check_sole(self, rank: int) -> _Turn:
+        """Return the turn of `rank`, for its own thread or for one that this waits for.
+
+        :raises ConcurrentCall: if both make calls: they need the globals of the rank, which are
+            there only while it has the turn. The rank itself fails with this, too.
+        """
+        own, ident = self._turns[rank], threading.get_ident()
+        if own.stand_in is None and ident == self._idents[rank]:
+            if rank in self.refused:
+                raise self.refused[rank]
+            return own
+        if own.stand_in == ident:
+            return own
+        while self._holder is own and not own.inside and not self.aborted:
+            if _waits_for_thread(self._idents[rank]):
+                own.stand_in = ident
+                return own
+            time.sleep(_LOOK_EVERY)  # it is about to wait, or to make a call
+        if self.aborted:
+            raise WorldAborted
+        raise self.refused.setdefault(
+            rank,
+            ConcurrentCall(
+                f"a thread of rank {rank} ({threading.current_thread().name!r}) makes a call, and "
+                f"the rank's own thread goes on meanwhile. In this world ranks are threads, and "
+                f"use the globals of torch.distributed in turns. Wait for the thread at once: "
+                f"join(), result(). Or run the world with kind='processes'",
+                rank=rank,
+            ),
+        )
 
     def come(self, turn: _Turn) -> None:
         """Return when this thread, which is outside of all boards, has the turn."""
@@ -266,34 +332,43 @@ class Scheduler:
         with contextlib.suppress(WorldAborted):
             self._pass_to(self._choose(None))
 
-    def _guests(self) -> set[int]:
-        """Return the threads that the ranks have started, and that may make a call."""
-        others = {t.ident for t in threading.enumerate() if isinstance(t, RankThread)}
-        others |= {t.ident for t in self._strangers}
-        me = threading.get_ident()
-        helper = threading.current_thread().name.startswith(
-            _HELPER
-        )  # with the number of an ended thread
-        mine = {me for _, ident in self._by_thread if ident == me and not helper}
-        return (threads_that_may_call() | mine) - others - self._foreign
-
     def _may_come(self) -> bool:
-        """Return whether a thread that waits nowhere may still make a call."""
+        """Return whether a thread that waits nowhere may still make a call, or let a rank leave."""
         if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
             return True  # it has lost the turn, since it was busy elsewhere
-        waiting = {ident for (_, ident), turn in self._by_thread.items() if turn.waits}
-        return bool(self._guests() - waiting)
+        leaving = any(self._has_threads(rank) for rank in self._leaving)
+        if leaving or self._enter_rank is not None:
+            return leaving  # else another thread may make a call only for one that waits for it
+        waiting = {thread for (_, thread), turn in self._by_thread.items() if turn.waits}
+        return bool(self._guests(threads_that_may_call()) - waiting)
 
     def _has_threads(self, rank: int) -> bool:
-        ranks: dict[int, set[int]] = {}
-        for of, ident in self._by_thread:
-            ranks.setdefault(ident, set()).add(of)
-        guests = self._guests()
+        """Return whether `rank` has threads for which Python would wait at its exit."""
+        ranks: dict[threading.Thread | int, set[int]] = {}
+        for of, thread in self._by_thread:
+            ranks.setdefault(thread, set()).add(of)
         return any(
-            not thread.daemon and rank in ranks.get(thread.ident, {rank})
-            for thread in threading.enumerate()
-            if thread.ident in guests
+            isinstance(guest, threading.Thread)
+            and not guest.daemon
+            and rank in ranks.get(guest, {rank})
+            for guest in self._guests(busy_threads())
         )
+
+    def _guests(self, others: set[int]) -> set[threading.Thread | int]:
+        """Return the threads that the ranks have started, of the identifiers of other threads.
+
+        This thread is one of them, too. One that `threading` does not know stays a number.
+        """
+        known = {thread.ident: thread for thread in threading.enumerate()}
+        # A new thread may have the number of an ended one. (Once a thread that `threading` has not
+        # started asks for itself, a dummy represents it.)
+        dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
+        self._foreign -= {ident for ident, t in known.items() if not isinstance(t, dummy)}
+        me = threading.current_thread()
+        if any(thread is me for _, thread in self._by_thread):
+            others = others | {threading.get_ident()}
+        found = {known.get(ident, ident) for ident in others - self._foreign}
+        return {t for t in found - self._strangers if not isinstance(t, RankThread)}
 
     # -- called by the threads of a world -------------------------------------------------------
 
@@ -303,7 +378,8 @@ class Scheduler:
 
     def enter(self, rank: int) -> None:
         """Return when `rank` has the turn; called once, by its own thread."""
-        turn = self._by_thread[rank, threading.get_ident()] = self._turns[rank]
+        turn = self._by_thread[rank, threading.current_thread()] = self._turns[rank]
+        self._idents[rank] = threading.get_ident()
         self._await(turn, -1)
 
     def leave(self, rank: int) -> None:
@@ -344,6 +420,8 @@ class Scheduler:
             steps = self.steps
         if self.aborted:
             raise WorldAborted
+        if self._enter_rank is not None:
+            self._enter_rank(turn.rank)
 
     def _choose(self, current: _Turn | None) -> _Turn | None:
         """Return the thread that has the turn now, or None when all are done."""
@@ -371,3 +449,18 @@ class Scheduler:
                     if not self._break_standstill():
                         self.abort()
                         raise WorldAborted
+
+
+def _waits_for_thread(ident: int) -> bool:
+    """Return whether a thread waits for another one: in `join`, or for a result, a lock, an event.
+
+    To wait until a thread has begun is none of these.
+    """
+    frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
+    if frame is None or frame.f_globals.get("__name__") not in _WAITING_MODULES:
+        return False
+    while frame is not None and frame.f_globals.get("__name__") in _WAITING_MODULES:
+        if frame.f_code is threading.Thread.start.__code__:
+            return False
+        frame = frame.f_back
+    return True

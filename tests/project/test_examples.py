@@ -76,7 +76,7 @@ def test_a_preempted_training_saves_on_all_ranks_and_goes_on_bit_for_bit(tmp_pat
     [step] = re.findall(r"saved step (\d+): SIGTERM on ranks \[\d\]", out)
     assert (run / f"step-{step}").exists()
     more = finish(run, int(step) + 40)
-    assert f"continue after step {step}" in more
+    assert f"continues after step {step}" in more
     whole = finish(tmp_path / "whole", int(step) + 40)
     sums = [re.findall(r"add up to (\S+)", text) for text in (more, whole)]
     assert sums[0] == sums[1]
@@ -90,8 +90,8 @@ def test_a_failed_training_is_started_again_and_goes_on_bit_for_bit(tmp_path: Pa
     for name, failing in (("whole", []), ("failed", ["--fail-at", "17"])):
         done = subprocess.run(
             [sys.executable, "-m", "syncprims", "run", "-n", "2", "--max-restarts", "1",
-             str(ROOT / "examples" / "restart.py"), "--directory", str(tmp_path / name),
-             "--steps", "30", *failing],
+             str(ROOT / "examples" / "preempt.py"), "--directory", str(tmp_path / name),
+             "--steps", "30", "--save-every", "10", *failing],
             env={**clean, "OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip

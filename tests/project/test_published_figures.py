@@ -54,7 +54,7 @@ def test_the_published_pages_say_what_is_stored(tmp_path: Path) -> None:
     for page in ("RESULTS.md", "TORCH.md"):
         made = (tmp_path / page).read_text().replace("](./", "](../docs/assets/")
         assert made == (BENCH / page).read_text(), f"run: python bench/measure.py --render ({page})"
-    for picture in ("latency.svg", "bandwidth.svg"):
+    for picture in ("latency.svg", "arrays.svg"):
         published = (ROOT / "docs" / "assets" / picture).read_text()
         assert (tmp_path / picture).read_text() == published
 
@@ -93,7 +93,9 @@ def test_what_a_peer_does_better_is_listed() -> None:
         (1, "Accelerate", "of safetensors", [5.2]),
     )
     (line,) = summary.lost(sections(checkpoints=loads.stored()))
-    assert line == "- safetensors, against load into a model, 1 GiB, over safetensors: 1.50 x"
+    assert (
+        line == "- safetensors, against load into a model in use, 1 GiB, over safetensors: 1.50 x"
+    )
 
 
 def test_an_absent_peer_is_told_and_no_comparison_is_made() -> None:
@@ -122,7 +124,7 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path: Path, monkeypatch: pytest.M
     measure = import_module("measure")
     asked: list[str] = []
 
-    def measured(name: str, *, quick: bool) -> dict[str, Any]:
+    def measured(name: str, scale: Any) -> dict[str, Any]:
         asked.append(name)
         if name == "data":
             raise KeyboardInterrupt
@@ -131,12 +133,12 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(measure, "measured", measured)
     monkeypatch.setattr(measure.machine, "state", lambda: dict(STATE))
     with pytest.raises(KeyboardInterrupt):
-        measure.run(["alone", "kills", "data", "worlds"], tmp_path, quick=True, resume=True)
+        measure.run(["alone", "kills", "data", "worlds"], tmp_path, measure.QUICK, resume=True)
     assert set(json.loads((tmp_path / "results.json").read_text())) == {"alone", "kills"}
     # What failed is measured again, what is there is not, unless the library has changed.
-    assert measure.run(["alone", "kills"], tmp_path, quick=True, resume=True) == ["it broke"]
+    assert measure.run(["alone", "kills"], tmp_path, measure.QUICK, resume=True) == ["it broke"]
     monkeypatch.setattr(measure.machine, "state", lambda: {**STATE, "commit": "def"})
-    measure.run(["alone"], tmp_path, quick=True, resume=True)
+    measure.run(["alone"], tmp_path, measure.QUICK, resume=True)
     assert asked == ["alone", "kills", "data", "kills", "alone"]
 
 
@@ -145,10 +147,10 @@ def test_a_section_that_fails_leaves_the_older_figures(
 ) -> None:
     measure = import_module("measure")
     results = [{"figures": {}, "failed": []}, {"failed": ["it crashed"]}]
-    monkeypatch.setattr(measure, "measured", lambda name, quick: results.pop(0))
-    assert measure.run(["alone"], tmp_path, quick=True, resume=False) == []
+    monkeypatch.setattr(measure, "measured", lambda name, scale: results.pop(0))
+    assert measure.run(["alone"], tmp_path, measure.QUICK, resume=False) == []
     before = (tmp_path / "results.json").read_text()
-    assert measure.run(["alone"], tmp_path, quick=True, resume=False) == ["it crashed"]
+    assert measure.run(["alone"], tmp_path, measure.QUICK, resume=False) == ["it crashed"]
     assert (tmp_path / "results.json").read_text() == before
 
 
@@ -178,10 +180,10 @@ def test_pictures_name_every_line_and_are_sound(data: dict[str, Any]) -> None:
             (2, library, f"{operation} {size}", [size * time])
             for operation in ("broadcast", "all_reduce")
             for library, time in (("syncprims", 0.1), ("Gloo", 0.9))
-            for size in (1, 64)
+            for size in (4, 65536)
         ]
         data = sections(control=barriers(9.0).stored(), data=seen(*sizes).stored())
-    for picture in (plots.latency(data), plots.bandwidth(data)):
+    for picture in (plots.latency(data), plots.arrays(data)):
         texts = [text.text for text in ElementTree.fromstring(picture).iter() if text.text]
         if data:
             assert {"syncprims", "Gloo"} <= set(texts)

@@ -789,7 +789,7 @@ run_world(program, 2, kind="processes", start="spawn")
 # -- ranks with several threads --------------------------------------------------------------------
 
 
-def start(call: Callable[[], object], *, daemon: bool = False) -> threading.Thread:
+def start(call: Callable[[], object], *, daemon: bool | None = None) -> threading.Thread:
     """Start a thread of this rank."""
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(call,), daemon=daemon)
@@ -866,6 +866,57 @@ def test_a_thread_may_call_after_the_program_has_returned(kind: Kinds) -> None:
         return "returned"
 
     assert run_world(program, 3, kind=kind) == ["returned"] * 3
+
+
+def test_a_thread_with_the_number_of_an_ended_one_may_call_after_the_program() -> None:
+    def program() -> None:
+        pair = sp.group([0, 1])
+
+        def later() -> None:
+            time.sleep(0.01)  # the others have returned by now
+            calls.append(pair.all_gather(sp.get_rank()))
+
+        if sp.get_rank() < 2:
+            start(lambda: None).join()
+            start(later)
+
+    for seed in range(20):  # of some, the rank without a thread is the first to end
+        calls: list[list[int]] = []
+        run_world(program, 3, seed=seed)
+        assert calls == [[0, 1]] * 2
+
+
+@both
+def test_a_pool_does_its_work_after_the_program_has_returned(kind: Kinds, tmp_path: Path) -> None:
+    def write(pair: sp.Group, to: Path) -> None:
+        to.write_text(str(pair.all_gather(0)))
+
+    def program() -> None:
+        pair = sp.group([0, 1])
+        pool = ThreadPoolExecutor(1)
+        pool.submit(int).result()
+        for k in range(2):
+            done = tmp_path / f"{sp.get_rank()}-{k}"
+            pool.submit(contextvars.copy_context().run, write, pair, done)
+        pool.shutdown(wait=False)
+
+    run_world(program, 2, kind=kind)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["[0, 0]"] * 4
+
+
+def test_work_that_a_pool_has_not_begun_is_no_deadlock() -> None:
+    def program() -> None:
+        pair = sp.group([0, 1])
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int).result()  # its thread is idle now
+            if sp.get_rank() == 0:
+                pool.submit(contextvars.copy_context().run, pair.barrier)
+            if sp.get_rank() == 1:
+                pair.barrier()
+            sp.barrier()
+
+    for seed in range(50):
+        run_world(program, 3, seed=seed)
 
 
 @both

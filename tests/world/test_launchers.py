@@ -28,6 +28,55 @@ from syncprims._world.launchers import (
 from syncprims._world.settings import derive_store, read_settings
 from syncprims.interface import UNKNOWN
 
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "f23KQ",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+FLUX_OF_ONE = {
+    **dict.fromkeys(("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "PMI_RANK"), "0"),
+    **dict.fromkeys(("FLUX_JOB_SIZE", "FLUX_JOB_NNODES", "PMI_SIZE"), "1"),
+}
+#: What the first of two daemons, one on each node, has of SLURM.
+DAEMON = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+#: The only rank of its node.
+MPICH_ALONE = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+OPEN_MPI_ALONE = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+#: What the first broker of Flux has of SLURM, and passes on to all tasks.
+BROKER = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}
+HOROVOD = {
+    "HOROVOD_RANK": "2",
+    "HOROVOD_SIZE": "3",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "41013",
+}
 #: What a SLURM step of one task adds to :data:`SLURM`.
 ONE_TASK = {
     "SLURM_STEP_NUM_TASKS": "1",
@@ -69,6 +118,97 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
     ),
     ("jsrun", LSF, ("LSF", 2, 4, 0, 2, UNKNOWN, UNKNOWN)),
     (
+        "jsrun with Spectrum MPI",
+        {
+            **LSF,
+            "OMPI_COMM_WORLD_RANK": "2",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "PMIX_NAMESPACE": "9",
+            "PMIX_RANK": "2",
+        },
+        ("Open MPI", 2, 4, 0, 2, UNKNOWN, UNKNOWN),
+    ),
+    ("flux run, with PMI", FLUX, ("Flux", 3, 4, 1, UNKNOWN, UNKNOWN, 2)),
+    (
+        "flux run, whose brokers are a step of SLURM on more nodes",
+        {**FLUX, **SLURM, **BROKER},
+        ("Flux", 3, 4, 1, UNKNOWN, UNKNOWN, 2),
+    ),
+    (
+        "flux run of one task, whose brokers are a step of SLURM",
+        {**FLUX, **FLUX_OF_ONE, **SLURM, **BROKER},
+        ("Flux", 0, 1, 0, 1, 0, 1),
+    ),
+    (
+        "mpiexec in a task of Flux",
+        {**MPICH, **FLUX, **FLUX_OF_ONE, "PMI_RANK": "1", "PMI_SIZE": "2"},
+        ("MPICH", 1, 2, 1, 2, 0, 1),
+    ),
+    (
+        "torchrun in the tasks of Flux",
+        {**TORCHRUN, **FLUX, "FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1", "PMI_SIZE": "2"}
+        | {"PMI_RANK": "1", "FLUX_TASK_LOCAL_ID": "0"},
+        ("torchrun", 5, 8, 1, 4, 1, 2),
+    ),
+    ("horovodrun", HOROVOD, ("Horovod", 2, 3, 0, 1, UNKNOWN, UNKNOWN)),
+    (
+        "mpirun_rsh of MVAPICH2",
+        {
+            "MV2_COMM_WORLD_RANK": "1",
+            "MV2_COMM_WORLD_SIZE": "2",
+            "MV2_COMM_WORLD_LOCAL_RANK": "1",
+            "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+        ("MVAPICH2", 1, 2, 1, 2, 0, 1),
+    ),
+    (
+        "deepspeed",
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_SIZE": "2",
+            "CROSS_RANK": "1",
+            "CROSS_SIZE": "2",
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "29500",
+        },
+        ("torchrun", 3, 4, 1, *[UNKNOWN] * 3),
+    ),
+    (
+        "Azure ML's PyTorch job",
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "NODE_RANK": "1",
+            "MASTER_ADDR": "10.0.0.4",
+            "MASTER_PORT": "6105",
+            "AZUREML_RUN_ID": "train_1",
+        },
+        ("torchrun", 3, 4, 1, *[UNKNOWN] * 3),
+    ),
+    (
+        "SageMaker's library, which starts ranks with mpirun",
+        {**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SM_HOSTS": '["a", "b"]'},
+        ("torchrun", 3, 4, 1, *[UNKNOWN] * 3),
+    ),
+    (
+        "several agents of torchrun on one node of SLURM",
+        {
+            **TORCHRUN,
+            **SLURM,
+            **ONE_TASK,
+            "SLURM_PROCID": "1",
+            "SLURM_LOCALID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+        },
+        ("torchrun", 5, 8, 1, 4, 1, 2),
+    ),
+    (
         "torchrun on each node of a SLURM step",
         {
             **TORCHRUN,
@@ -101,6 +241,32 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
         "hydra with uneven nodes",
         {**MPICH, "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
         ("MPICH", 1, 3, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "hydra, whose daemons are a SLURM step, on the node with one rank",
+        {**MPICH_ALONE, **SLURM, **DAEMON, "SLURM_PROCID": "1", "SLURM_NODEID": "1"},
+        ("MPICH", 2, 3, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "mpirun on three nodes, whose daemons are a step of two, on a node with one rank",
+        {**OPEN_MPI_ALONE, **SLURM, **DAEMON},
+        ("Open MPI", 3, 5, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "mpirun with as many ranks as daemons, one of which is on its own node",
+        {**OPEN_MPI_ALONE, **SLURM, **DAEMON}
+        | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        ("Open MPI", 1, 2, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "mpirun, whose daemons are a SLURM step with PMI",
+        {**OPEN_MPI, **SLURM, **DAEMON, "PMI_RANK": "0", "PMI_SIZE": "2"},
+        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "srun in a shell of SLURM with PMI",
+        {**SLURM, "PMI_RANK": "0", "PMI_SIZE": "1"},
+        ("SLURM", 5, 6, 1, 2, 1, 2),
     ),
     (
         "each task of a SLURM step starts a run of torchrun",
@@ -259,6 +425,32 @@ WRONG: list[tuple[str, dict[str, str], list[str]]] = [
         {**OPEN_MPI, **MPICH, "PMI_SIZE": "8"},
         ["OMPI_COMM_WORLD_RANK=3", "PMI_RANK=1 PMI_SIZE=8"],
     ),
+    (
+        "mpirun of one rank in a step, or a step in mpirun of one rank",
+        {**OPEN_MPI_ALONE, **SLURM, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        ["SLURM says SLURM_PROCID=5", "OMPI_COMM_WORLD_SIZE=1", "SYNCPRIMS_LAUNCHER=slurm or"],
+    ),
+    (
+        "more agents of torchrun than nodes of its run",
+        {
+            **TORCHRUN,
+            **SLURM,
+            "SLURM_PROCID": "4",
+            "SLURM_STEP_NUM_TASKS": "8",
+            "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+        },
+        ["torchrun says RANK=5 WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=8", "SYNCPRIMS_LAUNCHER"],
+    ),
+    (
+        "Lightning's starter before it has initialized the group",
+        {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"},
+        ["WORLD_SIZE=2, LOCAL_RANK=1 without RANK", "initialize torch.distributed"],
+    ),
+    (
+        "PMI's size alone, as from mpirun_rsh",
+        {"PMI_SIZE": "2", "PMI_ID": "1"},
+        ["PMI_SIZE=2 without PMI_RANK"],
+    ),
 ]
 
 
@@ -273,7 +465,7 @@ def test_contradictions_name_what_they_are_about(environ: dict[str, str], words:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("pbs", ["SYNCPRIMS_LAUNCHER='pbs'", "torchrun, slurm, openmpi", "none"]),
+        ("pbs", ["SYNCPRIMS_LAUNCHER='pbs'", "torchrun, flux, slurm, openmpi", "none"]),
         ("slurm", ["SYNCPRIMS_LAUNCHER=slurm", "SLURM_PROCID", "not set"]),
     ],
 )
@@ -284,12 +476,33 @@ def test_a_launcher_that_is_named_has_to_be_there(asked: str, words: list[str]) 
         assert word in str(caught.value)
 
 
-def test_agents_that_count_their_own_restarts_have_one_run_id() -> None:
-    first = detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
-    second = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "localhost"}
+RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
+ONE_AGENT = {**TORCHRUN, "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("own", [{}, {"SYNCPRIMS_RUN_ID": "mine"}])
+def test_agents_that_count_their_own_restarts_have_one_run_id(own: dict[str, str]) -> None:
+    first = detect({**TORCHRUN, **own, **RESTARTED})
+    second = {**TORCHRUN, **own, "RANK": "0", "MASTER_ADDR": "localhost"}
     assert first.run_id == detect(second).run_id
-    own = {"SYNCPRIMS_RUN_ID": "mine"}
-    assert detect({**TORCHRUN, **own, "TORCHELASTIC_RESTART_COUNT": "1"}).run_id == "mine"
+
+
+@pytest.mark.parametrize("own", [{}, {"SYNCPRIMS_RUN_ID": "mine"}])
+@pytest.mark.parametrize(
+    ("started", "restarted"),
+    [
+        (ONE_AGENT, RESTARTED),
+        (OURS, RESTARTED),
+        (SLURM, {"SLURM_RESTART_COUNT": "1"}),
+    ],
+)
+def test_each_start_has_a_run_id_of_its_own_where_all_ranks_know_its_number(
+    started: dict[str, str], restarted: dict[str, str], own: dict[str, str]
+) -> None:
+    named = {"SYNCPRIMS_RUN_ID": "ours", **own} if started is OURS else own
+    first = detect({**started, **named}).run_id
+    assert first is not None
+    assert detect({**started, **named, **restarted}).run_id == f"{first}-restart1"
 
 
 @pytest.mark.parametrize(
@@ -304,6 +517,13 @@ def test_agents_that_count_their_own_restarts_have_one_run_id() -> None:
         ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1 .* RANK, WORLD_SIZE"),
         ({"OMPI_UNIVERSE_SIZE": "8"}, "OMPI_UNIVERSE_SIZE=8 .* mpirun; a container"),
         ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "a"}, "PMIX_RANK=3"),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a"}, "PMIX_RANK=0"),
+        ({"PMIX_RANK": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}, ""),
+        ({"COBALT_JOBSIZE": "8"}, "COBALT_JOBSIZE=8 is set, .* mpiexec"),
+        ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}, "SKYPILOT_NUM_NODES=2"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SM_HOSTS=.*algo-2.* torch_distributed"),
+        ({"SM_HOSTS": '["algo-1"]', "TPU_WORKER_HOSTNAMES": "localhost"}, ""),
+        ({"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", "TPU_WORKER_ID": "1"}, "TPU_WORKER_HOST"),
     ],
 )
 def test_a_world_of_one_says_what_speaks_of_more(environ: dict[str, str], words: str) -> None:

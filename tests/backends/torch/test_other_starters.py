@@ -52,10 +52,37 @@ def _hydra() -> str | None:
 @pytest.mark.parametrize("backend", ["file", "torch"])
 def test_hydra(backend: str, tmp_path: Path, meeting_place: Path) -> None:
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = {"SYNCPRIMS_RUN_ID": "hydra"} if backend == "file" else store
+    # The store alone is enough: hydra gives the run no name.
+    nowhere = {"SYNCPRIMS_DIR": "", "XDG_RUNTIME_DIR": str(meeting_place)}
+    own = {"SYNCPRIMS_RUN_ID": "hydra"} if backend == "file" else store | nowhere
     line = [str(_hydra()), "-n", "3"]
     said = told(line, "tell()", 3, tmp_path, meeting_place, SYNCPRIMS_BACKEND=backend, **own)
     assert said == [[[0, 1, 2], rank, 3, rank, 3, 0, 1, "MPICH"] for rank in range(3)]
+
+
+#: Hydra calls it as it calls ssh. A directory of its own makes each name a node.
+_REMOTE_SHELL = """#!/bin/sh
+[ "$1" != -x ] || shift
+export SYNCPRIMS_DIR="$SYNCPRIMS_DIR/$1"
+mkdir -m 700 "$SYNCPRIMS_DIR"
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.mark.skipif(_hydra() is None, reason="needs hydra: pip install mpich")
+def test_hydra_with_more_ranks_on_one_node_than_on_another(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text(_REMOTE_SHELL)
+    shell.chmod(0o700)
+    line = [str(_hydra()), "-launcher", "ssh", "-launcher-exec", str(shell), "-n", "3"]
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    line += ["-hosts", "one:2,other:1", "-genvlist", "PATH"]  # the shell sets SYNCPRIMS_DIR
+    said = told(line, "tell()", 3, tmp_path, meeting_place, **store)
+    places = [[0, 3, 0, 2, 0, 2], [1, 3, 1, 2, 0, 2], [2, 3, 0, 1, 1, 2]]
+    assert said == [[[0, 1, 2], *place, "MPICH"] for place in places]
 
 
 _LIGHTNING = """

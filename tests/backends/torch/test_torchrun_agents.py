@@ -6,9 +6,10 @@ import json
 import subprocess
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
+from support.launches import await_condition
 from support.rank_environment import clean_environment
 from support.rank_worlds import PATIENCE, free_port
 
@@ -38,35 +39,66 @@ def tell(*said):
 """
 
 
-def run_agents(
-    source: str, tmp_path: Path, place: Path, *options: str, ranks: int = 1, **more: str
-) -> list[Any]:
-    """Run `source` under two agents with so many ranks each; return what each rank tells."""
-    script = tmp_path / "script.py"
-    script.write_text(_HEAD + textwrap.dedent(source))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-    command += [f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=test"]
-    command += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--monitor-interval=0.05", *options]
-    variables = {"SYNCPRIMS_JOIN_TIMEOUT": "40", "PYTHONUNBUFFERED": "1", **more}
-    agents = [
-        subprocess.Popen(
-            [*command, str(script), str(tmp_path)],
-            env=clean_environment(place, **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    try:
-        said = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
-    finally:
+class Agents:
+    """Agents of one run, each with as many ranks, which run `source`."""
+
+    def __init__(
+        self, source: str, tmp_path: Path, place: Path, *options: str, **more: str
+    ) -> None:
+        self.folder = tmp_path
+        script = tmp_path / "script.py"
+        script.write_text(_HEAD + textwrap.dedent(source))
+        self._command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test"),
+            *(f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--monitor-interval=0.05"),
+            *(*options, str(script), str(tmp_path)),
+        ]
+        variables = {"SYNCPRIMS_JOIN_TIMEOUT": "40", "PYTHONUNBUFFERED": "1", **more}
+        self._environ = clean_environment(place, **variables)
+        self._started: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._started:
+            self.end(agent)
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start one more agent."""
+        out = (self.folder / f"agent-{len(self._started)}").open("w")
+        with out:
+            agent = subprocess.Popen(
+                self._command, env=self._environ, stdout=out, stderr=subprocess.STDOUT, text=True
+            )
+        self._started.append(agent)
+        return agent
+
+    def end(self, agent: subprocess.Popen[str]) -> None:
+        """End an agent that still runs, and so its ranks."""
+        if agent.poll() is None:
+            agent.terminate()
+            try:
+                agent.wait(timeout=PATIENCE)
+            finally:
+                agent.kill()
+
+    def await_success(self, *agents: subprocess.Popen[str]) -> list[Any]:
+        """Wait for the normal end of these agents; return what each rank tells."""
         for agent in agents:
-            if agent.poll() is None:
-                agent.terminate()  # it stops its ranks
-                agent.communicate(timeout=PATIENCE)
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
-    return [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2 * ranks)]
+            agent.wait(timeout=PATIENCE)
+        said = [path.read_text() for path in sorted(self.folder.glob("agent-*"))]
+        assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(said)
+        return [
+            json.loads((self.folder / f"end-{rank}").read_text()) for rank in range(len(agents))
+        ]
+
+
+def run_agents(source: str, tmp_path: Path, place: Path, *options: str, **more: str) -> list[Any]:
+    """Run `source` under two agents with a rank each; return what each rank tells."""
+    with Agents(source, tmp_path, place, "--nnodes=2", *options, **more) as agents:
+        return agents.await_success(agents.start(), agents.start())
 
 
 @pytest.mark.parametrize("own_store", [False, True])
@@ -118,6 +150,38 @@ def test_a_rank_that_is_killed_before_it_joined_or_while_it_joins_is_not_met(
         "--max-restarts=1",
     )
     assert [ranks for ranks, _ in said] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.soak
+def test_a_node_leaves_an_elastic_run_and_returns(tmp_path: Path, meeting_place: Path) -> None:
+    """Each change of the nodes restarts all ranks, as a world of the new size."""
+    source = """
+        size, phase = get_world_size(), len(list(folder.glob("phase-*")))
+        barrier()
+        if size == 1 + phase % 2 and phase < 3 and get_rank() == 0:
+            (folder / f"phase-{phase}").touch()
+        if phase < 3:
+            while os.getppid() > 1:  # its agent ends it, or it sees the end of the other rank
+                time.sleep(0.02)
+                all_gather(size)
+        tell(all_gather(size))
+    """
+    options = "--nnodes=1:2", "--max-restarts=3", "--rdzv-conf=last_call_timeout=1"
+
+    def await_phase(number: int) -> None:
+        await_condition((tmp_path / f"phase-{number}").exists, f"no phase {number}")
+
+    # Without it, torch's own agents wait in vain for the address of the new round.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Agents(source, tmp_path, meeting_place, *options, **own_store) as agents:
+        stays = agents.start()
+        await_phase(0)  # alone
+        leaves = agents.start()
+        await_phase(1)  # together
+        agents.end(leaves)
+        await_phase(2)  # alone
+        said = agents.await_success(stays, agents.start())
+    assert [sizes for sizes, _ in said] == [[2, 2], [2, 2]]
 
 
 def test_agents_on_one_host_are_one_node(tmp_path: Path, meeting_place: Path) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+import torch
 from support.file_faults import Net, watched
+from support.observed import await_report, running
 from support.rank_worlds import Kind, Ranks, Signs
 
 import syncprims as sp
@@ -227,3 +231,39 @@ def test_a_model_and_a_state_in_one_directory_do_not_take_each_others_files(
         assert load_state(tmp_path / "state", state).step == 2
 
     run_world(program, 2)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_rank_of_a_test_world_ends_after_its_save_in_the_background(
+    kind: Literal["threads", "processes"], tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(500, 500)
+
+    def program() -> None:
+        save_state(tmp_path / "s", {"m": model}, block=False)
+
+    run_world(program, 2, kind=kind)
+    assert (tmp_path / "s" / "checkpoint.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_reader_from_outside_sees_a_save_in_the_background(
+    meeting_place: Path, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go on"
+
+    def program() -> None:
+        def late(number: int, name: str, args: tuple[Any, ...]) -> None:
+            while is_write(name) and not go_on.exists():
+                time.sleep(0.01)
+
+        with watched(late):
+            save_state(tmp_path / "s", {"model": Net(1)}, block=False).wait()
+
+    with running(Kind("file", 2), meeting_place, program):
+        seen = await_report(meeting_place, lambda r: all(one.beside for one in r.ranks))
+        what = f"save_state to {tmp_path / 's'} in the background"
+        assert [[said for said, _ in one.beside] for one in seen.ranks] == [[what]] * 2
+        go_on.touch()
+        await_report(meeting_place, lambda r: not any(one.beside for one in r.ranks))

@@ -1,4 +1,4 @@
-"""One measured rank of MPICH, called through mpi4py."""
+"""One measured rank of MPICH or Open MPI, called through mpi4py."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def main() -> None:
                 "flag": lambda: world.allreduce(False, op=MPI.LOR),
                 "all_gather": lambda: world.allgather(rank),
                 "small dict": lambda: world.bcast(small),
+                "number": lambda: world.allreduce(1.0),
             },
             broadcast=world.Bcast,
             all_reduce=world.Allreduce,
