@@ -301,6 +301,16 @@ class Board(ABC):
         collects round *k* collects equal notes, and no member collects it before all have posted.
         """
 
+    def repeat(self, note: Note) -> Callable[[], bool] | None:
+        """Return a function that collects the round before and posts `note` again, or None.
+
+        It does both, and returns True, if that is one step: one round is outstanding, and all
+        members have posted to it what this rank has, `note`. Otherwise it does nothing, and returns
+        False. Once it has counted the round, Python must run no signal handler until it returns.
+        Optional: for repeated calls that seldom wait, whose code is in no cache of the processor.
+        """
+        return None
+
     @abstractmethod
     def status(self, rank: int) -> Status:
         """Return what is known about member `rank`, without waiting."""
@@ -451,6 +461,13 @@ class Backend(ABC):
         """Return the latest word that `rank` published; empty if there is none."""
         return b""
 
+    def announce(self, text: bytes) -> None:  # noqa: B027 - optional
+        """Publish `text`, of at most 1 KB, to readers from outside, in place of the one before.
+
+        It says what this rank does beside its calls. A signal handler may call this, also within
+        another call of it; the interrupted one is repeated. Optional: `syncprims who` shows it.
+        """
+
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""
 
@@ -489,6 +506,7 @@ class WorldView(NamedTuple):
     hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
     pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
     states: Mapping[int, Status]  #: of the ranks of this host
+    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
     problem: str = ""  #: why the rest cannot be read, if it cannot
 
 

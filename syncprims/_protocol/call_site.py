@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from syncprims.errors import SyncWarning
 from syncprims.interface import Label, Note
 
-from .validation import check_name
+from .validation import check_name, plain_name
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType, TracebackType
@@ -54,6 +54,11 @@ def _describe(frame: FrameType) -> str:
     if relative.startswith(os.pardir):
         relative = os.path.basename(path)  # noqa: PTH119
     return f"{relative[-_LONGEST_PATH:]}:{frame.f_lineno}"
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return whether a call in `frame` is at the user's line."""
+    return not frame.f_code.co_filename.startswith(_NOT_USERS)
 
 
 def describe_call() -> str:
@@ -106,7 +111,7 @@ class NoteCache:
         that the user calls, or in one that such a function calls.
         """
         if name is not None and name.__class__ is not str:  # it may not even be hashable
-            check_name(name)
+            name = plain_name(name)
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
         while (code := frame.f_code).co_filename in self._library_files and frame.f_back:
             frame = frame.f_back
@@ -121,7 +126,8 @@ class NoteCache:
         key = (*key[:4], id(code), frame.f_lasti)
         cached = self._notes.get(key)
         if cached is None:
-            check_name(label.name)
+            if label.name is not None:
+                check_name(label.name)
             if len(self._notes) > _MOST_NOTES:  # names made from a counter must not fill memory
                 self._notes.clear()
             label.site = _describe(frame)

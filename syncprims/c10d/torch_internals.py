@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,7 @@ from torch.futures import Future
 from syncprims.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -141,6 +142,30 @@ def reduction_of(given: Any) -> tuple[str, Any]:
     return name, given.factor if name == "premul_sum" else None
 
 
+def is_profiling() -> bool:
+    """Return whether a profiler of torch records now (`torch.autograd._profiler_enabled`, 1.0)."""
+    enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return enabled
+
+
+@contextlib.contextmanager
+def recorded(title: str, tensors: Sequence[torch.Tensor]) -> Generator[None]:
+    """Record the block for a profiler of torch, with the shapes of `tensors`.
+
+    `_record_function_with_args_enter` (1.13 and newer) is the only function that records shapes.
+    As with torch's own backends, the event ends on another thread than it began.
+    """
+    autograd: Any = torch.autograd
+    handle = autograd._record_function_with_args_enter(title, *tensors)
+    try:
+        yield
+    finally:
+        end = autograd._record_function_with_args_exit
+        thread = threading.Thread(target=end, args=(handle,), name="syncprims-profiler")
+        thread.start()
+        thread.join()
+
+
 def default_timeouts() -> list[Any]:
     """Return the timeouts that torch takes where the program names none; they are timedeltas.
 
@@ -177,6 +202,7 @@ def replace_group_maker() -> Callable[[], None]:
         group, prefixed = original(size, rank, ranks, NAME, store, name, *args, **kw)
         tables = module._world
         if group in tables.pg_map:
+            group.serve_as(asked)
             tables.pg_map[group] = dist.Backend(asked), prefixed
             tables.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(asked))
         return group, prefixed

@@ -81,6 +81,36 @@ def plan_launch(
             f"{ranks} ranks on {processors} processor{'s' * (processors != 1)}: they would hardly "
             f"run. Start at most {most}, or say --oversubscribe if that is what you want"
         )
+    variables = _variables(options, environ, ranks, nodes, gpus, devices)
+    if options.threads is not None:
+        variables |= dict.fromkeys(THREAD_VARIABLES, str(options.threads))
+    elif ranks > 1 and not environ.get("OMP_NUM_THREADS"):
+        # Otherwise the math library of every rank starts a thread per processor.
+        variables["OMP_NUM_THREADS"] = str(max(1, processors // ranks))
+    script = [*(["-m"] if options.module else []), options.script, *options.args]
+    torchrun: list[str] = []
+    if nodes > 1:
+        torchrun = [*_torchrun(options, ranks, nodes, environ), *script]
+    elif options.node_rank:
+        raise ConfigurationError(
+            f"--node-rank {options.node_rank} means several nodes; say how many with --nodes"
+        )
+    command = [sys.executable, "-u", *script]
+    return LaunchPlan(command, ranks, variables, torchrun, options.max_restarts or 0)
+
+
+def _variables(
+    options: Options,
+    environ: Mapping[str, str],
+    ranks: int,
+    nodes: int,
+    gpus: tuple[str, ...] | None,
+    devices: int | None,
+) -> dict[str, str]:
+    """Return the variables that the options set for all ranks.
+
+    :raises ConfigurationError: if `environ` contradicts them, or there are not enough devices.
+    """
     variables: dict[str, str] = {}
     for key in ("backend", "mixed_precision", "timeout", "trace"):
         if (value := getattr(options, key)) is None:
@@ -106,21 +136,7 @@ def plan_launch(
             )
         if gpus != ("all",):
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if options.threads is not None:
-        variables |= dict.fromkeys(THREAD_VARIABLES, str(options.threads))
-    elif ranks > 1 and not environ.get("OMP_NUM_THREADS"):
-        # Otherwise the math library of every rank starts a thread per processor.
-        variables["OMP_NUM_THREADS"] = str(max(1, processors // ranks))
-    script = [*(["-m"] if options.module else []), options.script, *options.args]
-    torchrun: list[str] = []
-    if nodes > 1:
-        torchrun = [*_torchrun(options, ranks, nodes, environ), *script]
-    elif options.node_rank:
-        raise ConfigurationError(
-            f"--node-rank {options.node_rank} means several nodes; say how many with --nodes"
-        )
-    command = [sys.executable, "-u", *script]
-    return LaunchPlan(command, ranks, variables, torchrun, options.max_restarts or 0)
+    return variables
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

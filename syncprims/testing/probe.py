@@ -184,6 +184,9 @@ class ProbedBoard(Board):
             probe.outcome.waits = None
         return notes
 
+    def repeat(self, note: Note) -> None:
+        """Return None: every round is recorded."""
+
     def _ask_observer(self, until: float) -> None:
         assert self._last is not None
         rank, number = self._probe.rank, self.earlier + self.inner.collected + 1
