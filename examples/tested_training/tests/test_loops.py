@@ -31,18 +31,16 @@ def train(loop: str, folder: Path) -> float:
     return mean
 
 
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_learn_the_same(loop: str, ranks: int, tmp_path: Path) -> None:
     program = functools.partial(train, loop, tmp_path)
     means = run_world(program, ranks, torch=True)
     assert len(set(means)) == 1
-    assert means[0] < 3.0
+    assert means[0] < 4
     assert (tmp_path / "model.pt").exists()
     assert run_world(program, ranks, torch=True, kind="processes") == means
 
 
-@pytest.mark.filterwarnings("default")
 def test_the_others_learn_of_a_rank_that_dies(loop: str, tmp_path: Path) -> None:
     with pytest.raises(PeerLost, match="rank 1"):
         run_world(
