@@ -13,7 +13,7 @@ from syncprims._data import codec
 from syncprims._protocol.call_site import is_users
 from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
-from syncprims._world.runtime import current, get_active_group
+from syncprims._world.runtime import announce_activity, current, get_active_group
 from syncprims.errors import signal_name
 from syncprims.interface import Note
 
@@ -61,7 +61,11 @@ class Trigger:
         """
         if reason is not None:
             require(reason, str, "a reason is a str")
-        self._set.setdefault("reason", (reason,))
+        why = (reason,)
+        if self._set.setdefault("reason", why) is why:
+            name = "a trigger" if self._name is None else f"trigger {self._name!r}"
+            cause = "" if reason is None else f" ({reason})"
+            announce_activity(self, f"{name} is set{cause}, and no check has seen it yet")
 
     def check(self) -> bool:
         """Return on every rank whether any rank had set the flag, and reset it.
@@ -84,6 +88,7 @@ class Trigger:
         rounds = rounds_of(group)
         note = rounds.note("trigger", self._name)
         if why is not None:
+            announce_activity(self, None)
             note = Note(note.label, True, codec.encode(why[0]))
         self._members = group.ranks
         if not self._lag:

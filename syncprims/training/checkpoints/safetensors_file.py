@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from syncprims import get_local_world_size
+from syncprims._data.arrays import raw
 
 from . import filesystem
 from .integrity import (
@@ -219,7 +220,7 @@ def _pieces(tensor: torch.Tensor, offset: int = 0) -> Iterator[memoryview]:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     # A view as bytes needs a stride of 1. The stride of a single number may be anything.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return raw(tensor.as_strided((tensor.numel(),), (1,)))
 
 
 def content_digest(tensor: torch.Tensor) -> str:
