@@ -41,7 +41,7 @@ class RankScheduler(Protocol):
         """Run another rank first, or not."""
 
     def inside(self, rank: int) -> AbstractContextManager[object]:
-        """Let no other thread into a board during the block, except where this one waits."""
+        """Return a context that keeps other threads out of boards, except where this one waits."""
         ...
 
     def wait(self, rank: int, ready: Callable[[], bool], until: float) -> None:

@@ -25,7 +25,7 @@ from syncprims.interface import BoardView, Label, Status, WaitView, WorldReader,
 from .file.backend import base_path
 from .file.description import FILE as DESCRIPTION
 from .file.description import LONGEST, BoardDescription, WorldDescription, read_descriptions
-from .file.liveness import FILE, MAGIC, examine_from_outside
+from .file.liveness import FILE, MAGIC, announced_from_outside, examine_from_outside
 from .file.memory import (
     BOARD_MAGIC,
     BODY_SIZE,
@@ -74,11 +74,12 @@ class FileWorldReader(WorldReader):
             if not os.fstat(self._fd).st_nlink:
                 return None
             name = self.path.rpartition("/world-")[0].rpartition("/syncprims-")[2]
-            return WorldView(name, "?", 0, (), {}, {}, {}, _explain(error))
+            return WorldView(name, "?", 0, (), {}, {}, {}, {}, _explain(error))
 
     def _read(self) -> WorldView:
         states: dict[int, Status] = {}
         identities: dict[int, ProcessIdentity] = {}
+        announced: dict[int, bytes] = {}
         with self._opened(FILE) as fd:
             about, described = self._about(fd)
             for slot, rank in enumerate(_ranks(about.ranks)):
@@ -86,6 +87,7 @@ class FileWorldReader(WorldReader):
                 states[rank] = Status(0, None, state, detail, failure)
                 if identity is not None:
                     identities[rank] = identity
+                    announced[rank] = announced_from_outside(fd, slot)
         pids = self._visible_pids(identities)
         boards: list[BoardView] = []
         for name, board in described.items():
@@ -96,7 +98,8 @@ class FileWorldReader(WorldReader):
         run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
         hosts = {rank: name for name, ranks in about.hosts for rank in _ranks(ranks)}
         size = int(about.world_size)
-        return WorldView(str(run_id), str(about.backend), size, boards, hosts, pids, states)
+        backend = str(about.backend)
+        return WorldView(str(run_id), backend, size, boards, hosts, pids, states, announced)
 
     def _about(self, liveness: int) -> tuple[WorldDescription, dict[str, BoardDescription]]:
         """Return what is written about the world, before its first rank takes a slot.

@@ -283,6 +283,9 @@ class Board(ABC):
     #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
     #: has none. None while it does not wait.
     waits_until: float | None = None
+    #: Set by the core while it waits for the first of several notes, here or at other boards: the
+    #: call that waits.
+    waits_any: str = ""
 
     def __init__(self, members: Sequence[int], name: str = "") -> None:
         self.members = tuple(members)  #: world ranks, ascending
@@ -308,6 +311,16 @@ class Board(ABC):
         member is lost or failed, or one whose note is missing has finished. Every member that
         collects round *k* collects equal notes, and no member collects it before all have posted.
         """
+
+    def repeat(self, note: Note) -> Callable[[], bool] | None:
+        """Return a function that collects the round before and posts `note` again, or None.
+
+        It does both, and returns True, if that is one step: one round is outstanding, and all
+        members have posted to it what this rank has, `note`. Otherwise it does nothing, and returns
+        False. Once it has counted the round, Python must run no signal handler until it returns.
+        Optional: for repeated calls that seldom wait, whose code is in no cache of the processor.
+        """
+        return None
 
     @abstractmethod
     def status(self, rank: int) -> Status:
@@ -459,6 +472,13 @@ class Backend(ABC):
         """Return the latest word that `rank` published; empty if there is none."""
         return b""
 
+    def announce(self, text: bytes) -> None:  # noqa: B027 - optional
+        """Publish `text`, of at most 1 KB, to readers from outside, in place of the one before.
+
+        It says what this rank does beside its calls. A signal handler may call this, also within
+        another call of it; the interrupted one is repeated. Optional: `syncprims who` shows it.
+        """
+
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""
 
@@ -497,6 +517,7 @@ class WorldView(NamedTuple):
     hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
     pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
     states: Mapping[int, Status]  #: of the ranks of this host
+    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
     problem: str = ""  #: why the rest cannot be read, if it cannot
 
 

@@ -47,12 +47,13 @@ if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
 FILE = "liveness"
-MAGIC = b"syncprims liveness 2"
+MAGIC = b"syncprims liveness 3"
 _HEADER_SIZE = 4096
 _ENTRY = struct.Struct("<BxxxIQQ")  # state, pid, start, pid namespace
 _PUBLISHED_AT, _PUBLISHED_SIZE = 64, 4096 - 64
 _FAILURE_AT, _FAILURE_SIZE = 4096, 48 * 1024
-_SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE
+_ANNOUNCED_AT, _ANNOUNCED_SIZE = _FAILURE_AT + _FAILURE_SIZE, 1024 + RECORD_HEAD
+_SLOT_SIZE = _FAILURE_AT + _FAILURE_SIZE + 4096
 _EMPTY, _ALIVE, _FINISHED, _FAILED = range(4)
 _EXIT_GRACE = 5.0  # seconds to learn the exit code of a rank that published a normal end
 #: Seconds for a process that has lost its lock to be gone: all it has left to do is to end, unless
@@ -97,6 +98,10 @@ class Liveness:
     def publish(self, data: bytes) -> None:
         """Make `data` readable for others; empty if it is too long."""
         self._write_text(_PUBLISHED_AT, _PUBLISHED_SIZE, data)
+
+    def announce(self, text: bytes) -> None:
+        """Make `text` readable from outside; empty if it is too long."""
+        self._write_text(_ANNOUNCED_AT, _ANNOUNCED_SIZE, text)
 
     def publish_end(self, failure: bytes | None) -> None:
         """Publish how this rank ends."""
@@ -296,6 +301,12 @@ def examine_from_outside(
     if after == _FINISHED:
         return identity, *_end_of(slot, status)
     return identity, "lost", describe_exit(status), b""
+
+
+def announced_from_outside(fd: int, slot: int) -> bytes:
+    """Return what a rank has announced in its slot of the liveness file `fd`."""
+    data = os.pread(fd, _ANNOUNCED_SIZE, _slot(slot) + _ANNOUNCED_AT)
+    return read_record(data, 0, _ANNOUNCED_SIZE) or b""
 
 
 def _is_free(directory_fd: int, slot: int) -> bool:

@@ -86,7 +86,7 @@ class StoreLink:
         return self._busy_since is None and self._requests.empty()
 
     def submit(self, work: Callable[[Any], T]) -> futures.Future[T]:
-        """Have the thread call ``work(store)``, without waiting for it."""
+        """Queue ``work(store)`` for the thread; return before it has run."""
         future: futures.Future[T] = futures.Future()
         if self._thread is None:
             self._thread = threading.Thread(

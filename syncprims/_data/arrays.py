@@ -190,6 +190,8 @@ def flat(obj: Any) -> Any:
     import numpy
 
     if is_array(obj):
+        if obj.ndim == 1 and obj.flags.c_contiguous:
+            return obj
         return numpy.ascontiguousarray(obj).reshape(-1)
     plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     kind = str(plain.dtype)[6:]

@@ -62,13 +62,14 @@ _FUNCTIONS = {
 }
 
 
-def check_op(op: str) -> None:
-    """Accept a known reduction.
+def check_op(op: str) -> Op:
+    """Return a known reduction, as a plain str.
 
     :raises ValueError: naming the known ones.
     """
     if op not in OPS:
         raise ValueError(f"op={op!r}: known reductions are {', '.join(OPS)}")
+    return OPS[OPS.index(op)]
 
 
 def check_value(value: object, op: str, where: str = "value") -> None:

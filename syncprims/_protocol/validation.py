@@ -43,14 +43,21 @@ def seconds(timeout: Any) -> float | None:
     return value
 
 
-def check_name(name: object) -> None:
-    """Accept None, or a str that a label can hold.
+def plain_name(name: object) -> str:
+    """Return a user's `name` as a plain str: a subclass, as an enum, may format it differently.
 
-    :raises TypeError: if it is neither.
+    :raises TypeError: if it is no str.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: a name is a str")
+    return str.__str__(name)
+
+
+def check_name(name: str) -> None:
+    """Accept a name that a label can hold.
+
     :raises ValueError: if it is too long, or holds a NUL.
     """
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name={name!r}: a name is a str")
-    if name is not None and ("\0" in name or len(name.encode("utf-8", "surrogatepass")) > 200):
+    if "\0" in name or len(name.encode("utf-8", "surrogatepass")) > 200:
         shown = repr(name) if len(name) <= 200 else f"{name[:40]!r} ... ({len(name)} characters)"
         raise ValueError(f"name={shown}: a name has at most 200 bytes of UTF-8, and no NUL")

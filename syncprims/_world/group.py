@@ -173,7 +173,7 @@ class Group:
         timeout: Seconds = None,
     ) -> Any:
         """As :func:`syncprims.all_reduce`, among the members."""
-        reduction.check_op(op)
+        op = reduction.check_op(op)
         note = self._rounds.note("all_reduce", name, op=op)
         limit = self._seconds(timeout)
         return objects.all_reduce(self._rounds, note, value, op, out, limit)

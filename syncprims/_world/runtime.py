@@ -36,7 +36,15 @@ from .launchers import (
 from .nodes import place_on_nodes
 from .registry import choose_backend, find_end_recorder
 from .settings import derive_store, find_misspelt, read_settings
-from .world import World, abandon_world, close_world, join_world, leave_world, set_world_timeout
+from .world import (
+    World,
+    abandon_world,
+    announce,
+    close_world,
+    join_world,
+    leave_world,
+    set_world_timeout,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -71,6 +79,7 @@ class _State:
         self.provided = False  # a test has started the world: what `init` asks for is ignored
         self.warned = False  # that this world may be smaller than meant
         self.checked_names = False  # of variables
+        self.kept: dict[Any, Any] = {}  # what lasts longer than a world, by what it is
         # Torch's, that was last compared with the world. To keep it would keep its connections.
         self.process_group: Callable[[], Any] = _no_group
 
@@ -176,6 +185,16 @@ def get_active_group(timeout: float | timedelta | None = None) -> Group:
         _check_process_group(_state)
     groups = entered.get()
     return groups[-1] if groups else (_state.world or current(timeout)).group
+
+
+def announce_activity(key: object, what: str | None) -> None:
+    """Show in `syncprims who` that this rank does `what` beside its calls; None ends that.
+
+    Nothing happens if there is no world. Safe in a signal handler.
+    """
+    world = _get_state().running
+    if world is not None:
+        announce(world, key, what)
 
 
 def get_settings() -> Settings:
@@ -325,6 +344,11 @@ def join_as(variables: Mapping[str, str]) -> World:
         raise
 
 
+def keep(name: object, thing: object) -> None:
+    """Keep the first `thing` of this name until the process ends."""
+    _get_state().kept.setdefault(name, thing)
+
+
 def leave_group_world(world: World) -> None:
     """End a world that a process group has started: this process may start another one."""
     state = _get_state()
@@ -429,6 +453,7 @@ def _start(
             )
         settings = settings._replace(timeout=timeout)
     if state is _state:
+        _open_standard_streams()
         _exit_hooks.install(brief=settings.error_file is not None)
     grouped = _get_process_group() is not None
     choice = choose_backend(
@@ -460,6 +485,16 @@ def _start(
             _exit_hooks.install(brief=settings.error_file is not None)
         raise
     return world
+
+
+def _open_standard_streams() -> None:
+    """Open the null device in place of standard streams that are closed.
+
+    A file of the world would take their place, and whatever the process prints would go there.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        pass
+    os.close(fd)
 
 
 def _warn_of_misspelt(state: _State, topology: Topology) -> None:

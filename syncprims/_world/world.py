@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class World:
         self.backend_name = backend_name
         self.settings = settings
         self.extras: dict[str, Any] = {}  #: what belongs to this world and to no module
+        self._announced: dict[object, str] = {}  # what this rank does beside its calls
         self._end = end  # called by the end of a `with` block
         self._backend = backend
         self._deadlocks = DeadlockDetector(backend)
@@ -209,10 +211,24 @@ def close_rounds(world: World, rounds: Rounds) -> None:
 
 
 def wait_any(
-    world: World, rounds: Sequence[Rounds], ready: Callable[[], bool], timeout: float | None
+    world: World,
+    rounds: Sequence[Rounds],
+    ready: Callable[[], bool],
+    timeout: float | None,
+    call: str = "a wait for any rank",
 ) -> bool:
-    """Return as :meth:`Backend.wait_any` of the world's backend."""
-    return world._backend.wait_any([one.board for one in rounds], ready, timeout)
+    """Return as :meth:`Backend.wait_any` of the world's backend.
+
+    :param call: that waits, as messages show it.
+    """
+    boards = [one.board for one in rounds]
+    for board in boards:
+        board.waits_any = call
+    try:
+        return world._backend.wait_any(boards, ready, timeout)
+    finally:
+        for board in boards:
+            board.waits_any = ""
 
 
 def join_world(world: World) -> None:
@@ -272,6 +288,23 @@ def join_world(world: World) -> None:
         recorder.topology = world.topology
         # One name for all: that of the first rank that has one.
         recorder.open(next(run for *_, run in joined if run is not None))
+
+
+def announce(world: World, key: object, what: str | None) -> None:
+    """Show readers from outside that this rank does `what` beside its calls; None ends that.
+
+    It may be called in signal handlers and by other threads. Then the call that they interrupt
+    repeats what it writes. Raises nothing: it only helps to look at a run.
+    """
+    if what is None:
+        world._announced.pop(key, None)
+    else:
+        world._announced[key] = f"{time.monotonic():.3f} {what}"
+    written = None
+    while written != (text := "\n".join([*world._announced.values()])):
+        with contextlib.suppress(Exception):
+            world._backend.announce(text.encode(errors="backslashreplace"))
+        written = text
 
 
 def make_group(world: World, ranks: Sequence[int]) -> Group:

@@ -162,7 +162,7 @@ def _adopted_orphans() -> Generator[None]:
 
 @contextlib.contextmanager
 def _guard(scratch: Path) -> Generator[_Guard]:
-    """Have a guard within the block. It is forked here, before there is any thread."""
+    """Run a guard during the block. It is forked here, before there is any thread."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -178,7 +178,7 @@ def _guard(scratch: Path) -> Generator[_Guard]:
     try:
         yield guard
     finally:
-        guard.tell(".")
+        guard.send(".")
         os.close(writer)
         os.waitpid(pid, 0)
 
@@ -211,8 +211,8 @@ class _Guard:
         self.pid = pid
         self._pipe = pipe
 
-    def tell(self, word: str) -> None:
-        """Tell it a process that was started, a line's end before others, or ``.``: all is well."""
+    def send(self, word: str) -> None:
+        """Send it the pid of a started rank, a newline before a restart, or at the end a dot."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, word.encode())
 
@@ -286,7 +286,7 @@ class _LaunchedRun:
 
     def run(self) -> None:
         """Start all ranks, and return when they have ended and nothing is left of them."""
-        self._guard.tell("\n")
+        self._guard.send("\n")
         try:
             # If a signal comes now, those that are there get it.
             while len(self._ranks) < self._plan.ranks and not self._received:
@@ -317,7 +317,7 @@ class _LaunchedRun:
             start_new_session=True,  # its children get its signals, too
             preexec_fn=functools.partial(die_with, os.getpid()),
         )
-        self._guard.tell(f"{process.pid} ")
+        self._guard.send(f"{process.pid} ")
         one = _RankProcess(rank, process, report)
         self._ranks.append(one)
         assert process.stdout is not None

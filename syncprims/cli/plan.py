@@ -81,29 +81,7 @@ def plan_launch(
             f"{ranks} ranks on {processors} processor{'s' * (processors != 1)}: they would hardly "
             f"run. Start at most {most}, or say --oversubscribe if that is what you want"
         )
-    variables: dict[str, str] = {}
-    for key in ("backend", "mixed_precision", "timeout", "trace"):
-        if (value := getattr(options, key)) is None:
-            continue
-        text = str(value).removesuffix(".0") if key == "timeout" else value
-        name = f"SYNCPRIMS_{key.upper()}"
-        variables[name] = text
-        if environ.get(name) not in (None, "", text):
-            raise ConfigurationError(
-                f"{BY_KEY[key].flag} {text} contradicts {name}={environ[name]}; drop one of them"
-            )
-    variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes, gpus)
-    if options.cpu:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    elif gpus is not None:
-        count = devices if gpus == ("all",) else len(gpus)
-        if count is not None and count < ranks:
-            raise ConfigurationError(
-                f"{ranks} ranks on {count} CUDA device{'s' * (count != 1)}: every rank needs one "
-                f"of its own; start fewer ranks, or name more devices with --gpus"
-            )
-        if gpus != ("all",):
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    variables = _variables(options, environ, ranks, nodes, gpus, devices)
     if options.threads is not None:
         variables |= dict.fromkeys(THREAD_VARIABLES, str(options.threads))
     elif ranks > 1 and not environ.get("OMP_NUM_THREADS"):
@@ -119,6 +97,46 @@ def plan_launch(
         )
     command = [sys.executable, "-u", *script]
     return LaunchPlan(command, ranks, variables, torchrun, options.max_restarts or 0)
+
+
+def _variables(
+    options: Options,
+    environ: Mapping[str, str],
+    ranks: int,
+    nodes: int,
+    gpus: tuple[str, ...] | None,
+    devices: int | None,
+) -> dict[str, str]:
+    """Return the variables that the options set for all ranks.
+
+    :raises ConfigurationError: if `environ` contradicts them, or there are not enough devices.
+    """
+    variables: dict[str, str] = {}
+    for key in ("backend", "mixed_precision", "timeout", "trace"):
+        if (value := getattr(options, key)) is None:
+            continue
+        text = str(value).removesuffix(".0") if key == "timeout" else value
+        name = f"SYNCPRIMS_{key.upper()}"
+        variables[name] = text
+        if environ.get(name) not in (None, "", text):
+            raise ConfigurationError(
+                f"{BY_KEY[key].flag} {text} contradicts {name}={environ[name]}; drop one of them"
+            )
+    variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes, gpus)
+    if options.serve_torch:
+        variables["SYNCPRIMS_SERVE_TORCH"] = _serve_torch(environ)
+    if options.cpu:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    elif gpus is not None:
+        count = devices if gpus == ("all",) else len(gpus)
+        if count is not None and count < ranks:
+            raise ConfigurationError(
+                f"{ranks} ranks on {count} CUDA device{'s' * (count != 1)}: every rank needs one "
+                f"of its own; start fewer ranks, or name more devices with --gpus"
+            )
+        if gpus != ("all",):
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return variables
 
 
 def launch_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
@@ -147,6 +165,27 @@ def _gpus(options: Options, environ: Mapping[str, str]) -> tuple[str, ...] | Non
                 f"not have {', '.join(hidden)}; name some of those, or unset it"
             )
     return gpus
+
+
+def _serve_torch(environ: Mapping[str, str]) -> str:
+    """Return the value that lets torch load our backend, which it does by an entry point.
+
+    :raises ConfigurationError: if torch would not.
+    """
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        raise ConfigurationError(
+            "--serve-torch contradicts TORCH_DEVICE_BACKEND_AUTOLOAD="
+            f"{environ['TORCH_DEVICE_BACKEND_AUTOLOAD']}, with which torch loads no backend; drop "
+            f"one of them"
+        )
+    if not entry_points(group="torch.backends", name="syncprims"):
+        raise ConfigurationError(
+            "--serve-torch: torch finds the backend by an entry point of the installed package, "
+            "and this installation has none; install syncprims again"
+        )
+    return "1"
 
 
 def _size(options: Options, gpus: tuple[str, ...] | None) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from syncprims.doctor.observation import Observation, RankReport, WorldReport, explain_refused, who
 from syncprims.doctor.processes import find_py_spy
-from syncprims.errors import SyncError, format_ranks
+from syncprims.errors import SyncError, format_ranks, name_ranks
 
 from .console import CommandParser, Style, table
 from .options import seconds
@@ -163,10 +163,23 @@ def _world(report: WorldReport, style: Style) -> list[str]:
     lines += [style(colour, _plain(line)) for line in verdict.text.splitlines()]
     if report.last_barrier is not None and verdict.kind != "moving":
         lines.append(f"all ranks have passed {_plain(report.last_barrier)}")
+    lines += [_plain(line) for line in _beside(report.ranks)]
     alone = [rank for rank in report.ranks if rank.doing and rank.state == "running"]
     if alone and find_py_spy() is None:
         lines.append("to see the lines of running ranks: pip install 'syncprims[who]'")
     return lines
+
+
+def _beside(ranks: Sequence[RankReport]) -> list[str]:
+    """Return what ranks do beside their calls, those that do the same on one line."""
+    found: dict[str, dict[int, float]] = {}
+    for one in ranks:
+        for what, duration in one.beside:
+            found.setdefault(what, {})[one.rank] = duration
+    return [
+        f"ranks {name_ranks([*by_rank])}: {what} ({max(by_rank.values()):.1f} s)"
+        for what, by_rank in found.items()
+    ]
 
 
 def _rows(ranks: Sequence[RankReport]) -> list[tuple[str, ...]]:

@@ -15,7 +15,7 @@ from syncprims.interface import BoardView, State, WorldView
 
 #: Seconds of waiting from which on a verdict names who waits: less is part of any program.
 NOTABLE = 0.5
-_MOST_NAMED = 8  # ranks whose doing is told
+_MOST_NAMED = 8  # ranks whose activity is described
 
 Kind = Literal["moving", "waiting", "deadlock", "lost", "failed", "finished", "ended", "unreadable"]
 
@@ -83,8 +83,8 @@ def judge(
         rank, wait = max(long.items(), key=lambda item: item[1].seconds)
         text = Snapshot(wait.board, rank, wait.number, wait.seconds, 0).warning
         others = [other for other in wait.board.members if other in doing and other not in long]
-        told = "".join(f"; rank {other} {doing[other]}" for other in others[:_MOST_NAMED])
-        return Verdict("waiting", others, text + told, waited, stuck)
+        activity = "".join(f"; rank {other} {doing[other]}" for other in others[:_MOST_NAMED])
+        return Verdict("waiting", others, text + activity, waited, stuck)
     return Verdict("moving", [], "all is moving")
 
 
@@ -155,10 +155,10 @@ def _absent(
         )
         snapshot = Snapshot(first.board, those[0], first.number, seconds, 0)
         for rank in faults[:_MOST_NAMED]:
-            told = snapshot.last_seen(rank)
+            line = snapshot.last_seen(rank)
             if str(first.board.statuses[rank].label) == _call(those[0], first):
-                told = f"rank {rank} is inside of this call"
-            lines.append(f"  {told}" + (f"; it {doing[rank]}" if rank in doing else ""))
+                line = f"rank {rank} is inside of this call"
+            lines.append(f"  {line}" + (f"; it {doing[rank]}" if rank in doing else ""))
     ranks = sorted({rank for faults in at_fault.values() for rank in faults})
     return ranks, "\n".join(lines)
 

@@ -32,6 +32,7 @@ def run_world(
     timeout: float | timedelta | None = 60,
     start: Start | None = None,
     nodes: int = 1,
+    torch: bool = False,
 ) -> list[Any]:
     """Run ``fn()`` on each rank of a new world; return the results in rank order.
 
@@ -50,6 +51,9 @@ def run_world(
         "forkserver" or "spawn" (both need `fn` at the top level of a file).
     :param nodes: how many machines the ranks of a world of threads seem to be on, equally many on
         each.
+    :param torch: ``torch.distributed`` is served in `fn`: ``init_process_group`` opens a group of
+        this world, whatever backend it names. In threads, each rank then has its own ``os.environ``
+        and random states.
     :param timeout: seconds of real time after which a world that still runs is given up.
     :raises DeadlockError: if ranks wait for notes that can never come.
     :raises UnequalRounds: if all ended without an error, but with different numbers of calls.
@@ -58,10 +62,13 @@ def run_world(
     :raises FaultMissed: if a fault never struck, though nothing ended the world early.
     :raises TypeError: if `fn` is no function, or an async one, which would not run.
     :raises ValueError: if there is no such kind of world, or a fault's rank is not in it.
+    :raises BackendUnavailable: with `torch`, if that is not installed.
     """
     __tracebackhide__ = True
     chosen = choose_seed(seed)
-    run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, start, nodes))
+    run = run_once(
+        WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, start, nodes, torch)
+    )
     results = results_of(run, test_context.get().replay(run.seed))
     check_faults_struck(run, run.missed)
     return results
@@ -99,6 +106,7 @@ def explore(
     faults: Iterable[Fault] = (),
     timeout: float | timedelta | None = 60,
     nodes: int = 1,
+    torch: bool = False,
     check: Callable[[list[Any]], object] | None = None,
 ) -> Explored:
     """Run ``fn()`` under that many schedules, in worlds of threads; return if none fails.
@@ -122,7 +130,7 @@ def explore(
         raise ValueError(f"schedules={schedules}, depth={depth}: at least 1 of each")
     spec = WorldSpec(
         fn, ranks, seed=choose_seed(seed), faults=[*faults], timeout=timeout, nodes=nodes,
-        traced=False,  # a trace of a thousand runs is of no use
+        torch=torch, traced=False,  # a trace of a thousand runs is of no use
     )  # fmt: skip
     if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
         pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
@@ -201,6 +209,7 @@ def every_point(
     backend: str | None = None,
     seed: int | str | None = None,
     timeout: float | timedelta | None = 60,
+    torch: bool = False,
     most: int = 10_000,
 ) -> list[Point]:
     """Run ``fn()`` with `fault` at each round of its rank in turn; return what it did at each.
@@ -218,7 +227,7 @@ def every_point(
     points: list[Point] = []
     for at in range(1, most + 1):
         here = dataclasses.replace(fault, at=at)
-        run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout))
+        run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout, torch=torch))
         try:
             point = Point(here, results_of(run, test_context.get().replay(run.seed)), None)
         except BaseException as error:

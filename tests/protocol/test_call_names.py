@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import os
 import re
@@ -68,6 +69,24 @@ def test_calls_of_different_names_never_meet(world: Ranks, call: str) -> None:
     for said in world.run(program):
         assert f"rank 0: {call} 'loss'" in said
         assert f"rank 1: {call} 'accuracy'" in said
+
+
+class Word(str, enum.Enum):  # noqa: UP042 - the formatted text of a StrEnum is its value
+    """Words that are members of an enum on one rank."""
+
+    NAME = "name"
+    MAX = "max"
+
+
+@several(2)
+def test_a_member_of_an_enum_is_the_text_that_it_equals(world: Ranks) -> None:
+    def program() -> Any:
+        for call in CALLS.values():
+            call(Word.NAME if sp.is_main() else "name")
+        largest: Any = sp.all_reduce(sp.get_rank(), op=Word.MAX if sp.is_main() else "max")  # type: ignore[call-overload]
+        return largest, sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [(1, [0, 1])] * 2
 
 
 @several(2)

@@ -233,10 +233,13 @@ def _agreement(history: History) -> Iterator[str]:
         if rank not in verdicts:
             yield f"rank {rank} got no verdict, and others did"
     for rank, again in history.when("again").items():
-        kind, culprit, missing = expected = verdicts[rank].fact
-        # An exception that is reported to all ranks breaks nothing. But its rank has left since.
-        left = [kind, culprit, [culprit]] if kind == "PeerFailed" and not missing else expected
-        if again.fact not in (expected, left):
+        kind, _, missing = expected = verdicts[rank].fact
+        allowed = [expected]
+        if kind == "PeerFailed" and not missing:
+            # An exception that is reported to all ranks breaks nothing. But its rank has left
+            # since, or another one has raised.
+            allowed += [[kind, r, gone] for r in history.when("raise") for gone in ([], [r])]
+        if again.fact not in allowed:
             yield f"rank {rank} asked again and got {again.fact}, not {expected}"
     needs = waits_for(history.steps)
     torn = min(needs[event.step] for event in verdicts.values())

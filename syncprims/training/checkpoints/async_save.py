@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncprims import CheckpointError, current
-from syncprims._world.runtime import get_active_group
+from syncprims._world.runtime import announce_activity, get_active_group
 
 from . import filesystem
 from .commit import merge_records
@@ -167,6 +167,7 @@ class _AsyncSaving(Saving):
 
     def _run(self) -> None:
         writer = self._writer
+        announce_activity(self, f"{writer.doing} in the background")
         try:
             self._written = written = Outcome.of(self._write, lambda result: result)
             self._has_written.set()
@@ -176,6 +177,7 @@ class _AsyncSaving(Saving):
             if error is not None:  # the program may end without calling wait()
                 filesystem.LOG.error("%s, in the background, has failed: %s", writer.doing, error)
         finally:
+            announce_activity(self, None)
             self._has_written.set()
             self._has_ended.set()
 

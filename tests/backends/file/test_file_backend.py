@@ -612,3 +612,22 @@ def test_a_late_rank_is_noticed_soon_after_a_long_wait(meeting_place: Path) -> N
     moments = zip(*Ranks(Kind("file", 2), meeting_place).run(program), strict=True)
     # A busy machine may delay some; a rank that sleeps too long would notice none soon.
     assert min(abs(first - second) for first, second in moments) < 0.1
+
+
+def test_no_file_of_a_world_takes_the_place_of_a_closed_standard_stream(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    ended = scripts.run(
+        """
+        for fd in range(3):
+            os.close(fd)
+        barrier()
+        group([0]), group([1])
+        streams = [os.fstat(fd).st_rdev == os.stat(os.devnull).st_rdev for fd in range(3)]
+        with open(f"result-{rank}", "w") as file:
+            file.write(str(all_gather(streams)))
+        """
+    )
+    assert [one.code for one in ended] == [0] * len(ended)
+    found = [path.read_text() for path in tmp_path.glob("result-*")]
+    assert found == [str([[True] * 3] * len(ended))] * len(ended)

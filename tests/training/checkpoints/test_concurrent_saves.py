@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
 from support.file_faults import Net, watched
+from support.observed import await_report, running
 from support.rank_worlds import Kind, Ranks, Signs
 
 import syncprims as sp
@@ -242,3 +245,25 @@ def test_a_rank_of_a_test_world_ends_after_its_save_in_the_background(
     run_world(program, 2, kind=kind)
     assert (tmp_path / "s" / "checkpoint.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_reader_from_outside_sees_a_save_in_the_background(
+    meeting_place: Path, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go on"
+
+    def program() -> None:
+        def late(number: int, name: str, args: tuple[Any, ...]) -> None:
+            while is_write(name) and not go_on.exists():
+                time.sleep(0.01)
+
+        with watched(late):
+            save_state(tmp_path / "s", {"model": Net(1)}, block=False).wait()
+
+    with running(Kind("file", 2), meeting_place, program):
+        seen = await_report(meeting_place, lambda r: all(one.beside for one in r.ranks))
+        what = f"save_state to {tmp_path / 's'} in the background"
+        assert [[said for said, _ in one.beside] for one in seen.ranks] == [[what]] * 2
+        go_on.touch()
+        await_report(meeting_place, lambda r: not any(one.beside for one in r.ranks))
