@@ -26,9 +26,7 @@ _LONGEST_PATH = 200
 _MOST_NOTES = 4096
 
 
-def users_part(
-    trace: TracebackType | None, between: tuple[str, ...] = ()
-) -> TracebackType | None:
+def users_part(trace: TracebackType | None, between: tuple[str, ...] = ()) -> TracebackType | None:
     """Return `trace` up to the user's last line, without the library's frames after it.
 
     Frames of files below the folders `between` are not the user's either.

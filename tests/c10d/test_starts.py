@@ -62,7 +62,9 @@ def test_a_script_that_asks_for_gloo_is_served(program: Path) -> None:
 
 @needs_entry_point
 def test_under_torchrun(program: Path) -> None:
-    lines = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "syncprims")
+    lines = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "syncprims"
+    )
     assert "".join(lines).count("SyncProcessGroup syncprims") == 2
 
 

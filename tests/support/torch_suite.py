@@ -6,16 +6,16 @@ They are made for processes that each of them spawns; here, forked ranks of one 
 from __future__ import annotations
 
 import os
-import shutil
 import unittest
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.process_groups import dist
+import syncprims as sp
+from support.process_groups import dist, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
 RANKS = 3
 #: Why some of the tests cannot pass, or say nothing about this backend.
@@ -35,21 +35,38 @@ EXCLUDED = {
 }
 
 
-def load(backend: str, folder: Path) -> type[Any]:
-    """Return the class with all tests, for ranks that ask for `backend`.
+#: The ones that run every day: one of each kind.
+SAMPLE = (
+    "test_all_gather_coalesced_complex",
+    "test_all_reduce_coalesced_full_group_max",
+    "test_all_reduce_sum_async",
+    "test_DistributedDataParallelCPU_grad_is_view",
+    "test_barrier_full_group",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_isend_autograd_profiler",
+    "test_reduce_full_group_product",
+    "test_scatter_object_list",
+    "test_send_recv_any_source",
+    "test_sparse_all_reduce_sum",
+)
 
-    Torch's module reads the environment when it is imported: call this in a rank.
+
+def run_tests(names: Sequence[str], backend: str, folder: Path) -> list[str]:
+    """Run tests as a rank of a world of three, and return which of them were skipped.
+
+    `backend` is what the tests ask for. Its own name apart, it is served under that one.
     """
-    for name in ("barrier", "test_dir", "init_dir"):
-        (folder / name).mkdir(exist_ok=True, parents=True)
+    for sub in ("barrier", "test_dir", "init_dir"):
+        (folder / sub).mkdir(exist_ok=True, parents=True)
+    # Torch's module reads them when it is imported.
     os.environ |= {"BACKEND": backend, "WORLD_SIZE": str(RANKS), "TEMP_DIR": str(folder)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.distributed import distributed_test as suite
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+    from torch.testing._internal.distributed import distributed_test as suite
 
     class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
-            """Make no files and start no processes."""
+            """Make no files, and start no processes."""
 
         tearDown = setUp
 
@@ -57,4 +74,42 @@ def load(backend: str, folder: Path) -> type[Any]:
             if dist.is_initialized():
                 dist.barrier()
 
-    return Tests
+    skips = {skip.exit_code for skip in TEST_SKIPS.values()}
+    if backend != "syncprims":
+        from syncprims.c10d.serving import start_serving
+
+        start_serving()  # for as long as this process lives
+
+    def run(name: str) -> bool:
+        test: Any = Tests(name)
+        method: Any = getattr(test, name)
+        if getattr(method, "__unittest_skip__", False):
+            return False
+        test.rank, test.file_name = sp.get_rank(), str(folder / f"store-{name}")
+        limit = seconds(suite.CUSTOM_PG_TIMEOUT.get(name, 100))
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{test.file_name}",
+            rank=test.rank,
+            world_size=RANKS,
+            timeout=limit,
+        )
+        dist.barrier()
+        ran = True
+        try:
+            method()
+        except unittest.SkipTest:
+            ran = False
+        except SystemExit as end:
+            if end.code not in skips:
+                raise
+            ran = False
+        except BaseException as error:
+            error.add_note(f"in {name}")
+            raise
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        return ran
+
+    return [name for name in names if not run(name)]
