@@ -234,9 +234,14 @@ def _agreement(history: History) -> Iterator[str]:
             yield f"rank {rank} got no verdict, and others did"
     for rank, again in history.when("again").items():
         kind, culprit, missing = expected = verdicts[rank].fact
-        # An exception that is reported to all ranks breaks nothing. But its rank has left since.
-        left = [kind, culprit, [culprit]] if kind == "PeerFailed" and not missing else expected
-        if again.fact not in (expected, left):
+        allowed = [expected]
+        if kind == "PeerFailed" and not missing:
+            # An exception that is reported to all ranks breaks nothing. But its rank has left
+            # since, or another rank has raised in the same step.
+            allowed.append([kind, culprit, [culprit]])
+            step, raised = verdicts[rank].step, history.when("raise")
+            allowed += [[kind, other, []] for other, e in raised.items() if e.step == step]
+        if again.fact not in allowed:
             yield f"rank {rank} asked again and got {again.fact}, not {expected}"
     needs = waits_for(history.steps)
     torn = min(needs[event.step] for event in verdicts.values())
