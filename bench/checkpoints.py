@@ -32,19 +32,32 @@ TURNS = 5  #: loads of each kind in one process
 PLAIN = "plain write"
 SAVED, LOADED = "of a plain write", "of safetensors"  #: the ratios
 LOADERS = ["load_checkpoint_in_model", "safetensors", "Accelerate"]
+#: Ending of an operation's name -> what it loads into: a new model or one in use; from a file that
+#: was just read, or that is on the disk only.
+LOADS = {
+    "": "a model in use, from the page cache",
+    ", cold": "a model in use, from the disk",
+    ", new": "a new model, from the page cache",
+    ", new, cold": "a new model, from the disk",
+}
 
 
 # -- measurements, in a child process ------------------------------------------------------------
+
+
+def empty(count: int, width: int) -> Any:
+    """Return a model on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        return torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(count))
 
 
 def layers(count: int, width: int) -> Any:
     """Return a model whose memory was written, without time spent on random numbers."""
     import torch
 
-    with torch.device("meta"):
-        made = torch.nn.ModuleList(
-            torch.nn.Linear(width, width, bias=False) for _ in range(count)
-        ).to_empty(device="cpu")
+    made = empty(count, width).to_empty(device="cpu")
     with torch.no_grad():
         for number, parameter in enumerate(made.parameters()):
             parameter.fill_(number + 1)
@@ -155,27 +168,45 @@ def savers(folder: Path, width: int) -> dict[str, Callable[[], Callable[[], obje
     }  # fmt: skip
 
 
-def loaders(folder: Path, width: int) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return the same for loads; the file is in the page cache."""
+def loaders(
+    folder: Path, width: int, *, new: bool
+) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return the same for loads into a model in use, or into a new one that the load returns."""
     from syncprims.training import save_model
 
     made = model(width)
     save_model(made, folder)
 
+    def target() -> Any:
+        return empty(LAYERS, width) if new else made
+
     def ours() -> Callable[[], object]:
         from syncprims.training import load_checkpoint_in_model
 
-        return lambda: load_checkpoint_in_model(made, folder)
+        def load() -> Any:
+            load_checkpoint_in_model(into := target(), folder)
+            return into
+
+        return load
 
     def safetensors() -> Callable[[], object]:
         from safetensors.torch import load_model
 
-        return lambda: load_model(made, folder / "model.safetensors")
+        def load() -> Any:
+            into = target()
+            load_model(into.to_empty(device="cpu") if new else into, folder / "model.safetensors")
+            return into
+
+        return load
 
     def accelerate() -> Callable[[], object]:
         from accelerate import load_checkpoint_in_model
 
-        return lambda: load_checkpoint_in_model(made, folder)
+        def load() -> Any:
+            load_checkpoint_in_model(into := target(), folder, {"": "cpu"} if new else None)
+            return into
+
+        return load
 
     return {"load_checkpoint_in_model": ours, "safetensors": safetensors, "Accelerate": accelerate}
 
@@ -220,15 +251,25 @@ def measure_save(name: str, folder: Path, width: int) -> dict[str, float]:
     return {"seconds": seconds, "base": base, "ratio": seconds / base, "peak": peak}
 
 
-def measure_load(name: str, folder: Path, width: int) -> dict[str, float]:
+def leave_page_cache(folder: Path) -> None:
+    """Drop the model's file from the page cache."""
+    fd = os.open(folder / "model.safetensors", os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def measure_load(name: str, folder: Path, width: int, how: str) -> dict[str, float]:
     """Return the time of a load, and of a load by safetensors, in turn."""
-    table = loaders(folder, width)
+    table = loaders(folder, width, new="new" in how)
     work, other = table[name](), table["safetensors"]()
     own: list[float] = []
     base: list[float] = []
     for _ in range(TURNS + 1):
-        own.append(timed(work)[0])
-        base.append(timed(other)[0])
+        for times, load in ((own, work), (base, other)):
+            if "cold" in how:
+                leave_page_cache(folder)
+            times.append(timed(load)[0])
     # Leave out the first: afterwards the memory of the model and the file are in the cache.
     seconds, measure = statistics.median(own[1:]), statistics.median(base[1:])
     Path("/proc/self/clear_refs").write_text("5")
@@ -245,28 +286,35 @@ def measure(scale: Scale) -> dict[str, Any]:
     """Return the seconds, ratios and memory of saves and loads."""
     rounds, width = scale.checkpoint
     seen = Seen()
-    for kind, names in (("save", list(savers(Path(), 0))), ("load", LOADERS)):
+    tasks = [("save", list(savers(Path(), 0)), "")]
+    tasks += [("load", LOADERS, how) for how in LOADS]
+    for kind, names, how in tasks:
         for number in range(rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                print(f"checkpoints: {kind}, {name}", file=sys.stderr, flush=True)
-                _measure_one(seen, kind, name, width)
+                print(f"checkpoints: {kind}{how}, {name}", file=sys.stderr, flush=True)
+                _measure_one(seen, kind, name, width, how)
     return {**seen.stored(), "rounds": rounds, "bytes": 4 * LAYERS * width**2}
 
 
-def _measure_one(seen: Seen, kind: str, name: str, width: int) -> None:
-    ratio, memory = (SAVED, "extra memory") if kind == "save" else (LOADED, "memory to load")
+def _measure_one(seen: Seen, kind: str, name: str, width: int, how: str) -> None:
+    names = (SAVED, "extra memory") if kind == "save" else (LOADED, "memory to load")
+    time_of, ratio, memory = (each + how for each in (kind, *names))
     with tempfile.TemporaryDirectory() as folder:
         os.sync()  # earlier writes must not slow down this measurement
-        command = [sys.executable, __file__, "--child", kind, name, folder, str(width)]
+        command = [sys.executable, __file__, "--child", kind, name, folder, str(width), how]
         clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
         done = subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         lacking = "not installed: " if "ModuleNotFoundError" in last else ""
-        seen.lack(1, name, (kind, ratio, memory), f"{lacking}{last}")
+        seen.lack(1, name, (time_of, ratio, memory), f"{lacking}{last}")
         return
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    found = {kind: [figures["seconds"]], ratio: [figures["ratio"]], memory: [figures["peak"] / 1e6]}
+    found = {
+        time_of: [figures["seconds"]],
+        ratio: [figures["ratio"]],
+        memory: [figures["peak"] / 1e6],
+    }
     # A state is 1/3 model and 2/3 AdamW, so it is not comparable with save_model.
     seen.add(1, name, found)
     if kind == "save":
@@ -288,13 +336,21 @@ def lines(data: Mapping[str, Any]) -> list[str]:
         "state is 1/3 model, 2/3 AdamW. Extra memory is in addition to the model.",
         *_table(seen, "saving", "save", SAVED, "extra memory"),
         "",
-        f"Loads read from the page cache, in turn with loads of safetensors, {TURNS} times.",
-        *_table(seen, "loading into a model", "load", LOADED, "memory to load"),
+        f"Loads run in turn with loads of safetensors, {TURNS} times. A new model is on the meta",
+        "device; safetensors gets it with memory that nobody has written. A model in use has",
+        "values, which ours keeps if the file is damaged: it reads the file twice.",
+        *(
+            line
+            for how, into in LOADS.items()
+            for line in _table(
+                seen, f"into {into}", f"load{how}", LOADED + how, f"memory to load{how}"
+            )
+        ),
     ]
 
 
 def _table(seen: Seen, what: str, kind: str, ratio: str, memory: str) -> list[str]:
-    found = [*head(what, "seconds", ratio, "range", "extra memory, MB")]
+    found = [*head(what, "seconds", ratio.partition(",")[0], "range", "extra memory, MB")]
     for _, name, operation in seen.names():
         if operation != kind or name == PLAIN:
             continue
@@ -310,9 +366,12 @@ def _table(seen: Seen, what: str, kind: str, ratio: str, memory: str) -> list[st
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        kind, name, folder, width = sys.argv[2:]
-        measured = measure_save if kind == "save" else measure_load
-        print(json.dumps(measured(name, Path(folder), int(width))))
+        kind, name, folder, width, how = sys.argv[2:]
+        if kind == "save":
+            found = measure_save(name, Path(folder), int(width))
+        else:
+            found = measure_load(name, Path(folder), int(width), how)
+        print(json.dumps(found))
     else:
         sys.exit("to measure: python bench/measure.py --only checkpoints")
 

@@ -40,22 +40,24 @@ def _script(name: str) -> str:
     return str(HERE / f"{name}.py")
 
 
-#: The runner of mpi4py aborts all ranks if one raises.
-_MPI = [sys.executable, "-m", "mpi4py", _script("peer_mpi")]
+def _ours(name: str) -> Callable[[int], list[str]]:
+    run = [sys.executable, "-m", "syncprims", "run", "-n"]
+    return lambda ranks: [*run, str(ranks), _script(name)]
 
 
-def _ours(ranks: int) -> list[str]:
-    return [sys.executable, "-m", "syncprims", "run", "-n", str(ranks), _script("ours")]
+def _mpich(name: str) -> Callable[[int], list[str]]:
+    return lambda ranks: [_find("mpiexec") or "mpiexec", "-n", str(ranks), *_mpi(name)]
 
 
-def _mpich(ranks: int) -> list[str]:
-    return [_find("mpiexec") or "mpiexec", "-n", str(ranks), *_MPI]
+def _open_mpi(name: str) -> Callable[[int], list[str]]:
+    start = ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none"]
+    start += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return lambda ranks: [*start, "-n", str(ranks), "env", "MPI4PY_MPIABI=openmpi", *_mpi(name)]
 
 
-def _open_mpi(ranks: int) -> list[str]:
-    start = ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [*start, *root, "env", "MPI4PY_MPIABI=openmpi", *_MPI]
+def _mpi(name: str) -> list[str]:
+    # The runner of mpi4py aborts all ranks if one raises.
+    return [sys.executable, "-m", "mpi4py", _script(name)]
 
 
 def _torchrun(name: str) -> Callable[[int], list[str]]:
@@ -68,10 +70,10 @@ def _plain(name: str) -> Callable[[int], list[str]]:
 
 
 KINDS = {
-    "syncprims": Kind(_ours),
+    "syncprims": Kind(_ours("ours")),
     "pthread": Kind(_plain("peer_pthread"), programs=("cc",)),
-    "MPICH": Kind(_mpich, ("mpi4py",), ("mpiexec",)),
-    "Open MPI": Kind(_open_mpi, ("mpi4py",), ("mpirun.openmpi",)),
+    "MPICH": Kind(_mpich("peer_mpi"), ("mpi4py",), ("mpiexec",)),
+    "Open MPI": Kind(_open_mpi("peer_mpi"), ("mpi4py",), ("mpirun.openmpi",)),
     "multiprocessing": Kind(_plain("peer_multiprocessing")),
     "Gloo": Kind(_torchrun("peer_gloo"), ("torch",)),
     "Accelerate": Kind(_torchrun("peer_accelerate"), ("torch", "accelerate")),
@@ -93,6 +95,15 @@ TORCH_KINDS = {
 }
 
 
+#: The same libraries up to their first barrier.
+FIRST_BARRIER = {
+    "syncprims": Kind(_ours("first_barrier")),
+    "MPICH": Kind(_mpich("first_barrier"), ("mpi4py",), ("mpiexec",)),
+    "Open MPI": Kind(_open_mpi("first_barrier"), ("mpi4py",), ("mpirun.openmpi",)),
+    "Gloo": Kind(_torchrun("first_barrier"), ("torch",)),
+}
+
+
 class NoFigures(Exception):
     """A library could not be measured; the text says why."""
 
@@ -104,13 +115,22 @@ def start(
 
     :raises NoFigures: if it is not installed, or failed.
     """
-    kind = {**KINDS, **TORCH_KINDS}[library]
+    out = run({**KINDS, **TORCH_KINDS}[library], ranks, json.dumps(plan), meeting)
+    figures: dict[str, list[float]] = json.loads(out[-1])
+    return figures
+
+
+def run(kind: Kind, ranks: int, argument: str, meeting: Path | None = None) -> list[str]:
+    """Run one job with an argument of its scripts, and return the JSON objects that they print.
+
+    :raises NoFigures: if it is not installed, or failed.
+    """
     lacking = [name for name in kind.modules if find_spec(name) is None]
     lacking += [name for name in kind.programs if _find(name) is None]
     if lacking:
         raise NoFigures(f"not installed: {', '.join(lacking)}")
     process = subprocess.Popen(
-        [*kind.command(ranks), json.dumps(plan)],
+        [*kind.command(ranks), argument],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -125,12 +145,11 @@ def start(
             process.communicate(timeout=30)
         process.kill()
         raise NoFigures(f"failed: no end within {PATIENCE:.0f} s") from None
-    found = [line for line in out.splitlines() if "{" in line]
+    found = [line[line.index("{") :] for line in out.splitlines() if "{" in line]
     if process.returncode != 0 or not found:
         print(out, err, sep="\n", file=sys.stderr)
         raise NoFigures(f"failed with exit code {process.returncode}")
-    figures: dict[str, list[float]] = json.loads(found[-1][found[-1].index("{") :])
-    return figures
+    return found
 
 
 def measure(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -108,6 +109,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     options = parsed()
+    # A start must not compile the library, as it never does once it is installed.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if options.child:
         child(*options.child)
         return

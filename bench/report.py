@@ -30,6 +30,7 @@ SECTIONS = {
     "control": Section("control", "control_plane", "local_lines"),
     "data": Section("bulk"),
     "resources": Section("resources"),
+    "startup": Section("startup"),
     "kills": Section("death", "section"),
     "worlds": Section("worlds"),
     "training": Section("overhead"),

@@ -25,6 +25,7 @@ class Scale:
     data_seconds: float
     memory: tuple[int, int]  #: ranks, MB
     wait: tuple[int, float]  #: ranks, seconds
+    startup: tuple[int, ...]  #: ranks
     kills: int  #: per case
     worlds: tuple[int, int]  #: number of tests: ours, peers
     turns: int  #: turns of the training step
@@ -53,6 +54,7 @@ FULL = Scale(
     data_seconds=1.0,
     memory=(4, 256),
     wait=(8, 20.0),
+    startup=(4, 16, 64),
     kills=100,
     worlds=(50, 3),
     turns=400,
@@ -71,6 +73,7 @@ QUICK = Scale(
     data_seconds=0.05,
     memory=(2, 16),
     wait=(2, 1.0),
+    startup=(2,),
     kills=3,
     worlds=(5, 1),
     turns=20,

@@ -68,9 +68,7 @@ def run(library: Library) -> None:
 def control(library: Library, seconds: float) -> Figures:
     """Return the microseconds per call for every operation."""
     figures = {name: [_per_call(library, call, seconds)] for name, call in library.calls.items()}
-    for name, call in library.stepped.items():
-        figures[name] = [_in_a_step(library, call, seconds)]
-    return figures
+    return figures | _in_steps(library, seconds)
 
 
 def _per_call(library: Library, call: Callable[[], object], seconds: float) -> float:
@@ -88,25 +86,31 @@ def _per_call(library: Library, call: Callable[[], object], seconds: float) -> f
         rounds = min(_MOST_ROUNDS, int(rounds * max(2.0, 1.2 * seconds / spent)))
 
 
-def _in_a_step(library: Library, call: Callable[[], object], seconds: float) -> float:
-    """Return the median of single calls, one per step. All ranks start a step at the same time.
+def _in_steps(library: Library, seconds: float) -> Figures:
+    """Return the median of single calls, by name. They take turns, one in each step.
 
-    All ranks made the previous call long ago, so no rank has to wait.
+    All ranks start a step at the same time. They made the previous call long ago, so no rank has to
+    wait. The caches of the processor hold what ran since.
     """
+    if not library.stepped:
+        return {}
     period, busy, work = 5e-3, 1e-3, np.ones((96, 96), np.float32)
     library.barrier()
     start = max(library.gather(time.monotonic())) + period
-    times: list[float] = []
-    for step in range(max(20, int(4 * seconds / period))):
+    times: dict[str, list[float]] = {name: [] for name in library.stepped}
+    for name in times:
+        for _ in range(40):  # warm-up: Python adapts what runs often
+            _repeated(library.stepped[name], 1)
+    for step in range(len(times) * max(20, int(4 * seconds / period))):
+        name = list(times)[step % len(times)]
+        call = library.stepped[name]
         until = start + step * period
         time.sleep(max(0.0, until - busy - time.monotonic()))
         work @ work
         while time.monotonic() < until:  # busy as in training: idle processors start slowly
             work @ work
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return library.slowest(float(np.median(times))) * 1e6
+        times[name].append(_repeated(call, 1))
+    return {name: [library.slowest(float(np.median(each))) * 1e6] for name, each in times.items()}
 
 
 def data(library: Library, sizes: Sequence[int], seconds: float, beside: Sequence[str]) -> Figures:

@@ -272,6 +272,9 @@ class Board(ABC):
     #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
     #: has none. None while it does not wait.
     waits_until: float | None = None
+    #: Set by the core while it waits for the first of several notes, here or at other boards: the
+    #: call that waits.
+    waits_any: str = ""
 
     def __init__(self, members: Sequence[int], name: str = "") -> None:
         self.members = tuple(members)  #: world ranks, ascending
@@ -297,6 +300,16 @@ class Board(ABC):
         member is lost or failed, or one whose note is missing has finished. Every member that
         collects round *k* collects equal notes, and no member collects it before all have posted.
         """
+
+    def repeat(self, note: Note) -> Callable[[], bool] | None:
+        """Return a function that collects the round before and posts `note` again, or None.
+
+        It does both, and returns True, if that is one step: one round is outstanding, and all
+        members have posted to it what this rank has, `note`. Otherwise it does nothing, and returns
+        False. Once it has counted the round, Python must run no signal handler until it returns.
+        Optional: for repeated calls that seldom wait, whose code is in no cache of the processor.
+        """
+        return None
 
     @abstractmethod
     def status(self, rank: int) -> Status:

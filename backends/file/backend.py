@@ -406,6 +406,8 @@ def _opened_run(
 
 def find_early_ends(topology: Topology, settings: Settings) -> dict[int, str]:
     """Return how the ranks ended that are known to have ended before they joined this run."""
+    if topology.run_id is None:  # then no rank has recorded its end
+        return {}
     path = _run_path(topology, settings)
     if not path.exists():
         return {}

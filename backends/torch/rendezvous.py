@@ -108,7 +108,8 @@ class Rendezvous:
         self._warning = warning
         self._prefix = f"world-{topology.world_size}/rendezvous"
         self._epoch = ""  # prefix of the keys of the epoch that this rank is in
-        self._missing: list[int] = []  # as last known: the rank that serves the store may go first
+        #: Who is missing and why, as last known: the rank that serves the store may go first.
+        self._missing: dict[int, str] = {}
         self._incarnation = 0  # which of the processes that had this rank it is, from 1
         self._confirmed = False  # the proposal of this epoch
         # To count the devices that this process sees touches none.
@@ -190,8 +191,8 @@ class Rendezvous:
             if self._left() < _LEAVING or not self._warning.left:
                 self._missing = self._ask(self._find_missing)
             if self._missing and not self._warning.left:
-                never = "; ".join(f"rank {rank} never joined" for rank in self._missing[:8])
-                self._warning.log(f"ranks {self._missing}", never)
+                why = [f"rank {rank} {why}" for rank, why in self._missing.items()]
+                self._warning.log(f"ranks {list(self._missing)}", "; ".join(why[:8]))
 
     def _look_for_early_ends(self) -> None:
         """Break the epoch if a rank that it lacks is known to have ended."""
@@ -209,10 +210,11 @@ class Rendezvous:
             self._ask(lambda store: store.compare_set(f"{self._epoch}end", "", verdict))
 
     def _never_came(self) -> SyncTimeout:
-        top, missing, waited = self._top, self._missing, self._join_timeout - self._left()
+        top, missing = self._top, list(self._missing)
+        waited = self._join_timeout - self._left()
         call = self._settings.first_call or "init"
         arrived = [rank for rank in range(top.world_size) if rank not in missing]
-        lines = "\n".join(f"  rank {rank} never joined" for rank in missing)
+        lines = "\n".join(f"  rank {rank} {why}" for rank, why in self._missing.items())
         return SyncTimeout(
             f"{call} timed out after {waited:.1f} s: ranks {missing} did not come, ranks {arrived} "
             f"did\n{lines}\nThis rank waits at the store at {self._endpoint.address}, run id "
@@ -282,13 +284,14 @@ class Rendezvous:
         end = store.compare_set(f"{self._epoch}end", "", _COMPLETE)
         return result if end == _COMPLETE else _VOID
 
-    def _find_missing(self, store: Any) -> list[int]:
+    def _find_missing(self, store: Any) -> dict[int, str]:
         entries, ranks = _entries(store, self._epoch), range(self._top.world_size)
-        missing = [rank for rank in ranks if rank not in entries]
+        missing = {rank: "never joined" for rank in ranks if rank not in entries}
         if missing or not store.check([f"{self._epoch}result"]):
             return missing
         confirmed = set(map(int, read_key(store, f"{self._epoch}confirmed").split()))
-        return [rank for rank in ranks if rank not in confirmed]
+        why = "ended or stopped while it joined"
+        return {rank: why for rank in ranks if rank not in confirmed}
 
     def _void(self, store: Any) -> Placement | None:
         """Void this epoch by compare-and-set; return its result if it was complete before.

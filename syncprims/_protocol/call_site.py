@@ -26,15 +26,18 @@ _LONGEST_PATH = 200
 _MOST_NOTES = 4096
 
 
-def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` up to the user's last line, without the library's frames after it."""
+def users_part(trace: TracebackType | None, between: tuple[str, ...] = ()) -> TracebackType | None:
+    """Return `trace` up to the user's last line, without the library's frames after it.
+
+    Frames of files below the folders `between` are not the user's either.
+    """
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
     short: TracebackType | None = None
     for one in reversed(frames):
-        if short or not one.tb_frame.f_code.co_filename.startswith(_LIBRARY):
+        if short or not one.tb_frame.f_code.co_filename.startswith((_LIBRARY, *between)):
             short = type(one)(short, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return short
 
@@ -49,6 +52,11 @@ def _describe(frame: FrameType) -> str:
     if relative.startswith(os.pardir):
         relative = os.path.basename(path)  # noqa: PTH119
     return f"{relative[-_LONGEST_PATH:]}:{frame.f_lineno}"
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return whether a call in `frame` is at the user's line."""
+    return not frame.f_code.co_filename.startswith(_NOT_USERS)
 
 
 def describe_call() -> str:

@@ -203,6 +203,7 @@ def explain(environ: Mapping[str, str]) -> Detection:
     if asked is not None:
         return _detect_named(environ, asked)
     chosen: tuple[Launcher, Topology] | None = None
+    outside: list[Topology] = []  # of those that have started the chosen one
     roles: dict[str, str] = {}
     seen: set[str] = set()  # PALS gives its size in MPICH's variable, which is no half of MPICH's
     for launcher in _find_launchers(environ):
@@ -213,7 +214,7 @@ def explain(environ: Mapping[str, str]) -> Detection:
         if chosen is None:
             chosen = found
             continue
-        if _agree(chosen[1], found[1]):
+        if _agree(chosen[1], found[1]) or any(_agree(one, found[1]) for one in outside):
             roles[launcher.name] = "says the same"
             continue
         inner, outer = chosen, found
@@ -222,6 +223,7 @@ def explain(environ: Mapping[str, str]) -> Detection:
             if not _is_inside(environ, *inner, *outer):
                 raise _contradict(environ, chosen[0], launcher)
         chosen = inner
+        outside.append(outer[1])
         roles[outer[0].name] = f"started {inner[0].name}, which started this process"
     if chosen is None:
         return Detection(_alone(environ), {})
@@ -530,14 +532,16 @@ def _is_inside(
     environ: Mapping[str, str], inner: Launcher, a: Topology, outer: Launcher, b: Topology
 ) -> bool:
     """Return whether `inner` was clearly started by a task of `outer`, and started this process."""
-    has_agent = inner.agent in environ  # then nobody has set its variables by hand
-    if (inner, outer) == (_FLUX, _MPICH):  # Flux sets PMI's variables, as MPICH, of its own job
+    if inner is _SLURM:  # it starts daemons of others; and PMI's variables of one, in its shells
+        return b.world_size == 1 and outer is _MPICH
+    if (inner, outer) == (_FLUX, _MPICH):  # Flux sets PMI's variables itself
         return False
+    has_agent = inner.agent in environ  # then nobody has set its variables by hand
     if outer in (_OURS, _TORCHRUN):  # which start ranks, and no other launchers in several tasks
         return b.world_size == 1 and (has_agent or outer.agent not in environ)
     if b.world_size == 1 or b.world_size == a.num_nodes:
         return True
-    one_per_node = b.local_world_size == 1 and b.num_nodes in (UNKNOWN, b.world_size)
+    one_per_node = b.local_world_size == 1 and b.num_nodes == b.world_size
     if has_agent:
         # Agents of one run are the tasks of one step; or each task has a run of its own.
         return a.num_nodes == 1 or (one_per_node and a.num_nodes <= b.world_size)

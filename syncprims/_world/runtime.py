@@ -79,6 +79,7 @@ class _State:
         self.provided = False  # a test has started the world: what `init` asks for is ignored
         self.warned = False  # that this world may be smaller than meant
         self.checked_names = False  # of variables
+        self.kept: dict[Any, Any] = {}  # what lasts longer than a world, by what it is
         # Torch's, that was last compared with the world. To keep it would keep its connections.
         self.process_group: Callable[[], Any] = _no_group
 
@@ -341,6 +342,11 @@ def join_as(variables: Mapping[str, str]) -> World:
     except BaseException:
         state.environ = os.environ
         raise
+
+
+def keep(name: object, thing: object) -> None:
+    """Keep the first `thing` of this name until the process ends."""
+    _get_state().kept.setdefault(name, thing)
 
 
 def leave_group_world(world: World) -> None:

@@ -25,6 +25,7 @@ _OURS = {
     "PICKLE",
     "RESTART",
     "RUN_ID",
+    "SERVE_TORCH",
     "STRICT",
     "TIMEOUT",
     "TRACE",

@@ -211,10 +211,24 @@ def close_rounds(world: World, rounds: Rounds) -> None:
 
 
 def wait_any(
-    world: World, rounds: Sequence[Rounds], ready: Callable[[], bool], timeout: float | None
+    world: World,
+    rounds: Sequence[Rounds],
+    ready: Callable[[], bool],
+    timeout: float | None,
+    call: str = "a wait for any rank",
 ) -> bool:
-    """Return as :meth:`Backend.wait_any` of the world's backend."""
-    return world._backend.wait_any([one.board for one in rounds], ready, timeout)
+    """Return as :meth:`Backend.wait_any` of the world's backend.
+
+    :param call: that waits, as messages show it.
+    """
+    boards = [one.board for one in rounds]
+    for board in boards:
+        board.waits_any = call
+    try:
+        return world._backend.wait_any(boards, ready, timeout)
+    finally:
+        for board in boards:
+            board.waits_any = ""
 
 
 def join_world(world: World) -> None:

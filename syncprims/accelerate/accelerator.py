@@ -18,6 +18,9 @@ class DropInAccelerator(job.Accelerator):
     lists how the two sets of defaults differ.
     """
 
+    is_fsdp2 = False
+    deepspeed_plugin = parallelism_config = torch_device_mesh = None
+
     def __init__(
         self,
         device_placement: bool = True,
@@ -79,6 +82,21 @@ class DropInAccelerator(job.Accelerator):
             **others,
         )
         self.step = 0  #: of the script, if it counts here
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches are moved to the device."""
+        return self.preparation.options.device_placement
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of shuffled data follows from a seed."""
+        return bool(self._data.use_seedable_sampler)
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are other ranks, on accelerators."""
+        return self.use_distributed and self.device.type != "cpu"
 
     @property
     def dataloader_config(self) -> Any:

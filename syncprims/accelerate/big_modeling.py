@@ -1,4 +1,7 @@
-"""Models on the meta device, and weights loaded into them."""
+"""Models on the meta device, and weights loaded into them.
+
+Scripts import these names from a module of this name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Start ranks from a notebook, or from a test."""
+"""Start ranks from a notebook, or from a test.
+
+Scripts import these names from a module of this name.
+"""
 
 from __future__ import annotations
 

@@ -6,3 +6,4 @@ from syncprims.training.accelerate.state import AcceleratorState as AcceleratorS
 from syncprims.training.accelerate.state import DistributedType as DistributedType
 from syncprims.training.accelerate.state import GradientState as GradientState
 from syncprims.training.accelerate.state import PartialState as PartialState
+from syncprims.training.accelerate.state import is_initialized as is_initialized

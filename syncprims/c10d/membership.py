@@ -13,11 +13,12 @@ from syncprims._world.runtime import (
     get_settings,
     is_placed,
     join_as,
+    keep,
     leave_group_world,
 )
 from syncprims.errors import ConfigurationError, SyncTimeout
 
-from .torch_internals import NAME, dist, split_backing_store
+from .torch_internals import NAME, dist, find_backing_store
 
 if TYPE_CHECKING:
     from syncprims._world.world import World
@@ -48,6 +49,7 @@ def join_group_world(store: Any, rank: int, world_size: int) -> GroupWorld:
 
     :raises ConfigurationError: if the world has other numbers than the group.
     """
+    _keep_server(store)
     world, started = find_world(), False
     if world is None:
         started = True
@@ -62,6 +64,18 @@ def join_group_world(store: Any, rank: int, world_size: int) -> GroupWorld:
             rank=world.rank,
         )
     return GroupWorld(world, started=started)
+
+
+def _keep_server(store: Any) -> None:
+    """Keep the server of the store until this process ends.
+
+    Otherwise a rank that initializes again could meet the server of the group before, which is
+    about to end on rank 0, and the two would wait for each other. A second store of the same port
+    shares the server that is there.
+    """
+    backing = find_backing_store(store)
+    if isinstance(backing, dist.TCPStore):
+        keep((backing.host, backing.port), backing)
 
 
 def _start(store: Any, rank: int, world_size: int) -> World:
@@ -80,7 +94,7 @@ def _start(store: Any, rank: int, world_size: int) -> World:
         "SYNCPRIMS_BACKEND": "single" if world_size == 1 else "file",
     }
     if len(set(hosts)) > 1:
-        server = split_backing_store(store)
+        server = find_backing_store(store)
         if not isinstance(server, dist.TCPStore):
             raise ConfigurationError(
                 f"the ranks of init_process_group({NAME!r}) are on several hosts, and their store "

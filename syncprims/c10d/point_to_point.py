@@ -19,7 +19,7 @@ from syncprims._world.world import open_rounds, wait_any
 from syncprims.errors import SyncError
 from syncprims.interface import Label, Note
 
-from .tensors import Destination, items_of
+from .tensors import OutputTensor, items_of
 from .torch_internals import BETWEEN, finished_work
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class PointToPoint:
 
     def receive(self, tensor: torch.Tensor, src: int, tag: int, timeout: float | None) -> Any:
         """Receive from the group rank `src`."""
-        place = Destination(tensor)
+        place = OutputTensor(tensor)
         if src == self._me:
             return _SelfReceive(self._self_channel(tag), place, tensor, src)
         channel = self._channel(src, self._me, tag)
@@ -373,12 +373,12 @@ class _ReceiveWork(_SendWork):
         self,
         owner: PointToPoint,
         transfer: Transfer,
-        place: Destination,
+        place: OutputTensor,
         tensor: torch.Tensor,
         src: int,
     ) -> None:
         super().__init__(owner, transfer)
-        self._place: Destination | None = place
+        self._place: OutputTensor | None = place
         self._tensor, self._src = tensor, src
 
     def _finish(self) -> None:
@@ -420,7 +420,7 @@ class _SelfReceive(_TransferWork):
     """The handle of a receive from this very rank."""
 
     def __init__(
-        self, channel: _SelfChannel, place: Destination, tensor: torch.Tensor, src: int
+        self, channel: _SelfChannel, place: OutputTensor, tensor: torch.Tensor, src: int
     ) -> None:
         super().__init__()
         self._channel, self._place, self._tensor, self._src = channel, place, tensor, src

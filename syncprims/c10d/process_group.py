@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
 
 from syncprims._data import buffers, objects
 from syncprims._data.transport import Operand
 from syncprims._world.runtime import find_world
 from syncprims._world.world import open_rounds
-from syncprims.errors import WorldClosed
+from syncprims.errors import RankMismatch, WorldClosed
 
 from .membership import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
-from .tensors import Destination, describe, items_of
+from .tensors import OutputTensor, describe, items_of
 from .torch_internals import (
     BETWEEN,
     NAME,
-    default_timeout,
+    default_timeouts,
     dist,
     finished_work,
+    is_profiling,
+    recorded,
     reduction_of,
     with_old_names,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
-
-    import torch
 
     from syncprims.interface import Note
 
     Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+M = TypeVar("M", bound="Callable[..., Any]")
 
 
 def create_process_group(options: Any, backend_options: object = None) -> SyncProcessGroup:
@@ -62,6 +68,22 @@ def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
     return counts[key] - 1
 
 
+def _recorded(title: str, argument: int = 0) -> Callable[[M], M]:
+    """Show a method to the profilers of torch, with the shapes of one of its arguments."""
+
+    def decorate(method: M) -> M:
+        @functools.wraps(method)
+        def call(self: SyncProcessGroup, *args: Any, **options: Any) -> Any:
+            if not is_profiling():
+                return method(self, *args, **options)
+            with recorded(f"{self._served_as}:{title}", _flattened(args[argument])):
+                return method(self, *args, **options)
+
+        return cast("M", call)
+
+    return decorate
+
+
 @with_old_names
 class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A group of ranks whose calls are rounds at a board of their own.
@@ -77,6 +99,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._ranks = ranks  # world ranks, by group rank
         self._name = str(options.group_id)
         self._description = "undefined"
+        self._served_as = NAME
         self._store = options.store
         members = tuple(sorted(ranks))
         self._me = options.group_rank
@@ -95,10 +118,17 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # -- what torch asks about a group ----------------------------------------------------------
 
     def name(self) -> str:
-        """Return the name of the backend."""
+        """Return the name of this backend, also where it serves under another one.
+
+        By the names of its own backends, torch's C++ code looks for their options.
+        """
         return NAME
 
     getBackendName = _get_backend_name = name
+
+    def serve_as(self, name: str) -> None:
+        """Serve a program that has asked for the backend `name`: its profilers show that."""
+        self._served_as = name
 
     def getGroupName(self) -> str:
         """Return the name that torch has given to the group."""
@@ -132,8 +162,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[Any]:
-        import torch
-
         return [torch.device("cpu")]
 
     def _get_backend(self, device: object) -> SyncProcessGroup:
@@ -176,11 +204,11 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _seconds(self, timeout: timedelta) -> float | None:
         """Return a timeout of torch in seconds; None if it says nothing.
 
-        Where time is virtual, waits that can never end are found by themselves: there the default
-        of torch says nothing, either.
+        In the world of a test, waits that can never end are found without it: there the defaults of
+        torch say nothing, either.
         """
         seconds = timeout.total_seconds()
-        if seconds <= 0 or (self._rounds.board.virtual_time and timeout == default_timeout()):
+        if seconds <= 0 or (self._rounds.board.posts_alone and timeout in default_timeouts()):
             return None
         return seconds
 
@@ -217,6 +245,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         limit = self._timeout if timeout is None else self._seconds(timeout)
         self._rounds.meet(self._note("monitored_barrier"), limit)
 
+    @_recorded("all_reduce")
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce each tensor in place."""
         found = _listed(tensors)
@@ -224,6 +253,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._reduce("all_reduce", found, found, op, opts)
         return finished_work(found)
 
+    @_recorded("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce all tensors in place, in one call."""
         found = _listed(tensors)
@@ -231,6 +261,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._reduce("all_reduce_coalesced", found, found, op, opts)
         return finished_work(found)
 
+    @_recorded("reduce")
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
@@ -260,7 +291,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return
         if op == "premul_sum":
             op, tensors = "sum", [one.detach() * factor for one in tensors]
-        places = [Destination(one) for one in results]
+        places = [OutputTensor(one) for one in results]
         operands = [
             Operand(items_of(one), place.items) for one, place in zip(tensors, places, strict=True)
         ]
@@ -273,21 +304,24 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         total = objects.all_reduce(
             self._rounds, note, tensor.detach().coalesce(), op, None, self._limit(opts)
         )
-        tensor.data.copy_(total.coalesce())
+        with torch.no_grad():  # a detached sparse tensor would keep its own indices
+            tensor.copy_(total.coalesce())
 
+    @_recorded("broadcast")
     def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
         """Fill the tensors with those of the root."""
         found = _listed(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
         note = self._note("broadcast", describe(found), root)
         sends = root == self._me
-        places = [] if sends else [Destination(one) for one in found]
+        places = [] if sends else [OutputTensor(one) for one in found]
         arrays = [items_of(one) for one in found] if sends else [one.items for one in places]
         buffers.broadcast(self._rounds, note, arrays, self._index_of[root], self._limit(opts))
         for place in places:
             place.finish()
         return finished_work(found)
 
+    @_recorded("all_gather", 1)
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Fill the lists of outputs with the inputs of all members, by rank."""
         pairs = _pairs(outputs, inputs)
@@ -296,6 +330,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._gather(note, mine, rooms, opts)
         return finished_work(outputs)
 
+    @_recorded("all_gather", 1)
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Fill ``outputs[rank]`` with all inputs of that rank."""
         for number, mine in enumerate(inputs):
@@ -307,10 +342,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, note: Note, mine: torch.Tensor, rooms: Sequence[torch.Tensor] | None, opts: Any
     ) -> None:
         count = len(self._ranks)
-        places: list[Destination] = []
+        places: list[OutputTensor] = []
         if rooms is not None:
             self._check(note, mine, rooms)
-            places = [Destination(room) for room in rooms]
+            places = [OutputTensor(room) for room in rooms]
         items = [place.items for place in places] or [None] * count
         buffers.gather(self._rounds, note, items_of(mine), self._by_index(items), self._limit(opts))
         for place in places:
@@ -338,12 +373,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._rounds.fail(note.label, error)
             raise error
 
+    @_recorded("_all_gather_base", 1)
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:
         """Fill `output` with the inputs of all members, one after the other."""
         note = self._note("all_gather_into_tensor", describe([mine]))
         self._gather_single(note, output, mine, opts)
         return finished_work([output])
 
+    @_recorded("_all_gather_base", 1)
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Fill each output with the inputs of all members, one after the other."""
         for output, mine in zip(outputs, inputs, strict=True):
@@ -354,13 +391,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _gather_single(
         self, note: Note, output: torch.Tensor, mine: torch.Tensor, opts: Any
     ) -> None:
-        place, size = Destination(output), mine.numel()
+        place, size = OutputTensor(output), mine.numel()
         rooms = [place.items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
         if len(place.items) != size * len(self._ranks):
             self._check(note, mine, [output])  # which fails
         buffers.gather(self._rounds, note, items_of(mine), self._by_index(rooms), self._limit(opts))
         place.finish()
 
+    @_recorded("gather", 1)
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Fill the outputs of the root with the inputs of all members."""
         root = opts if isinstance(opts, int) else opts.rootRank
@@ -370,6 +408,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._gather(note, mine, rooms, opts)
         return finished_work(outputs)
 
+    @_recorded("scatter", 1)
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Fill the output with the input that the root has for this rank."""
         root = opts if isinstance(opts, int) else opts.rootRank
@@ -380,7 +419,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             given = _nested(inputs)
             self._check(note, output, given)
             parts = [items_of(one) for one in given]
-        place = Destination(output)
+        place = OutputTensor(output)
         buffers.scatter(
             self._rounds,
             note,
@@ -392,6 +431,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         place.finish()
         return finished_work(outputs)
 
+    @_recorded("reduce_scatter", 1)
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
@@ -403,6 +443,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             )
         return finished_work(outputs)
 
+    @_recorded("_reduce_scatter_base", 1)
     def reduce_scatter_single(
         self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None
     ) -> Any:
@@ -410,6 +451,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._reduce_scatter_single("reduce_scatter_tensor", output, mine, opts)
         return finished_work([output])
 
+    @_recorded("_reduce_scatter_base", 1)
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Fill each output with the reduction of the parts that all members have for this rank."""
         for output, mine in zip(outputs, inputs, strict=True):
@@ -436,7 +478,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         op, factor = reduction_of(given)
         note = self._note(kind, describe(tensors), None, op)
-        place = Destination(output)
+        place = OutputTensor(output)
         if len(parts) != len(self._ranks) or len(parts[self._me]) != len(place.items):
             self._check(note, output, tensors if len(tensors) > 1 else [])  # which fails
         if op == "premul_sum":
@@ -448,6 +490,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- all-to-all -----------------------------------------------------------------------------
 
+    @_recorded("all_to_all", 1)
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -458,7 +501,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Send the parts of `mine` to the members, and fill `output` with theirs."""
         note = self._note("all_to_all_single", str(mine.dtype)[6:])
-        place, items = Destination(output), items_of(mine)
+        place, items = OutputTensor(output), items_of(mine)
         try:
             parts = _split(items, mine, input_sizes, len(self._ranks), "input")
             rooms = _split(place.items, output, output_sizes, len(self._ranks), "output")
@@ -469,10 +512,11 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         place.finish()
         return finished_work([output])
 
+    @_recorded("all_to_all", 1)
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Send the inputs to the members, and fill the outputs with theirs."""
         note = self._note("all_to_all", str(inputs[0].dtype)[6:])
-        places = [Destination(one) for one in outputs]
+        places = [OutputTensor(one) for one in outputs]
         self._exchange(note, [items_of(i) for i in inputs], [one.items for one in places], opts)
         for place in places:
             place.finish()
@@ -486,10 +530,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 for j, other in enumerate(sizes):
                     sent, room = row[j], other[count + i]
                     if sent != room:
-                        raise ValueError(
+                        raise RankMismatch(
                             f"{note.label}: rank {members[i]} sends {sent} bytes to rank "
                             f"{members[j]}, which has room for {room}; let the split sizes of both "
-                            f"agree"
+                            f"agree",
+                            rank=self._rounds.rank,
+                            call=str(note.label),
+                            arrived=list(members),
                         )
 
         parts, rooms = self._by_index(parts), self._by_index(rooms)
@@ -497,16 +544,19 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- point to point -------------------------------------------------------------------------
 
+    @_recorded("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor; the `Work` is over when it may be changed."""
         (tensor,) = _listed(tensors)
         return self._point_to_point.send(tensor, dst, tag, self._timeout)
 
+    @_recorded("recv")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive into a tensor; the `Work` is over when it is filled."""
         (tensor,) = _listed(tensors)
         return self._point_to_point.receive(tensor, src, tag, self._timeout)
 
+    @_recorded("recvAnySource")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         """Receive into a tensor from the first rank that sends with this tag."""
         (tensor,) = _listed(tensors)
@@ -522,6 +572,13 @@ def _nested(tensors: Any) -> list[Any]:
     """Return one list of tensors; c10d gives it as it is, or in a list of one."""
     found = _listed(tensors)
     return _listed(found[0]) if found and isinstance(found[0], list | tuple) else found
+
+
+def _flattened(tensors: Any) -> list[Any]:
+    """Return the tensors of a list of lists."""
+    if not isinstance(tensors, list | tuple):
+        return [tensors]
+    return [tensor for part in tensors for tensor in _flattened(part)]
 
 
 def _pairs(lists: Any, tensors: Any) -> list[tuple[list[Any], Any]]:

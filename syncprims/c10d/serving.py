@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from .torch_internals import replace_group_maker
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
+
+
+def start_serving() -> Callable[[], None]:
+    """Serve every later process group of this process, and return what ends that."""
+    return replace_group_maker()
 
 
 @contextlib.contextmanager
@@ -17,7 +22,7 @@ def serve_every_backend() -> Generator[None]:
 
     ``torch.distributed.get_backend`` returns the name that the program asked for.
     """
-    undo = replace_group_maker()
+    undo = start_serving()
     try:
         yield
     finally:

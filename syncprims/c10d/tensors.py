@@ -42,7 +42,7 @@ def items_of(tensor: torch.Tensor) -> Any:
     return flat(plain if plain.device.type == "cpu" else plain.cpu())
 
 
-class Destination:
+class OutputTensor:
     """A tensor that a collective fills: :attr:`items` first, in the host's memory.
 
     Autograd does not see the writing, as with torch's own backends.

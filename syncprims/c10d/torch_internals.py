@@ -8,8 +8,11 @@ Tried with torch 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,7 +22,7 @@ from torch.futures import Future
 from syncprims.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -79,7 +82,8 @@ def register_backend(create: Callable[..., Any]) -> None:
     """Make ``init_process_group("syncprims")`` call ``create(options, backend_options)``."""
     if not dist.is_available():
         raise missing("torch.distributed in this build")
-    # Again, if the entry point of the package has registered another way to create it.
+    if hasattr(dist.Backend, NAME.upper()):
+        return  # the entry point of the package has done it
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(_DEVICES))
 
 
@@ -138,12 +142,41 @@ def reduction_of(given: Any) -> tuple[str, Any]:
     return name, given.factor if name == "premul_sum" else None
 
 
-def default_timeout() -> Any:
-    """Return the timeout that torch takes where the program names none, a timedelta."""
-    return _find(c10d(), "default_pg_timeout", "torch.distributed.distributed_c10d")
+def is_profiling() -> bool:
+    """Return whether a profiler of torch records now (`torch.autograd._profiler_enabled`, 1.0)."""
+    enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return enabled
 
 
-def split_backing_store(store: Any) -> Any:
+@contextlib.contextmanager
+def recorded(title: str, tensors: Sequence[torch.Tensor]) -> Generator[None]:
+    """Record the block for a profiler of torch, with the shapes of `tensors`.
+
+    `_record_function_with_args_enter` (1.13 and newer) is the only function that records shapes.
+    As with torch's own backends, the event ends on another thread than it began.
+    """
+    autograd: Any = torch.autograd
+    handle = autograd._record_function_with_args_enter(title, *tensors)
+    try:
+        yield
+    finally:
+        end = autograd._record_function_with_args_exit
+        thread = threading.Thread(target=end, args=(handle,), name="syncprims-profiler")
+        thread.start()
+        thread.join()
+
+
+def default_timeouts() -> list[Any]:
+    """Return the timeouts that torch takes where the program names none; they are timedeltas.
+
+    NCCL has one of its own, which is None in builds without it.
+    """
+    where = "torch.distributed.distributed_c10d"
+    names = "default_pg_timeout", "default_pg_nccl_timeout"
+    return [_find(c10d(), name, where) for name in names]
+
+
+def find_backing_store(store: Any) -> Any:
     """Return the store below all prefixes of `store` (`PrefixStore.underlying_store`, 2.0)."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -169,13 +202,136 @@ def replace_group_maker() -> Callable[[], None]:
         group, prefixed = original(size, rank, ranks, NAME, store, name, *args, **kw)
         tables = module._world
         if group in tables.pg_map:
+            group.serve_as(asked)
             tables.pg_map[group] = dist.Backend(asked), prefixed
             tables.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(asked))
         return group, prefixed
 
     module._new_process_group_helper = make
+    # Without NCCL there is none of NCCL, and a program that asks for it would be warned.
+    of_nccl = module.default_pg_nccl_timeout
+    module.default_pg_nccl_timeout = of_nccl or module.default_pg_timeout
 
     def undo() -> None:
         module._new_process_group_helper = original
+        module.default_pg_nccl_timeout = of_nccl
 
     return undo
+
+
+def replace_rendezvous(
+    rendezvous: Callable[[str, int, int], tuple[Any, int, int]],
+) -> Callable[[], None]:
+    """Make `init_process_group` find its store, rank and size here; return what ends that.
+
+    It calls ``rendezvous(url, rank, world_size)`` of its module, with -1 for what the program does
+    not say (2.0 and newer).
+    """
+    module = c10d()
+    original = _find(module, "rendezvous", "torch.distributed.distributed_c10d")
+
+    def meet(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
+        yield rendezvous(url, rank, world_size)
+
+    module.rendezvous = meet
+
+    def undo() -> None:
+        module.rendezvous = original
+
+    return undo
+
+
+# -- ranks that are threads ------------------------------------------------------------------------
+
+
+@functools.cache
+def _class_of_tables() -> Any:
+    """Return a class with torch's tables of groups, of which each object has its own.
+
+    Those of a ``_World`` are globals of its module (2.1 and newer). torch's own tests with threads
+    replace the object in the same way.
+    """
+    tables = (
+        "pg_map",
+        "pg_names",
+        "pg_group_ranks",
+        "pg_backend_config",
+        "tags_to_pg",
+        "pg_to_tag",
+    )
+
+    def table(name: str) -> property:
+        return property(lambda self: self.__dict__.setdefault(name, {}))
+
+    base = _find(c10d(), "_World", "torch.distributed.distributed_c10d")
+    return type("_RankTables", (base,), {name: table(name) for name in tables} | {"group_count": 0})
+
+
+#: What torch keeps for a process in attributes, and what a new process has there: the module, the
+#: name in it, and a function of the rank. All are there in 2.13; one that is missing is left out.
+PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
+    ("torch.distributed.distributed_c10d", "_world", lambda rank: _class_of_tables()()),
+    ("torch.distributed.distributed_c10d", "_backend", lambda rank: None),
+    ("torch.distributed.distributed_c10d", "_default_pg_init_method", lambda rank: None),
+    (
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._active_ddp_module",
+        lambda rank: None,
+    ),
+    ("torch.distributed.tensor._random", "_rng_tracker", lambda rank: None),
+)
+
+
+def forget_group_names() -> None:
+    """Forget the names of all groups of this thread; torch keeps them in C++ (2.2 and newer)."""
+    _find(c10d(), "_unregister_all_process_groups", "torch.distributed.distributed_c10d")()
+
+
+@contextlib.contextmanager
+def threads_as_processes() -> Generator[None]:
+    """Within the block, torch keeps for each thread what it keeps in C++ for a process.
+
+    That is the registry in which functional collectives find their group by its name
+    (`_set_thread_isolation_mode`, 2.6 and newer). Profilers record nothing: torch crashes if
+    several threads of a process have a session.
+    """
+    from torch._C import _distributed_c10d
+
+    isolate = _find(_distributed_c10d, "_set_thread_isolation_mode", "torch._C._distributed_c10d")
+    methods = _methods_without_session()
+    kept = {(cls, name): vars(cls)[name] for cls, name in methods if name in vars(cls)}
+    isolate(True)
+    for cls, name in kept:
+        setattr(cls, name, methods[cls, name])
+    try:
+        yield
+    finally:
+        for (cls, name), method in kept.items():
+            setattr(cls, name, method)
+        isolate(False)
+
+
+def _methods_without_session() -> dict[tuple[type, str], Callable[..., Any]]:
+    """Return what methods do in place of beginning, ending or reading the session of a profiler."""
+    import torch.profiler.profiler
+
+    profiler: Any = torch.profiler.profiler
+
+    def return_self(profile: Any) -> Any:
+        return profile
+
+    def do_nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def export_nothing(profile: Any, path: str, *_: Any, **__: Any) -> None:
+        Path(path).write_text('{"traceEvents": []}')
+
+    session: Any = torch.autograd.profiler.profile
+    return {
+        (session, "__enter__"): return_self,
+        (session, "__exit__"): do_nothing,
+        (session, "_prepare_trace"): do_nothing,
+        (session, "_start_trace"): do_nothing,
+        (session, "export_chrome_trace"): export_nothing,
+        (profiler._KinetoProfile, "add_metadata_json"): do_nothing,
+    }

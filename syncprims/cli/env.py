@@ -37,6 +37,7 @@ SETTINGS = (
     ("SYNCPRIMS_HEARTBEAT", "10 s"),
     ("SYNCPRIMS_PICKLE", "1, pickle is allowed"),
     ("SYNCPRIMS_MIXED_PRECISION", "no"),
+    ("SYNCPRIMS_SERVE_TORCH", "0, torch.distributed has the backend it asks for"),
     ("SYNCPRIMS_TRACE", "no trace"),
     ("SYNCPRIMS_TRACE_LIMIT", "256, MiB for each rank"),
     ("MASTER_ADDR", "of SLURM: the first node"),

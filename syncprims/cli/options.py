@@ -170,6 +170,9 @@ class Options:
     mixed_precision: str | None = _option(one_of("no", "bf16", "fp16"), SCRIPT_ENVIRONMENT,
         "what syncprims.training computes in: no, bf16 or fp16 ($SYNCPRIMS_MIXED_PRECISION)",
         "MODE", choices=("no", "bf16", "fp16"), example='"bf16"')
+    serve_torch: bool = _option(switch, SCRIPT_ENVIRONMENT,
+        "serve the script's torch.distributed, whatever backend it asks for: calls that differ and "
+        "ranks that are lost raise errors that name them ($SYNCPRIMS_SERVE_TORCH)")
     trace: str | None = _option(word, SCRIPT_ENVIRONMENT,
         "record every round of every rank in this directory ($SYNCPRIMS_TRACE)", "DIR",
         example='"trace"')

@@ -123,6 +123,8 @@ def _variables(
                 f"{BY_KEY[key].flag} {text} contradicts {name}={environ[name]}; drop one of them"
             )
     variables["SYNCPRIMS_BACKEND"] = _backend(options, environ, ranks, nodes, gpus)
+    if options.serve_torch:
+        variables["SYNCPRIMS_SERVE_TORCH"] = _serve_torch(environ)
     if options.cpu:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif gpus is not None:
@@ -163,6 +165,27 @@ def _gpus(options: Options, environ: Mapping[str, str]) -> tuple[str, ...] | Non
                 f"not have {', '.join(hidden)}; name some of those, or unset it"
             )
     return gpus
+
+
+def _serve_torch(environ: Mapping[str, str]) -> str:
+    """Return the value that lets torch load our backend, which it does by an entry point.
+
+    :raises ConfigurationError: if torch would not.
+    """
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        raise ConfigurationError(
+            "--serve-torch contradicts TORCH_DEVICE_BACKEND_AUTOLOAD="
+            f"{environ['TORCH_DEVICE_BACKEND_AUTOLOAD']}, with which torch loads no backend; drop "
+            f"one of them"
+        )
+    if not entry_points(group="torch.backends", name="syncprims"):
+        raise ConfigurationError(
+            "--serve-torch: torch finds the backend by an entry point of the installed package, "
+            "and this installation has none; install syncprims again"
+        )
+    return "1"
 
 
 def _size(options: Options, gpus: tuple[str, ...] | None) -> tuple[int, int]:

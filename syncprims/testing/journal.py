@@ -13,17 +13,20 @@ import math
 import os
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from syncprims._protocol.deadlock import Wait
+from syncprims._protocol.deadlock import Wait, describe_group
 from syncprims._protocol.threads import threads_that_may_call
 
 from .exception_transport import pack_exception
 from .faults import Fault, Kill, Stop
 from .outcomes import RankOutcome, RecordedCall
 from .probe import Observer
+
+_LOOK_EVERY = 0.005  # seconds, at least, between two looks that are written
 
 
 class JournalWriter(Observer):
@@ -34,6 +37,8 @@ class JournalWriter(Observer):
         self._verdict = verdict
         self._faults = faults
         self._waits: dict[int, tuple[RecordedCall, int, bool]] = {}  # by thread
+        self._any: tuple[str, tuple[int, ...]] | None = None  # its wait for any of several notes
+        self._looked = -math.inf
         self._written: tuple[Any, ...] = ((), False)  # the last event about waits
 
     def on_call(self, rank: int, call: RecordedCall) -> None:
@@ -54,10 +59,24 @@ class JournalWriter(Observer):
         self._write_waits()
         return self._verdict.read_bytes() if self._verdict.exists() else None
 
+    def on_wait_any(self, rank: int, call: str, members: Sequence[int]) -> bytes | None:
+        """Write where it waits and, each time, that it has looked; return the parent's verdict."""
+        event, now = (call, tuple(members)), time.monotonic()
+        if event != self._any:
+            self._any = event
+            self._write("any", *event)
+        if now > self._looked + _LOOK_EVERY:
+            self._looked = now
+            self._write("looked")
+        return self._verdict.read_bytes() if self._verdict.exists() else None
+
     def on_wait_end(self, rank: int) -> None:
         """Write that the wait is over."""
         if self._waits.pop(threading.get_ident(), None) is not None:
             self._write_waits()
+        if self._any is not None:
+            self._any = None
+            self._write("any", "", ())
 
     def _write_waits(self) -> None:
         """Write where the threads of the rank wait, and whether another may still make a call."""
@@ -101,23 +120,30 @@ class Journal:
         self.posted: dict[tuple[tuple[int, ...], str], int] = {}
         self._waits: Sequence[tuple[RecordedCall, int, bool]] = ()
         self._may_go_on = False  # a thread that does not wait may make a call
+        self._any: tuple[str, tuple[int, ...]] = ("", ())  # its wait for any of several notes
+        self._looks = 0  # how often it has looked for them since another journal changed
         path.touch()
         self._path = path
         self._offset = 0
         self._faults = faults
 
     def read(self) -> bool:
-        """Read what is new, and return whether there is anything."""
-        begin = self._offset
+        """Read what is new, and return whether anything is but looks for one of several notes."""
+        news = False
         with self._path.open("rb") as file:
-            file.seek(begin)
+            file.seek(self._offset)
             while True:
                 try:
                     event = pickle.load(file)
                 except (EOFError, pickle.UnpicklingError):  # the rest is not written yet
-                    return self._offset > begin
+                    return news
                 self._offset = file.tell()
+                news = news or event[0] != "looked"
                 self._take(*event)
+
+    def forget_looks(self) -> None:
+        """Forget that the rank has looked: what it looks for may have come since."""
+        self._looks = 0
 
     def _take(self, event: str, *facts: Any) -> None:
         outcome = self.outcome
@@ -134,6 +160,11 @@ class Journal:
             case "waits", (waits, may_go_on):
                 self._waits, self._may_go_on = waits, may_go_on
                 outcome.waits = waits[0][0] if waits else None
+            case "any", (call, members):
+                self._any = call, members
+                outcome.waits_any = call
+            case "looked", ():
+                self._looks += 1
             case "end", (ended, error):
                 result, raised = pickle.loads(ended.result), error and error.unpack()
                 self.outcome = dataclasses.replace(
@@ -145,11 +176,21 @@ class Journal:
     @property
     def only_waits(self) -> bool:
         """Whether the rank waits, and does nothing else until a note comes or it is ended."""
+        if self.outcome.end != "left":
+            return False
+        if self._any[0]:
+            return self._looks > 1  # the second began after all other journals were read
         ends_by_itself = self._may_go_on or any(deadline for *_, deadline in self._waits)
-        return bool(self._waits) and not ends_by_itself and self.outcome.end == "left"
+        return bool(self._waits) and not ends_by_itself
 
-    def waits(self, journals: Mapping[int, Journal]) -> list[Wait]:
-        """Return the waits of the rank's threads, each with the ranks that have not posted."""
+    def waits(self, journals: Mapping[int, Journal], living: Set[int]) -> list[Wait]:
+        """Return the waits of the rank's threads, each with the ranks that have not posted.
+
+        Of the ranks that may end a wait for any of several notes, those that are `living`.
+        """
+        call, members = self._any
+        if call:
+            return [Wait(call, describe_group(members, ""), living & {*members})]
         return [
             Wait(
                 str(call.label),

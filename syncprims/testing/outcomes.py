@@ -67,6 +67,7 @@ class RankOutcome:
     #: all except that of the start
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     waits: RecordedCall | None = None  #: where it waits, or waited without result
+    waits_any: str = ""  #: the call in which it waits, or waited in vain, for any of several notes
     consequence: bool = False  #: its error only reports that of another rank
     torn: bool = False  #: it has seen a group break, and may have handled that
     struck: list[Fault] = field(default_factory=list[Fault])
@@ -80,7 +81,8 @@ class RankOutcome:
     def is_waiting(self) -> bool:
         """Whether it was in a call to the end; not if it has raised another error after it."""
         raised = self.end == "raised" and not isinstance(self.error, SyncError)
-        return self.end != "returned" and self.waits is not None and not raised
+        waits = self.waits is not None or bool(self.waits_any)
+        return self.end != "returned" and waits and not raised
 
     def run_program(
         self,
@@ -115,7 +117,8 @@ class RankOutcome:
         """
         trace = error.__traceback__
         if isinstance(error, SyncError):
-            trace = users_part(trace) or trace
+            served = sys.modules.get("syncprims.c10d.torch_internals")
+            trace = users_part(trace, served.BETWEEN if served else ()) or trace
         first = trace
         while first is not None and first.tb_next is not None:
             name = first.tb_frame.f_code.co_filename

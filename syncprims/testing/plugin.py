@@ -24,7 +24,9 @@ from .world_spec import TestContext, WorldSpec, choose_seed, test_context
 from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds
-_OPTIONS = ("ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start", "nodes")
+_OPTIONS = (
+    "ranks", "kind", "backend", "schedules", "seed", "faults", "timeout", "start", "nodes", "torch"
+)  # fmt: skip
 _SESSION: pytest.StashKey[Any] = pytest.StashKey()
 
 
@@ -42,8 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "world(ranks=4, kind='threads', backend=None, schedules=1, seed=None, faults=(), "
-        "timeout=60, start=None, nodes=1): run the body once per rank of a world; lists of ranks, "
-        "kinds, backends and schedules make a test of each",
+        "timeout=60, start=None, nodes=1, torch=False): run the body once per rank of a world; "
+        "lists of ranks, kinds, backends and schedules make a test of each",
     )
     text = config.getoption("world_seed")
     if text is not None:

@@ -37,6 +37,13 @@ class Observer:
         """Notice that `rank` waits for that round until that time; a verdict returned aborts it."""
         return None
 
+    def on_wait_any(self, rank: int, call: str, members: Sequence[int]) -> bytes | None:
+        """Notice that `rank` still waits for the first of several notes, of any of `members`.
+
+        Called each time when it has looked and found none; a verdict returned aborts the wait.
+        """
+        return None
+
     def on_wait_end(self, rank: int) -> None:
         """Notice that `rank` does not wait any more."""
 
@@ -105,10 +112,32 @@ class ProbedBackend(Backend):
         self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
     ) -> bool:
         """Wait for the first of several notes; a rank that is killed meanwhile ends."""
-        self._probe.check_alive()
+        probe, outcome = self._probe, self._probe.outcome
+        probe.check_alive()
         inner = [board.inner if isinstance(board, ProbedBoard) else board for board in boards]
-        found = self.inner.wait_any(inner, ready, timeout)
-        self._probe.check_alive()
+        members = sorted({rank for board in boards for rank in board.members} - {probe.rank})
+        outcome.waits_any = boards[0].waits_any if boards else ""
+
+        def settled() -> bool:
+            if ready() or any(board.verdict() is not None for board in inner):
+                return True
+            if timeout is not None:
+                return False
+            verdict = probe.observer.on_wait_any(probe.rank, outcome.waits_any, members)
+            if verdict is None:
+                return False
+            for board in inner:
+                board.abort(verdict)
+            return True
+
+        try:
+            self.inner.wait_any(inner, settled, timeout)
+        finally:
+            probe.observer.on_wait_end(probe.rank)
+        probe.check_alive()
+        found = ready()
+        if found:
+            outcome.waits_any = ""
         return found
 
     def close(self, failure: bytes | None = None) -> None:
@@ -155,6 +184,9 @@ class ProbedBoard(Board):
             probe.outcome.waits = None
         return notes
 
+    def repeat(self, note: Note) -> None:
+        """Return None: every round is recorded."""
+
     def _ask_observer(self, until: float) -> None:
         assert self._last is not None
         rank, number = self._probe.rank, self.earlier + self.inner.collected + 1
@@ -174,6 +206,15 @@ class ProbedBoard(Board):
         self._until = until
         if until is None:
             self._probe.observer.on_wait_end(self._probe.rank)
+
+    @property
+    def waits_any(self) -> str:
+        """The call that waits for the first of several notes."""
+        return self.inner.waits_any
+
+    @waits_any.setter
+    def waits_any(self, call: str) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.inner.waits_any = call
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""

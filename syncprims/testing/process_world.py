@@ -43,7 +43,7 @@ class ProcessWorld:
         with scratch_directory("test") as folder, capture_ranks(self._output):
             (folder / "board").mkdir(mode=0o700)
             self._worker_spec = WorkerSpec(
-                folder, spec.ranks, spec.faults, self._environ(folder), os.getpid()
+                folder, spec.ranks, spec.faults, self._environ(folder), os.getpid(), spec.torch
             )
             self._journals = {
                 rank: Journal(self._worker_spec.path("journal", rank), rank, spec.faults)
@@ -70,7 +70,11 @@ class ProcessWorld:
             "SYNCPRIMS_DIR": str(folder / "board"),
         }
         environ.setdefault("OMP_NUM_THREADS", "1")
-        if backend in BY_TORCH:
+        if self._spec.torch:
+            from .torch_worlds.serving import make_torchrun_variables  # imports torch
+
+            environ |= make_torchrun_variables()
+        elif backend in BY_TORCH:
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return environ
 
@@ -84,7 +88,10 @@ class ProcessWorld:
         while len(self._exit_codes) < self._spec.ranks:
             self._exit_codes |= workers.wait(_LOOK_EVERY)
             wrote = [journal.read() for journal in self._journals.values()]
-            if not any(wrote) and self._is_at_standstill():
+            if any(wrote):
+                for journal in self._journals.values():
+                    journal.forget_looks()
+            elif self._is_at_standstill():
                 return
             now = time.monotonic()
             if limit is not None and now > begin + limit:
@@ -108,7 +115,7 @@ class ProcessWorld:
         for rank in living.keys() - stopped:
             if not living[rank].only_waits:
                 return False
-            waits[rank] = living[rank].waits(self._journals)
+            waits[rank] = living[rank].waits(self._journals, living.keys())
             for wait in waits[rank]:
                 if not wait.missing or set(wait.missing) - living.keys():
                     return False  # it is complete, or lacks an ended rank: it is about to return

@@ -34,12 +34,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from syncprims._protocol.threads import busy_threads, threads_that_may_call
+from syncprims.errors import ConcurrentCall
 
 from .errors import WorldAborted
 
 _PATIENCE = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
 _HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
+_WAITING_MODULES = {"threading", "queue", "concurrent.futures._base"}
 
 
 class RandomSchedule:
@@ -129,7 +131,9 @@ class RankThread(threading.Thread):
 class _Turn:
     """What the scheduler knows of one thread, and the block in which this is inside a board."""
 
-    __slots__ = ("_depth", "_scheduler", "done", "lock", "own", "rank", "ready", "until", "waits")
+    __slots__ = (
+        "_depth", "_scheduler", "done", "lock", "own", "rank", "ready", "stand_in", "until", "waits"
+    )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, rank: int, *, own: bool) -> None:
         self._scheduler = scheduler
@@ -141,6 +145,7 @@ class _Turn:
         self.ready: Callable[[], bool] | None = None
         self.until = math.inf
         self.done = False
+        self.stand_in: int | None = None  #: the thread that makes a call in place of the own one
         self._depth = 0
 
     @property
@@ -160,8 +165,10 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if not self._depth and not self.own:
-            self._scheduler.go(self)
+        if not self._depth:
+            self.stand_in = None
+            if not self.own:
+                self._scheduler.go(self)
 
 
 class Scheduler:
@@ -169,6 +176,9 @@ class Scheduler:
 
     `break_standstill` is called when no rank can continue and there is no deadline to wait for. It
     returns whether it has enabled a rank to continue; otherwise the world is aborted.
+
+    With `enter_rank`, ranks have globals of their own: it is called with each rank that gets the
+    turn. Then a thread of a rank may only make a call while the rank's own thread waits for it.
     """
 
     def __init__(
@@ -176,10 +186,12 @@ class Scheduler:
         ranks: int,
         schedule: RandomSchedule | PCTSchedule,
         break_standstill: Callable[[], bool],
+        enter_rank: Callable[[int], None] | None = None,
     ) -> None:
         self.steps = 0  #: decisions made
         self.turn = 0  #: the rank that runs
         self.aborted = False
+        self.refused: dict[int, ConcurrentCall] = {}  #: calls of threads, by rank; it fails with it
         self.finished = threading.Event()
         self._turns = [_Turn(self, rank, own=True) for rank in range(ranks)]
         # By rank and thread. Not by the thread's number: a new thread has that of an ended one.
@@ -189,6 +201,8 @@ class Scheduler:
         self._passing = threading.Lock()  # held while the holder changes
         self._schedule = schedule
         self._break_standstill = break_standstill
+        self._enter_rank = enter_rank
+        self._idents: dict[int, int] = {}  # the own thread of each rank
         self._now = 0.0
         # What runs in this process beside the world, and is not part of it.
         self._strangers: set[threading.Thread | int] = {*threading.enumerate()}
@@ -203,6 +217,8 @@ class Scheduler:
 
     def inside(self, rank: int) -> _Turn:
         """Return a context in which this thread of `rank` has the turn, unless it waits."""
+        if self._enter_rank is not None:
+            return self._check_sole(rank)
         key = rank, threading.current_thread()
         turn = self._by_thread.get(key)
         if turn is None:
@@ -242,6 +258,37 @@ class Scheduler:
             self._leaving.discard(rank)
 
     # -- threads that the program has started ----------------------------------------------------
+
+    def _check_sole(self, rank: int) -> _Turn:
+        """Return the turn of `rank`, for its own thread or for one that this waits for.
+
+        :raises ConcurrentCall: if both make calls: they need the globals of the rank, which are
+            there only while it has the turn. The rank itself fails with this, too.
+        """
+        own, ident = self._turns[rank], threading.get_ident()
+        if own.stand_in is None and ident == self._idents[rank]:
+            if rank in self.refused:
+                raise self.refused[rank]
+            return own
+        if own.stand_in == ident:
+            return own
+        while self._holder is own and not own.inside and not self.aborted:
+            if _waits_for_thread(self._idents[rank]):
+                own.stand_in = ident
+                return own
+            time.sleep(_LOOK_EVERY)  # it is about to wait, or to make a call
+        if self.aborted:
+            raise WorldAborted
+        raise self.refused.setdefault(
+            rank,
+            ConcurrentCall(
+                f"a thread of rank {rank} ({threading.current_thread().name!r}) makes a call, and "
+                f"the rank's own thread goes on meanwhile. In this world ranks are threads, and "
+                f"use the globals of torch.distributed in turns. Wait for the thread at once: "
+                f"join(), result(). Or run the world with kind='processes'",
+                rank=rank,
+            ),
+        )
 
     def come(self, turn: _Turn) -> None:
         """Return when this thread, which is outside of all boards, has the turn."""
@@ -289,10 +336,11 @@ class Scheduler:
         """Return whether a thread that waits nowhere may still make a call, or let a rank leave."""
         if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
             return True  # it has lost the turn, since it was busy elsewhere
+        leaving = any(self._has_threads(rank) for rank in self._leaving)
+        if leaving or self._enter_rank is not None:
+            return leaving  # else another thread may make a call only for one that waits for it
         waiting = {thread for (_, thread), turn in self._by_thread.items() if turn.waits}
-        return bool(self._guests(threads_that_may_call()) - waiting) or any(
-            self._has_threads(rank) for rank in self._leaving
-        )
+        return bool(self._guests(threads_that_may_call()) - waiting)
 
     def _has_threads(self, rank: int) -> bool:
         """Return whether `rank` has threads for which Python would wait at its exit."""
@@ -331,6 +379,7 @@ class Scheduler:
     def enter(self, rank: int) -> None:
         """Return when `rank` has the turn; called once, by its own thread."""
         turn = self._by_thread[rank, threading.current_thread()] = self._turns[rank]
+        self._idents[rank] = threading.get_ident()
         self._await(turn, -1)
 
     def leave(self, rank: int) -> None:
@@ -371,6 +420,8 @@ class Scheduler:
             steps = self.steps
         if self.aborted:
             raise WorldAborted
+        if self._enter_rank is not None:
+            self._enter_rank(turn.rank)
 
     def _choose(self, current: _Turn | None) -> _Turn | None:
         """Return the thread that has the turn now, or None when all are done."""
@@ -398,3 +449,18 @@ class Scheduler:
                     if not self._break_standstill():
                         self.abort()
                         raise WorldAborted
+
+
+def _waits_for_thread(ident: int) -> bool:
+    """Return whether a thread waits for another one: in `join`, or for a result, a lock, an event.
+
+    To wait until a thread has begun is none of these.
+    """
+    frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
+    if frame is None or frame.f_globals.get("__name__") not in _WAITING_MODULES:
+        return False
+    while frame is not None and frame.f_globals.get("__name__") in _WAITING_MODULES:
+        if frame.f_code is threading.Thread.start.__code__:
+            return False
+        frame = frame.f_back
+    return True

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Generator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.deadlock import Wait, describe_group
 from syncprims._world.group import entered
@@ -28,6 +28,9 @@ from .probe import JOIN, Observer, Probe, ProbedBackend
 from .rank_output import RankOutput, capture_ranks, set_writer
 from .scheduler import RankThread, Scheduler
 from .world_spec import WorldSpec
+
+if TYPE_CHECKING:
+    from .torch_worlds.serving import TorchThreads
 
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
 _GRACE = 2.0  # seconds for threads to end once their world has been given up
@@ -61,12 +64,27 @@ class ThreadWorld(Observer):
     def __init__(self, spec: WorldSpec, output: RankOutput | None) -> None:
         self._spec = spec
         self._output = output
-        self._environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
+        environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
         if not spec.traced:
-            self._environ.pop("SYNCPRIMS_TRACE", None)
+            environ.pop("SYNCPRIMS_TRACE", None)
+        self._environs = [
+            {**environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}
+            for rank in range(spec.ranks)
+        ]
+        self._torch: TorchThreads | None = None
+        if spec.torch:
+            from .torch_worlds.serving import TorchThreads, make_torchrun_variables  # imports torch
+
+            variables = make_torchrun_variables()
+            for of_rank in self._environs:
+                of_rank |= variables
+            self._torch = TorchThreads(self._environs)
         self._backend: Any = load_backend("threads")
         self.scheduler = Scheduler(
-            spec.ranks, spec.seed.schedule(spec.ranks), self._break_standstill
+            spec.ranks,
+            spec.seed.schedule(spec.ranks),
+            self._break_standstill,
+            self._torch.enter if self._torch else None,
         )
         self.shared_worlds: list[
             Any
@@ -91,6 +109,7 @@ class ThreadWorld(Observer):
             threads_as_ranks(),
             capture_ranks(self._output),
             _one_processor(self._spec.seed.number),
+            self._torch.serve() if self._torch else contextlib.nullcontext(),
         ):
             try:
                 for thread in self._threads:
@@ -105,6 +124,9 @@ class ThreadWorld(Observer):
                     thread.join()  # it has nothing left to do
             elif not self._end_threads():
                 run.gave_up += ". A thread could not be ended, and is left alone"
+        for rank, error in self.scheduler.refused.items():
+            if run.outcomes[rank].error is None:
+                run.outcomes[rank].fail(error)
         run.steps = self.scheduler.steps
         return run
 
@@ -120,13 +142,13 @@ class ThreadWorld(Observer):
         entered.set(())
         current_target.set(_ThreadTarget(self, outcome))
         set_writer(self._output, rank)
-        environ = {**self._environ, **make_rank_variables(rank, spec.ranks, spec.nodes)}
+        fn = self._torch.as_rank(spec.fn) if self._torch else spec.fn
         try:
             with contextlib.suppress(WorldAborted):
                 self.scheduler.enter(rank)
                 outcome.run_program(
-                    spec.fn,
-                    thread_as_rank(environ, self._make_backend),
+                    fn,
+                    thread_as_rank(self._environs[rank], self._make_backend),
                     lambda: self.scheduler.await_threads(rank),
                 )
         finally:
@@ -150,9 +172,7 @@ class ThreadWorld(Observer):
         waiting = [board for world in self.shared_worlds for board in world.waiting]
         waits: dict[int, list[Wait]] = {}
         for board in waiting:
-            # A rank that waits without a note of its own waits for the first of several.
-            waits_any = board.posted == board.collected
-            call = "a wait for any rank" if waits_any else str(board.status(board.rank).label)
+            call = board.waits_any or str(board.status(board.rank).label)
             wait = Wait(call, describe_group(board.members, board.name), board.missing())
             waits.setdefault(board.rank, []).append(wait)
         verdict = self._run.find_deadlock(waits) if waits else None

@@ -56,6 +56,7 @@ class WorkerSpec:
     faults: Sequence[Fault]
     environ: Mapping[str, str]
     parent: int  #: process id
+    torch: bool = False  #: torch.distributed is served
 
     def path(self, what: str, rank: int) -> Path:
         """Return the path of a rank's ``journal``, ``stack``, ``stdout`` or ``stderr``."""
@@ -82,6 +83,10 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
             return ProbedBackend(cls(place, settings), Probe(outcome, spec.faults, journal))
 
         become_rank(make_backend)
+        if spec.torch:
+            from .torch_worlds.serving import serve_in_process  # imports torch
+
+            serve_in_process(rank, spec.folder / "store")
         outcome.run_program(fn, provided_world(), await_threads)
         journal.on_end(outcome)
         code = 0
@@ -176,7 +181,7 @@ def main() -> None:
         _run_worker(spec, int(which), fn)
     # Fork all; report to the parent the pid of each rank, and at its end the exit code.
     die_with(spec.parent)
-    _load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
+    _load_before_fork(spec)
     spec = dataclasses.replace(spec, parent=os.getpid())
     workers = Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})
     for rank, pid in workers.pids.items():
@@ -263,7 +268,7 @@ def start_workers(how: Start | None, spec: WorkerSpec, fn: Callable[[], Any]) ->
         has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
         how = "spawn" if has_cuda else "fork"
     if how == "fork":
-        _load_before_fork(spec.environ["SYNCPRIMS_BACKEND"])
+        _load_before_fork(spec)
         return Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})
     path = spec.folder / "spec"
     path.write_bytes(pickle.dumps((spec, PortableFunction(fn))))
@@ -275,10 +280,16 @@ def start_workers(how: Start | None, spec: WorkerSpec, fn: Callable[[], Any]) ->
     return Workers({rank: child.pid for rank, child in enumerate(children)})
 
 
-def _load_before_fork(backend: str) -> None:
+def _load_before_fork(spec: WorkerSpec) -> None:
     """Load here what otherwise every forked rank would look for itself."""
-    load_backend(backend)
+    load_backend(spec.environ["SYNCPRIMS_BACKEND"])
     version()
+    if spec.torch:
+        importlib.import_module("syncprims.testing.torch_worlds.serving")
+        before = {*os.environ}
+        importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
+        for name in os.environ.keys() - before:
+            del os.environ[name]  # it would be set for the tests, too
 
 
 def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:

@@ -190,6 +190,8 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
         return f"{outcome.end} by a fault at its {last}"
     if outcome.end == "died":
         return f"{outcome.detail or 'its process ended'}" + (f" {after}" if last else "")
+    if outcome.is_waiting and outcome.waits_any:
+        return f"waits in {outcome.waits_any} {after}"
     if outcome.is_waiting and outcome.waits is not None and outcome.waits.label.kind != JOIN:
         return f"waits in its {last}"
     return f"{'could go on, and is not on turn,' if outcome.idle else 'is busy'} {after}"
@@ -208,8 +210,14 @@ def _last_round(outcome: RankOutcome, run: WorldRun) -> str:
 
 
 def _call(call: RecordedCall, run: WorldRun) -> str:
-    whole = len(call.members) == len(run.outcomes)
-    return str(call.label) if whole else f"{call.label} in group {call.group}"
+    return str(call.label) if _is_only(call.at, run) else f"{call.label} in group {call.group}"
+
+
+def _is_only(board: tuple[tuple[int, ...], str], run: WorldRun) -> bool:
+    """Return whether this is the board of all ranks, and they have met at no other."""
+    size = len(run.outcomes)
+    whole = {call.at for one in run.outcomes for call in one.calls if len(call.members) == size}
+    return whole == {board}
 
 
 def _calls(outcome: RankOutcome, run: WorldRun) -> str:
@@ -235,8 +243,8 @@ def _first_difference(run: WorldRun) -> str:
             rank: [call.label for call in run.outcomes[rank].calls if call.at == (members, board)]
             for rank in members
         }
-        whole = len(members) == len(run.outcomes)
-        of = "" if whole else f" of group {describe_group(members, board)}"
+        only = _is_only((members, board), run)
+        of = "" if only else f" of group {describe_group(members, board)}"
         for number in range(max(map(len, calls.values()))):
             labels = {r: c[number] if number < len(c) else None for r, c in calls.items()}
             shown = f"round {number + 1}{of} is {_grouped(labels)}"

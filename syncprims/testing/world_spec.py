@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import random
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from syncprims._protocol.validation import require, seconds
+from syncprims.errors import BackendUnavailable
 
 from .faults import Fault
 from .rank_output import PrefixedOutput, RankOutput
@@ -55,6 +57,7 @@ class WorldSpec:
 
     :raises TypeError: if `fn` is no function, or an async one, which would not run.
     :raises ValueError: if there is no such world.
+    :raises BackendUnavailable: if it asks for torch, which is not installed.
     """
 
     fn: Callable[[], Any]
@@ -66,6 +69,7 @@ class WorldSpec:
     timeout: float | timedelta | None = 60
     start: Start | None = None
     nodes: int = 1
+    torch: bool = False  #: torch.distributed is served
     traced: bool = True  #: as SYNCPRIMS_TRACE says; else not at all
 
     def __post_init__(self) -> None:
@@ -97,6 +101,14 @@ class WorldSpec:
         if nodes > 1 and self.kind != "threads":
             raise ValueError(f"nodes={nodes}: processes are on this machine; say kind='threads'")
         seconds(self.timeout)
+        if self.torch:
+            try:
+                importlib.import_module("torch.distributed")
+            except ImportError as error:
+                raise BackendUnavailable(
+                    f"torch=True serves torch.distributed, which cannot be imported: {error}. "
+                    f"Install it: pip install 'syncprims[torch]'"
+                ) from error
 
     @property
     def time_limit(self) -> float | None:

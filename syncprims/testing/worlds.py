@@ -32,6 +32,7 @@ def run_world(
     timeout: float | timedelta | None = 60,
     start: Start | None = None,
     nodes: int = 1,
+    torch: bool = False,
 ) -> list[Any]:
     """Run ``fn()`` on each rank of a new world; return the results in rank order.
 
@@ -61,7 +62,9 @@ def run_world(
     """
     __tracebackhide__ = True
     chosen = choose_seed(seed)
-    run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, start, nodes))
+    run = run_once(
+        WorldSpec(fn, ranks, kind, backend, chosen, [*faults], timeout, start, nodes, torch)
+    )
     results = results_of(run, test_context.get().replay(run.seed))
     check_faults_struck(run, run.missed)
     return results
@@ -99,6 +102,7 @@ def explore(
     faults: Iterable[Fault] = (),
     timeout: float | timedelta | None = 60,
     nodes: int = 1,
+    torch: bool = False,
     check: Callable[[list[Any]], object] | None = None,
 ) -> Explored:
     """Run ``fn()`` under that many schedules, in worlds of threads; return if none fails.
@@ -122,7 +126,7 @@ def explore(
         raise ValueError(f"schedules={schedules}, depth={depth}: at least 1 of each")
     spec = WorldSpec(
         fn, ranks, seed=choose_seed(seed), faults=[*faults], timeout=timeout, nodes=nodes,
-        traced=False,  # a trace of a thousand runs is of no use
+        torch=torch, traced=False,  # a trace of a thousand runs is of no use
     )  # fmt: skip
     if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
         pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
@@ -201,6 +205,7 @@ def every_point(
     backend: str | None = None,
     seed: int | str | None = None,
     timeout: float | timedelta | None = 60,
+    torch: bool = False,
     most: int = 10_000,
 ) -> list[Point]:
     """Run ``fn()`` with `fault` at each round of its rank in turn; return what it did at each.
@@ -218,7 +223,7 @@ def every_point(
     points: list[Point] = []
     for at in range(1, most + 1):
         here = dataclasses.replace(fault, at=at)
-        run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout))
+        run = run_once(WorldSpec(fn, ranks, kind, backend, chosen, [here], timeout, torch=torch))
         try:
             point = Point(here, results_of(run, test_context.get().replay(run.seed)), None)
         except BaseException as error:

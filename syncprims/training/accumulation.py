@@ -21,6 +21,7 @@ from .accumulation_window import (
     averages_gradients_itself,
     check_joinable,
     parameters_of,
+    with_gradient_sync,
     without_gradient_sync,
 )
 from .gradient_sync import broadcast_model
@@ -38,8 +39,10 @@ class Accumulator:
     step. A window also closes with the last batch of a prepared loader, or by :meth:`flush`, and is
     then scaled by the micro-batches that it holds. Models that are given together share a window;
     windows of different models, and different accumulators, are independent. Without
-    `sync_with_dataloader` the end of a loader closes nothing. With `divide_by_steps` every mean
-    loss is divided by `steps` at once, as in Accelerate: also where a window holds fewer.
+    `sync_with_dataloader` the end of a loader closes nothing. With `sync_each_batch` gradients are
+    averaged over the ranks after each micro-batch, with the same result at the end. With
+    `divide_by_steps` every mean loss is divided by `steps` at once, as in Accelerate: also where a
+    window holds fewer.
 
     A plain ``loss.backward()`` averages over the ranks, too, except in a block that closes no
     window. It is not counted, nor scaled.
@@ -53,6 +56,7 @@ class Accumulator:
         *,
         precision: Precision | None = None,
         sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
         divide_by_steps: bool = False,
     ) -> None:
         self.precision = precision or Precision("no")
@@ -60,6 +64,7 @@ class Accumulator:
             steps,
             self.precision,
             sync_with_dataloader=sync_with_dataloader,
+            sync_each_batch=sync_each_batch,
             divide_by_steps=divide_by_steps,
         )
         self.loaders = self.windows.loaders  #: prepared loaders that are being iterated
@@ -126,13 +131,13 @@ class Accumulator:
         if not window.sync:
             early = windows.divide_by_steps and weight is None
             self._add(loss, 1.0 / windows.steps if early else 1.0, options)
-            return
-        factor = window.factor(number)
-        if window.count > 1:
-            window.scale_earlier(factor)
-        self._add(loss, factor, options)
-        if not window.alone:
-            window.average(skip=self.windows.unsynced)
+        else:
+            factor = window.factor(number)
+            if window.count > 1:
+                window.scale_earlier(factor)
+            self._add(loss, factor, options)
+        if window.averages and not window.alone:
+            window.average(skip=windows.unsynced)
 
     def _backward_alone(
         self, loss: torch.Tensor, weight: float | None, options: dict[str, Any]
@@ -191,6 +196,21 @@ class Accumulator:
                 yield
         finally:
             del unsynced[next(i for i, one in enumerate(unsynced) if one is model)]
+
+    @contextlib.contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Generator[None]:
+        """In this block a backward pass averages the gradients of `model` over ranks.
+
+        Also if its forward pass was in a block of :meth:`no_sync`, or if this block is in one.
+        """
+        unsynced = self.windows.unsynced
+        before = list(unsynced)
+        unsynced[:] = [one for one in before if one is not model]
+        try:
+            with with_gradient_sync(model):
+                yield
+        finally:
+            unsynced[:] = before
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -381,6 +401,7 @@ class _Join:
                 number = window.add_weight(0.0 if values[0] else None)
                 if window.sync:
                     window.scale_earlier(window.factor(number))
+                if window.averages:
                     window.average()
             elif window is not None:
                 window.end_micro_batch()

@@ -27,10 +27,17 @@ class WindowSet:
     """The windows of one accumulator, and what they and the prepared optimizers share."""
 
     def __init__(
-        self, steps: int, precision: Precision, *, sync_with_dataloader: bool, divide_by_steps: bool
+        self,
+        steps: int,
+        precision: Precision,
+        *,
+        sync_with_dataloader: bool,
+        sync_each_batch: bool,
+        divide_by_steps: bool,
     ) -> None:
         self.steps = steps
         self.precision = precision
+        self.sync_each_batch = sync_each_batch  #: gradients are averaged after each micro-batch
         self.divide_by_steps = divide_by_steps  #: each mean loss, whatever its window holds
         self.sync_with_dataloader = sync_with_dataloader  #: a loader's last batch closes a window
         self.loaders = OpenLoaders()  #: prepared loaders that are being iterated
@@ -112,7 +119,7 @@ class WindowSet:
 
     def _average_plain(self, models: Sequence[nn.Module]) -> None:
         """Average after a script's own backward pass, unless a window or ``no_sync`` holds it."""
-        waiting = [m for w in self.entered if w.inside and not w.sync for m in w.models]
+        waiting = [m for w in self.entered if w.inside and not w.averages for m in w.models]
         held = [*waiting, *self.unsynced]
         self.average([m for m in models if not any(m is one for one in held)])
 
@@ -203,6 +210,11 @@ class AccumulationWindow:
             self._ids = {id(p) for p in self.parameters}
         return not self._ids.isdisjoint(ids)
 
+    @property
+    def averages(self) -> bool:
+        """Whether the gradients are averaged over the ranks after the current backward pass."""
+        return self.sync or self._shared.sync_each_batch
+
     # -- micro-batches ----------------------------------------------------------------------
 
     def __enter__(self) -> None:
@@ -223,7 +235,7 @@ class AccumulationWindow:
             at_end = all(end for _, end in shared.announce("enter", (shared.name_of(self), at_end)))
         self.sync = at_end or self.count >= shared.steps
         self.inside = True
-        if self._wrapped and (self._joining or not self.sync):
+        if self._wrapped and (self._joining or not self.averages):
             for model in self._wrapped:
                 self._unsynced.enter_context(without_gradient_sync(model))
 
@@ -447,4 +459,18 @@ def without_gradient_sync(model: Any) -> Generator[None]:
         elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
             model.set_requires_gradient_sync(False)
             stack.callback(model.set_requires_gradient_sync, True)
+        yield
+
+
+@contextlib.contextmanager
+def with_gradient_sync(model: Any) -> Generator[None]:
+    """In this block a backward pass of the wrapper averages gradients, whatever was said before."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, DistributedDataParallel):
+            before = model.require_backward_grad_sync
+            model.require_backward_grad_sync = True
+            stack.callback(setattr, model, "require_backward_grad_sync", before)
+            model.reducer.prepare_for_backward([])  # as at the end of its forward pass
+        elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
+            model.set_requires_gradient_sync(True)
         yield

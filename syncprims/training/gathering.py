@@ -53,11 +53,12 @@ def gather_for_metrics(
     """Return what :func:`gather` does, without items that only pad the last batches. Collective.
 
     The first `real` items are no padding; None stands for all. Objects other than tensors are
-    gathered into a list of all ranks' objects; lists are concatenated.
+    gathered into a list of all ranks' objects; lists and tuples are concatenated.
     """
     if as_objects or not has_only_tensors(tensor):
         rows = syncprims.all_gather(tensor, name=name)
-        joined: Any = [item for row in rows for item in row] if isinstance(tensor, list) else rows
+        parts = rows if isinstance(tensor, list | tuple) else [rows]
+        joined: Any = [item for part in parts for item in part]
     else:
         joined = gather(tensor, name=name)
     if real is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple, overload
@@ -73,6 +74,7 @@ class JobOptions:
     schedule_advance: int = 1  #: per step of the optimizer
     schedule_to_end: bool = False  #: schedules that have an end stay there
     ddp: dict[str, Any] | None = None  #: options for DDP
+    ddp_hook: Callable[[Any], None] | None = None  #: is called with each model in DDP
 
 
 class _NoSync:
@@ -128,6 +130,8 @@ class Preparation:
             if self.device.type == "cuda":
                 options.setdefault("device_ids", [self.device.index])
             model = DistributedDataParallel(model, **options)
+            if self.options.ddp_hook is not None:
+                self.options.ddp_hook(model)
         if get_world_size() > 1 and not hasattr(model, "no_sync"):
             object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)

@@ -33,15 +33,14 @@ kinds = pytest.mark.parametrize(
 LEFT_OUT = {
     "test_script.test_reinstantiated_state": "Accelerate's shared dicts; a rank has one world",
     "test_script.test_split_between_processes_dataset": "needs the package datasets",
-    "test_sync.test_distributed_sync_multiple_fwd": "backward passes decide what is synchronized",
-    "test_sync.sync_each_batch": "gradients are averaged when a window closes",
+    "test_sync.test_distributed_sync_multiple_fwd, without DDP": "backward passes decide",
     "test_ops.test_copy_tensor_to_devices": "needs several GPUs",
     "test_distributed_data_loop.test_join_raises_warning_for_non_ddp_distributed": "all kinds join",
     "test_distributed_data_loop.test_join_raises_warning_for_iterable_when_overriding_even_batches":
     "streams may be uneven, too",
     "test_distributed_data_loop.test_stateful_dataloader_save_state":
     "a state is in one directory for all ranks",
-    "test_ddp_comm_hook": "hooks are registered on the model after prepare()",
+    "test_ddp_comm_hook": "needs GPUs; see test_hooks_compress_what_ddp_sends",
     "test_metrics.test_mrpc": "needs models and data of a hub",
     "test_cli, test_merge_weights, test_notebook, external_deps/*": "commands, FSDP, a hub",
 }  # fmt: skip
@@ -81,10 +80,13 @@ def calls_of(name: str, script: ModuleType, ranks: int) -> list[tuple[str, Any]]
         job = s.Accelerator()
         one = "test_noop_sync" if ranks == 1 else "test_distributed_sync"
         calls[one] = lambda: getattr(s, one)(job)
-        for split, dispatch in itertools.product((False, True), repeat=2):
-            add("test_gradient_accumulation_with_opt_and_scheduler", split, dispatch)
+        if syncprims.current().backend_name == "torch":
+            several = "test_distributed_sync_multiple_fwd"
+            calls[several] = lambda: getattr(s, several)(job)
+        for options in itertools.product((False, True), repeat=3):  # the last: sync_each_batch
+            add("test_gradient_accumulation_with_opt_and_scheduler", *options)
             if ranks > 1:
-                add("test_gradient_accumulation", split, dispatch)
+                add("test_gradient_accumulation", *options)
     elif name == "test_distributed_data_loop":
         for function in (
             "test_default_ensures_even_batch_sizes", "test_can_disable_even_batches",

@@ -11,11 +11,14 @@ import pytest
 import torch
 from support.training_models import everywhere, in_pairs, numbers, small_model
 
-from syncprims.accelerate import Accelerator
+from syncprims import CollectiveMismatch, PeerLost
+from syncprims.accelerate import Accelerator, load_checkpoint_in_model
 from syncprims.training import Accelerator as PlainAccelerator
 from syncprims.training import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from support.rank_worlds import Ranks
 
 
@@ -97,3 +100,62 @@ def test_a_damaged_save_is_an_error_on_all_ranks(world: Ranks, tmp_path: Path) -
             plain.load_state(tmp_path / "saved")
 
     world.run(program)
+
+
+GUARDS: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
+    "if": lambda job, call: call() if job.is_main_process else None,
+    "decorator": lambda job, call: job.on_main_process(call)(),
+    "first": lambda job, call: main_first(job, call),
+    "last": lambda job, call: call() if job.is_last_process else None,
+}
+
+
+def main_first(job: Any, call: Callable[[], Any]) -> None:
+    with job.main_process_first():
+        call()
+
+
+@in_pairs
+@pytest.mark.parametrize("guard", GUARDS)
+def test_what_needs_all_ranks_names_the_guard(world: Ranks, guard: str, tmp_path: Path) -> None:
+    """Whether the others go on to another call, or end."""
+
+    def program(library: type[Any], call: str, ends: bool) -> Callable[[], Any]:
+        def body() -> Any:
+            job = library(cpu=True, project_dir=tmp_path)
+            model = job.prepare(small_model())
+            arguments = (model, tmp_path / "model") if call == "save_model" else ()
+            GUARDS[guard](job, lambda: getattr(job, call)(*arguments))
+            if not ends:
+                job.wait_for_everyone()
+
+        return body
+
+    for library, call, ends in (
+        (Accelerator, "save_state", False),
+        (Accelerator, "save_state", True),
+        (Accelerator, "load_state", False),
+        (PlainAccelerator, "save_model", True),
+    ):
+        found = world.outcomes(program(library, call, ends))
+        caller = found[guard == "last"]
+        assert isinstance(caller, CollectiveMismatch | PeerLost)
+        assert f"All ranks call {call}()" in str(caller)
+        assert "is_main_process" in str(caller)
+    assert not list(tmp_path.glob("checkpoints/*")) + list(tmp_path.glob("model"))
+
+
+@in_pairs
+@pytest.mark.parametrize("guard", ["if", "decorator", "first", "none"])
+def test_main_saves_a_model_alone(world: Ranks, guard: str, tmp_path: Path) -> None:
+    def program() -> Any:
+        job, model, _ = job_of(1)
+        GUARDS.get(guard, lambda _, call: call())(
+            job, lambda: job.save_model(model, tmp_path / "model", max_shard_size="100B")
+        )
+        job.wait_for_everyone()
+        again = small_model(2)
+        load_checkpoint_in_model(again, tmp_path / "model")
+        return numbers(again) == numbers(model)
+
+    assert world.run(program) == [True, True]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import ROOT
+from support.pages import blocks
 from support.slurm_cluster import Cluster, cluster, why_no_cluster
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def places(launcher: str, *hosts: int, ranks: list[int] | None = None) -> list[l
 
 # -- start ----------------------------------------------------------------------------------------
 
+HYDRA = Path(sys.executable).with_name("mpiexec.hydra")
 TOUR = f"{sys.executable} tour.py"
 STARTS = [
     ("srun -N2 -n4", [places("SLURM", 2, 2)]),
@@ -76,10 +78,16 @@ STARTS = [
     ("mpirun -n 4 --map-by node", [places("Open MPI", 2, 2, ranks=[0, 2, 1, 3])]),
     ("mpirun -n 4 --host host0:3,host1:1", [places("Open MPI", 3, 1)]),
     ("mpirun -n 2", [places("Open MPI", 2)]),
+    (f"srun -N1 -n2 {TOUR} : -N1 -n1", [places("SLURM", 2, 1)]),
+    pytest.param(
+        f"{HYDRA} -n 3 -ppn 2",
+        [places("MPICH", 2, 1)],
+        marks=pytest.mark.skipif(not HYDRA.exists(), reason="needs hydra: pip install mpich"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), STARTS, ids=[line for line, _ in STARTS])
+@pytest.mark.parametrize(("line", "expected"), STARTS)
 def test_starts_in_a_batch_script(
     line: str, expected: list[list[list[Any]]], nodes: Cluster
 ) -> None:
@@ -98,6 +106,48 @@ def test_two_steps_of_one_job_and_two_jobs_at_once(nodes: Cluster) -> None:
     jobs = [nodes.submit(two, "-N2", "-n2") for _ in range(2)]
     for job in jobs:
         assert told(nodes.await_state(job, "COMPLETED", "FAILED")) == [places("SLURM", 1, 1)] * 2
+
+
+_TRAIN = """
+if "--directory" in sys.argv and is_main():
+    os.makedirs(sys.argv[2], exist_ok=True)
+    if "SLURM_RESTART_COUNT" in os.environ:
+        open(os.path.join(sys.argv[2], "finished"), "w").close()
+"""
+#: Blocks of the page, by a word in them: the size of the job, a change that makes it smaller, and
+#: the worlds that it starts.
+WRITTEN: dict[str, tuple[str, dict[str, str], list[list[list[Any]]]]] = {
+    "train.sbatch": ("--ntasks-per-node=2 --cpus-per-task=1", {}, [places("SLURM", 2, 2)]),
+    "--exact": ("-N2 -n4", {"--ntasks=4": "--ntasks=2"}, [places("SLURM", 2)] * 2),
+    "scontrol requeue": ("-N1 -n2 --open-mode=append", {}, [places("SLURM", 2)] * 2),
+    "--map-by node": (
+        "-N2 -n4",
+        {"mpirun -n 8": f"{shutil.which('mpirun', path='/usr/bin')} -n 4"},
+        [places("Open MPI", 2, 2, ranks=[0, 2, 1, 3])],
+    ),
+}
+
+
+@pytest.mark.parametrize("word", WRITTEN)
+def test_a_block_of_the_page_does_what_it_says(word: str, nodes: Cluster) -> None:
+    (nodes.folder / "train.py").write_text(_TOUR + _TRAIN)
+    page = [b for b in blocks(ROOT / "docs/how-to/slurm.md") if b.language == "bash"]
+    (block,) = (b for b in page if word in b.code or word == b.file)
+    size, changes, expected = WRITTEN[word]
+    script = block.code
+    for old, new in changes.items():
+        assert old in script
+        script = script.replace(old, new)
+    environ = f"PATH={Path(sys.executable).parent}:$PATH"
+    job = nodes.submit(script.removeprefix("#!/bin/bash\n"), *size.split(), environ=environ)
+    nodes.await_that(
+        lambda: nodes.output_of(job).count("TOLD") >= len(expected), f"job {job} tells too little"
+    )
+    # Without the names of hosts: a step may run on any.
+    found = [[place[:7] for place in world] for world in told(nodes.output_of(job))]
+    assert found == [[place[:7] for place in world] for world in expected]
+    nodes.await_state(job, "COMPLETED", "FAILED")
+    assert nodes.state_of(job) == "COMPLETED"
 
 
 def test_an_array_is_a_world_for_each_task(nodes: Cluster) -> None:

@@ -22,7 +22,7 @@ LAYERS = ["errors", "interface", "_protocol", "_data", "_world", "_api", ""]
 ROOMS = {
     "doctor": {"errors", "interface", "_protocol", "_data", "_world", ""},
     "tracing": {"errors", "_protocol"},
-    "testing": {"errors", "interface", "_protocol", "_data", "_world", ""},
+    "testing": {"errors", "interface", "_protocol", "_data", "_world", "", "c10d"},
     "training": {"errors", "_protocol", "_data", "_world", ""},
     "c10d": {"errors", "interface", "_protocol", "_data", "_world"},
     "accelerate": {"training", "testing", ""},
@@ -47,6 +47,7 @@ ROOM_FOR = {
     "syncprims.training": {"torch", "numpy", "safetensors"},
     "syncprims.accelerate": {"torch"},
     "syncprims.c10d": {"torch"},
+    "syncprims.testing.torch_worlds": {"torch", "numpy"},
 }
 
 

@@ -93,7 +93,9 @@ def test_what_a_peer_does_better_is_listed() -> None:
         (1, "Accelerate", "of safetensors", [5.2]),
     )
     (line,) = summary.lost(sections(checkpoints=loads.stored()))
-    assert line == "- safetensors, against load into a model, 1 GiB, over safetensors: 1.50 x"
+    assert (
+        line == "- safetensors, against load into a model in use, 1 GiB, over safetensors: 1.50 x"
+    )
 
 
 def test_an_absent_peer_is_told_and_no_comparison_is_made() -> None:

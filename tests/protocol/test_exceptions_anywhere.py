@@ -63,7 +63,9 @@ def test_an_exception_anywhere_is_never_a_wrong_value(call: str) -> None:
     assert disturb_threads(call, sample(12)) == []
 
 
-@pytest.mark.parametrize("call", ["barrier", "broadcast array", "all_gather pickle"])
+@pytest.mark.parametrize(
+    "call", ["barrier", "broadcast array", "all_gather pickle", "lagging check"]
+)
 def test_an_exception_anywhere_in_a_process_is_never_a_wrong_value(
     call: str, meeting_place: Path
 ) -> None:

@@ -354,22 +354,35 @@ def _decision_known(state: State, host: int, number: int) -> bytes:
 def explore(model: Model) -> int:
     """Visit every state and return their number.
 
+    A visited state is kept as its hash only, of 64 bits: there are up to millions of them.
+
     :raises AssertionError: with the way to the first state that is wrong.
     """
-    came_from: dict[State, tuple[str, State] | None] = {model.start: None}
-    queue = [model.start]
-    for state in queue:
-        steps = list(model.steps(state))
-        wrong = model.violation(state, steps)
-        if wrong:
-            way: list[str] = []
-            at: State = state
-            while (before := came_from[at]) is not None:
-                way.append(before[0])
-                at = before[1]
-            raise AssertionError("\n".join([wrong, *reversed(way), *map(str, state.hosts)]))
-        for what, after in steps:
-            if after not in came_from:
-                came_from[after] = what, state
-                queue.append(after)
-    return len(queue)
+    came_from: dict[int, int | None] = {hash(model.start): None}
+    next_states = [model.start]
+    while next_states:
+        states, next_states = next_states, []
+        for state in states:
+            steps = list(model.steps(state))
+            wrong = model.violation(state, steps)
+            if wrong:
+                way = _way_to(model, state, came_from)
+                raise AssertionError("\n".join([wrong, *way, *map(str, state.hosts)]))
+            for _, after in steps:
+                if hash(after) not in came_from:
+                    came_from[hash(after)] = hash(state)
+                    next_states.append(after)
+    return len(came_from)
+
+
+def _way_to(model: Model, state: State, came_from: dict[int, int | None]) -> list[str]:
+    """Return the names of the steps from the start to `state`."""
+    hashes = [hash(state)]
+    while (before := came_from[hashes[-1]]) is not None:
+        hashes.append(before)
+    way: list[str] = []
+    at = model.start
+    for wanted in reversed(hashes[:-1]):
+        what, at = next(step for step in model.steps(at) if hash(step[1]) == wanted)
+        way.append(what)
+    return way

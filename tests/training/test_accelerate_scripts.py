@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from support.training_models import (
     close,
     everywhere,
     feed,
+    gradient,
     in_pairs,
     numbers,
     unit_model,
@@ -22,6 +23,17 @@ from support.training_models import (
 from torch.utils.data import DataLoader, IterableDataset
 
 import syncprims
+from syncprims.accelerate.utils import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+)
 from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches
 
 if TYPE_CHECKING:
@@ -30,54 +42,7 @@ if TYPE_CHECKING:
     from support.rank_worlds import Ranks
 
 
-class DataLoaderConfiguration(NamedTuple):
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = False
-    data_seed: int | None = None
-    non_blocking: bool = False
-    use_stateful_dataloader: bool = False
-
-
-class GradientAccumulationPlugin(NamedTuple):
-    num_steps: int | None = None
-    adjust_scheduler: bool = True
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
-
-
-class ProjectConfiguration(NamedTuple):
-    project_dir: str | None = None
-    logging_dir: str | None = None
-    automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
-    save_on_each_node: bool = False
-
-
-class Handler:
-    def __init__(self, **asked: Any) -> None:
-        self._asked = asked
-
-    def to_kwargs(self) -> dict[str, Any]:
-        return self._asked
-
-
-class GradScalerKwargs(Handler): ...
-
-
-class DistributedDataParallelKwargs(Handler): ...
-
-
-class AutocastKwargs(Handler): ...
-
-
-class InitProcessGroupKwargs(Handler):
-    timeout = timedelta(seconds=77)
-
-
-class FP8RecipeKwargs(Handler): ...
+class FP8RecipeKwargs(KwargsHandler): ...
 
 
 @alone
@@ -95,7 +60,7 @@ def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> N
                 GradScalerKwargs(init_scale=4.0),
                 DistributedDataParallelKwargs(find_unused_parameters=True),
                 AutocastKwargs(enabled=False),
-                InitProcessGroupKwargs(),
+                InitProcessGroupKwargs(timeout=timedelta(seconds=77)),
             ],
             deepspeed_plugin=None,
         )
@@ -153,11 +118,6 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
         ({"log_with": "jsonl"}, ValueError, "project_dir"),
         ({"surprise": None}, TypeError, "surprise"),
         ({"kwargs_handlers": [FP8RecipeKwargs()]}, TypeError, "FP8RecipeKwargs"),
-        (
-            {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=1)]},
-            TypeError,
-            "register_comm_hook",
-        ),
         ({"project_config": ProjectConfiguration(save_on_each_node=True)}, TypeError, "one"),
         (
             {
@@ -218,7 +178,6 @@ def test_arguments_that_are_not_offered_say_what_to_do(world: Ranks, tmp_path: P
             (lambda: job.prepare_model(model, False), "move"),
             (lambda: job.prepare_model(model, evaluation_mode=True), "requires_grad_"),
             (lambda: job.prepare_data_loader([], slice_fn_for_dispatch=id), "collate_fn"),
-            (lambda: job.trigger_sync_in_backward(model), "no_sync"),
             (lambda: job.save_state(tmp_path / "x", False), "never pickle"),
             (lambda: job.load_state(tmp_path / "x", {"a": 1}), "leave it out"),
         ]
@@ -250,6 +209,76 @@ def test_a_window_may_span_epochs(world: Ranks) -> None:
         return [i for i, sync in enumerate(synced) if sync], numbers(model)
 
     assert world.run(program) == [([3, 7], [-2.0])] * world.ranks
+
+
+@in_pairs
+def test_gradients_may_be_averaged_after_each_micro_batch(world: Ranks) -> None:
+    def program() -> list[float]:
+        plugin = GradientAccumulationPlugin(2, sync_each_batch=True)
+        job = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        model: Any = job.prepare(unit_model())
+        seen: list[float] = []
+        for number in range(4):
+            with job.accumulate(model):
+                loss = model(torch.full((1, 1), 1.0 + number + 10.0 * job.process_index)).mean()
+                if number < 2:
+                    job.backward(loss)
+                else:
+                    loss.backward()  # neither counted nor scaled
+            seen.append(gradient(model))
+            if number == 1:
+                model.zero_grad()
+        return seen
+
+    first, second = world.run(program)
+    assert first == second == [6.0, (6.0 + 7.0) / 2, 8.0, 8.0 + 9.0]
+
+
+@in_pairs
+def test_a_later_backward_pass_synchronizes_earlier_forward_passes(world: Ranks) -> None:
+    def program() -> float:
+        job = Accelerator(cpu=True)
+        model: Any = job.prepare(unit_model())
+        with job.no_sync(model):
+            losses = [model(torch.full((1, 1), x + 4.0 * job.process_index)) for x in (1.0, 2.0)]
+            losses[0].mean().backward()
+            assert gradient(model) == 1.0 + 4.0 * job.process_index
+            with job.trigger_sync_in_backward(model):
+                job.backward(losses[1].mean())
+            after = gradient(model)
+            job.backward(model(torch.full((1, 1), float(job.process_index))).mean())
+        assert gradient(model) == after + job.process_index
+        return after
+
+    assert world.run(program) == [1.0 + 2.0 + 4.0] * 2
+
+
+@in_pairs
+def test_hooks_compress_what_ddp_sends(world: Ranks) -> None:
+    """Elsewhere the average is exact."""
+    kinds = DDPCommunicationHookType
+    cases: list[dict[str, Any]] = [
+        {"comm_hook": kinds.FP16},
+        {"comm_hook": kinds.POWER_SGD, "comm_wrapper": kinds.FP16},
+        {"comm_hook": kinds.BATCHED_POWER_SGD, "comm_state_option": {"start_powerSGD_iter": 9}},
+    ]
+
+    def program() -> None:
+        for options in cases:
+            handler = DistributedDataParallelKwargs(bucket_cap_mb=1, **options)
+            job = Accelerator(cpu=True, kwargs_handlers=[handler])
+            model: Any = job.prepare(torch.nn.Linear(8, 8))
+            assert world.kind.backend != "torch" or model._comm_hooks
+            for _ in range(5):
+                model.zero_grad()
+                job.backward(model(torch.full((4, 8), 1.0 + job.process_index)).mean())
+            found: Any = next(model.parameters()).grad
+            assert found.flatten().tolist() == pytest.approx([1.5 / 8] * 64, rel=1e-2)
+        wrong = DistributedDataParallelKwargs(comm_wrapper=kinds.POWER_SGD)
+        with pytest.raises(ValueError, match="comm_wrapper"):
+            wrong.register_comm_hook(model)
+
+    world.run(program)
 
 
 class Tracker:

@@ -41,6 +41,23 @@ FLUX_OF_ONE = {
     **dict.fromkeys(("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "PMI_RANK"), "0"),
     **dict.fromkeys(("FLUX_JOB_SIZE", "FLUX_JOB_NNODES", "PMI_SIZE"), "1"),
 }
+#: What the first of two daemons, one on each node, has of SLURM.
+DAEMON = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+#: The only rank of its node.
+MPICH_ALONE = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+OPEN_MPI_ALONE = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
 #: What the first broker of Flux has of SLURM, and passes on to all tasks.
 BROKER = {
     "SLURM_PROCID": "0",
@@ -226,6 +243,32 @@ PLACES: list[tuple[str, dict[str, str], tuple[Any, ...]]] = [
         ("MPICH", 1, 3, 0, 1, UNKNOWN, UNKNOWN),
     ),
     (
+        "hydra, whose daemons are a SLURM step, on the node with one rank",
+        {**MPICH_ALONE, **SLURM, **DAEMON, "SLURM_PROCID": "1", "SLURM_NODEID": "1"},
+        ("MPICH", 2, 3, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "mpirun on three nodes, whose daemons are a step of two, on a node with one rank",
+        {**OPEN_MPI_ALONE, **SLURM, **DAEMON},
+        ("Open MPI", 3, 5, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "mpirun with as many ranks as daemons, one of which is on its own node",
+        {**OPEN_MPI_ALONE, **SLURM, **DAEMON}
+        | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        ("Open MPI", 1, 2, 0, 1, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "mpirun, whose daemons are a SLURM step with PMI",
+        {**OPEN_MPI, **SLURM, **DAEMON, "PMI_RANK": "0", "PMI_SIZE": "2"},
+        ("Open MPI", 3, 4, 1, 2, UNKNOWN, UNKNOWN),
+    ),
+    (
+        "srun in a shell of SLURM with PMI",
+        {**SLURM, "PMI_RANK": "0", "PMI_SIZE": "1"},
+        ("SLURM", 5, 6, 1, 2, 1, 2),
+    ),
+    (
         "each task of a SLURM step starts a run of torchrun",
         {
             **TORCHRUN,
@@ -381,6 +424,11 @@ WRONG: list[tuple[str, dict[str, str], list[str]]] = [
         "Open MPI against MPICH",
         {**OPEN_MPI, **MPICH, "PMI_SIZE": "8"},
         ["OMPI_COMM_WORLD_RANK=3", "PMI_RANK=1 PMI_SIZE=8"],
+    ),
+    (
+        "mpirun of one rank in a step, or a step in mpirun of one rank",
+        {**OPEN_MPI_ALONE, **SLURM, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        ["SLURM says SLURM_PROCID=5", "OMPI_COMM_WORLD_SIZE=1", "SYNCPRIMS_LAUNCHER=slurm or"],
     ),
     (
         "more agents of torchrun than nodes of its run",

@@ -22,10 +22,15 @@ from .dataclasses import PrecisionType as PrecisionType
 from .dataclasses import ProfileKwargs as ProfileKwargs
 from .dataclasses import ProjectConfiguration as ProjectConfiguration
 from .dataclasses import RNGType as RNGType
+from .imports import compare_versions as compare_versions
 from .imports import is_bf16_available as is_bf16_available
 from .imports import is_cuda_available as is_cuda_available
 from .imports import is_fp16_available as is_fp16_available
 from .imports import is_mps_available as is_mps_available
+from .imports import is_torch_version as is_torch_version
+from .imports import (
+    is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
+)
 from .imports import is_weights_only_available as is_weights_only_available
 from .imports import is_xpu_available as is_xpu_available
 from .memory import clear_device_cache as clear_device_cache
@@ -52,6 +57,7 @@ from .operations import send_to_device as send_to_device
 from .operations import slice_tensors as slice_tensors
 from .other import extract_model_from_parallel as extract_model_from_parallel
 from .other import is_compiled_module as is_compiled_module
+from .other import is_peft_model as is_peft_model
 from .other import load as load
 from .other import patch_environment as patch_environment
 from .other import save as save
@@ -76,6 +82,8 @@ _INSTEAD = {
     "offload": "load the model where it is to be computed, by load_checkpoint_in_model()",
     "dispatch": "load_checkpoint_in_model(model, checkpoint, device_map=...)",
     "bnb": "quantize the model by bitsandbytes itself before prepare()",
+    "lomo": "step the optimizer yourself",
+    "basicconfig": "leave it out: there is no file of options",
     "pippy": "use torch.distributed.pipelining",
 }
 

@@ -57,6 +57,39 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options of DDP's constructor."""
+        hooks = ("comm_hook", "comm_wrapper", "comm_state_option")
+        return {name: value for name, value in super().to_dict().items() if name not in hooks}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Make a model in DDP communicate by `comm_hook`, wrapped in `comm_wrapper`, if it is set.
+
+        :raises ValueError: if one of them has another value than it can have.
+        """
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        kinds = DDPCommunicationHookType
+        hooks: dict[DDPCommunicationHookType, Any] = {
+            kinds.FP16: default_hooks.fp16_compress_hook,
+            kinds.BF16: default_hooks.bf16_compress_hook,
+            kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        wrappers: dict[DDPCommunicationHookType, Any] = {
+            kinds.FP16: default_hooks.fp16_compress_wrapper,
+            kinds.BF16: default_hooks.bf16_compress_wrapper,
+        }
+        chosen, wrapper = kinds(self.comm_hook), kinds(self.comm_wrapper)
+        if wrapper not in (kinds.NO, *wrappers):
+            raise ValueError(f"comm_wrapper={wrapper.value!r}: it is 'no', 'fp16' or 'bf16'")
+        if chosen is kinds.NO:
+            return
+        hook, state = hooks[chosen], None
+        if chosen in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
+            state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option)
+        model.register_comm_hook(state, hook if wrapper is kinds.NO else wrappers[wrapper](hook))
+
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):

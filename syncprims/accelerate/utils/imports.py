@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 #: Names of questions about a package, and the package.
 _PACKAGES = {
@@ -61,6 +64,23 @@ def is_weights_only_available() -> bool:
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Return whether loaders have a state: always."""
     return True
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement: str) -> bool:
+    """Return whether a version, or that of an installed library, is ``>=`` or the like another.
+
+    :raises KeyError: if `operation` is no comparison.
+    """
+    known = {">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "<=": "le", "<": "lt"}
+    found = str(library_or_version)
+    if not found[0].isdigit():
+        found = version(found)
+    return bool(getattr(operator, known[operation])(TorchVersion(found), requirement))
+
+
+def is_torch_version(operation: str, requirement: str) -> bool:
+    """Return whether torch's version is ``>=`` or the like another."""
+    return compare_versions(torch.__version__, operation, requirement)
 
 
 def question(name: str) -> Any:

@@ -28,6 +28,14 @@ def is_compiled_module(module: Any) -> bool:
     return hasattr(module, "_orig_mod")
 
 
+def is_peft_model(model: Any) -> bool:
+    """Return whether the model, inside of its wrappers, is one of peft."""
+    kinds = type(unwrap_model(model)).__mro__
+    return any(
+        f"{kind.__module__}.{kind.__name__}" == "peft.peft_model.PeftModel" for kind in kinds
+    )
+
+
 def wait_for_everyone() -> None:
     """Return when every rank has arrived."""
     syncprims.barrier("wait_for_everyone")

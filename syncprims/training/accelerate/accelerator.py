@@ -46,8 +46,8 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     once; `order` ``"torch"`` or ``"seedable"`` shuffles as torch does; `dispatch_streams` lets rank
     0 read streams; `resume_loaders` False leaves a loader's place to the script when a state is
     loaded; `skip_finished` continues a state from an epoch's last batch with the next epoch;
-    `save_together` False lets each rank save its part of a state without the others;
-    `unwrap_for_hooks` gives the models inside of DDP to hooks.
+    `save_together` False lets each rank save its part of a state, and rank 0 a model, without the
+    others; `unwrap_for_hooks` gives the models inside of DDP to hooks.
 
     :raises ConfigurationError: if the device cannot compute in this precision.
     :raises TypeError: for what has no equivalent, saying what to do instead.
@@ -113,6 +113,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             settings.gradient_accumulation_steps,
             precision=Precision(mixed_precision, device, scaler=settings.scaler),
             sync_with_dataloader=settings.sync_with_dataloader,
+            sync_each_batch=settings.sync_each_batch,
             divide_by_steps=divide_by_steps,
         )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -257,6 +258,13 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """Return a context whose backward passes leave gradients unsynchronized."""
         return self.accumulator.no_sync(model)
 
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose backward passes synchronize gradients of earlier forward passes.
+
+        See :meth:`Accumulator.sync_in_backward`.
+        """
+        return self.accumulator.sync_in_backward(model)
+
     def backward(self, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
         """Add the gradients of `loss` to the window. See :meth:`Accumulator.backward`."""
         self.accumulator.backward(loss, weight, **options)
@@ -355,11 +363,6 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map has put parts of `model` on several devices."""
         return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> None:
-        """Raise TypeError: the forward pass decides what its backward pass synchronizes."""
-        instead = "run the last forward pass of a window outside of no_sync()"
-        check_fixed(None, model, "trigger_sync_in_backward()", instead)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything that was prepared or registered; return a None for each object."""

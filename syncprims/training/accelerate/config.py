@@ -64,6 +64,7 @@ class AcceleratorSettings(JobOptions):
 
     gradient_accumulation_steps: int = 1
     sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
     project_dir: str | os.PathLike[str] | None = None
     logging_dir: str | os.PathLike[str] | None = None
     keep_last: int | None = None
@@ -78,8 +79,8 @@ def read_configuration(
 ) -> None:
     """Set in `settings` what the configuration objects say, if these are not None.
 
-    Here orders are always seeded, and loaders stateful. To synchronize at each batch would change
-    no number. Checkpoints are numbered from those in the directory.
+    Here orders are always seeded, and loaders stateful. Checkpoints are numbered from those in the
+    directory.
 
     :raises TypeError: if an object is of an unknown kind, or asks for what is not offered.
     :raises ValueError: if an argument and an object contradict each other.
@@ -91,6 +92,7 @@ def read_configuration(
         found["seed"] = getattr(data, "data_seed", None)
     if window is not None:
         found["sync_with_dataloader"] = window.sync_with_dataloader
+        found["sync_each_batch"] = window.sync_each_batch
         found["gradient_accumulation_steps"] = window.num_steps
     if project is not None:
         if getattr(project, "save_on_each_node", False):
@@ -120,12 +122,7 @@ def _read_handler(handler: Any) -> dict[str, Any]:
     if kind == "GradScalerKwargs":
         return {"scaler": options}
     if kind == "DistributedDataParallelKwargs":
-        if {"comm_hook", "comm_wrapper", "comm_state_option"} & options.keys():
-            raise TypeError(
-                "DistributedDataParallelKwargs(comm_hook=) is not offered; instead: call "
-                "model.register_comm_hook() after prepare()"
-            )
-        return {"ddp": options}
+        return {"ddp": options, "ddp_hook": getattr(handler, "register_comm_hook", None)}
     if kind == "InitProcessGroupKwargs":
         return {"timeout": getattr(handler, "timeout", None)}
     if kind == "AutocastKwargs":

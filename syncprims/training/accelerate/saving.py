@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from syncprims import is_local_main, is_main
+from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
+from syncprims._world.world import get_own_group
 from syncprims.training import checkpoints
 from syncprims.training.accumulation import Accumulator
 from syncprims.training.checkpoints import LoadHook, Registered, SaveHook, Saving
@@ -35,15 +37,16 @@ def load_checkpoint_in_model(
     `checkpoint` is a weights file, an index, or a directory with one. `device_map` gives the device
     for each part of the model by the beginning of its name (``""`` is all), or one device for all;
     `dtype` another type for its floating-point tensors. Parameters on the meta device are created
-    on the device of the map, else on the CPU. Without `strict`, tensors that are missing or unknown
-    to the model are logged and left. Symbolic links, as in the cache of a hub, are followed only
-    with `allow_links`. Every rank that calls this reads for itself. Other arguments of Accelerate's
-    function are accepted if they ask for what is always so here.
+    on the device of the map, else on the CPU. If the whole model is there, its files are verified
+    while they are read, in one pass, and otherwise before. Without `strict`, tensors that are
+    missing or unknown to the model are logged and left. Symbolic links, as in the cache of a hub,
+    are followed only with `allow_links`. Every rank that calls this reads for itself. Other
+    arguments of Accelerate's function are accepted if they ask for what is always so here.
 
     :raises CheckpointError: naming the file, what was expected and what was found. The model is
         then unchanged, unless the message says otherwise: if the disk fails or the file is written
         to after it was verified, or if a part of the model loads names or values in its own way, so
-        that only the load shows what is missing.
+        that only the load shows what is missing. A model on the meta device is always unchanged.
     :raises TypeError: if `checkpoint` is neither a str nor a path; and for what is not offered,
         such as offloading, saying what to do instead.
     :raises ValueError: if `device_map` names a device that cannot hold tensors, or none for a
@@ -209,10 +212,19 @@ class Checkpointing:
     ) -> None:
         """Save the model's weights in files that other libraries read, too. Collective.
 
-        See :func:`syncprims.training.save_model`.
+        With `save_together` False, rank 0 saves a model that is the same on all ranks; the others
+        return at once. See :func:`syncprims.training.save_model`.
         """
         model = unwrap_model(model)
-        checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
+        if not self._together and not _is_spread(model):
+            if is_main():
+                with get_own_group(current()):
+                    checkpoints.save_model(
+                        model, save_directory, max_shard_size, safe_serialization
+                    )
+            return
+        with _for_all_ranks("save_model()"):
+            checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     @property
     def should_save_model(self) -> bool:
@@ -264,8 +276,9 @@ class Checkpointing:
                 checkpoints.offer_weights(path, hooks, models, common)
                 return common
 
-            if self._together or self._has_shards():
-                return checkpoints.save_state(path, offered(), rank_objects=own, block=block)
+            if self._together or any(map(_is_spread, self._named_models().values())):
+                with _for_all_ranks("save_state()"):
+                    return checkpoints.save_state(path, offered(), rank_objects=own, block=block)
             saving = checkpoints.save_state_alone(
                 path, offered, own, mark=self._mark(), block=block
             )
@@ -275,19 +288,15 @@ class Checkpointing:
                     checkpoints.save_object(model.state_dict(), f"{path}/{name}", safe=False)
             return saving
         kept = self._checkpoints()
-        steps = checkpoints.agreed_steps(kept, f"save_state to {kept.directory}")
-        step = max(steps, default=-1) + 1
-        checkpoints.offer_weights(kept.path(step), hooks, models, common)
-        return kept.save(step, common, rank_objects=own, block=block)
+        with _for_all_ranks("save_state() without a directory"):
+            steps = checkpoints.agreed_steps(kept, f"save_state to {kept.directory}")
+            step = max(steps, default=-1) + 1
+            checkpoints.offer_weights(kept.path(step), hooks, models, common)
+            return kept.save(step, common, rank_objects=own, block=block)
 
     def _mark(self) -> int:
         """Return a number that is the same on all ranks where they save the same state."""
         return sum(one.steps_taken + one.steps_skipped for one in self.accumulator.optimizers)
-
-    def _has_shards(self) -> bool:
-        """Return whether a model is spread over ranks, so that no rank can save it alone."""
-        models = self._named_models().values()
-        return any(checkpoints.is_dtensor(p) for m in models for p in m.parameters())
 
     def load_state(
         self,
@@ -311,6 +320,10 @@ class Checkpointing:
             raise TypeError(
                 f"load_state(map_location={map_location!r}): it takes None, 'cpu' or 'on_device'"
             )
+        with _for_all_ranks("load_state()"):
+            self._load_state(input_dir)
+
+    def _load_state(self, input_dir: str | os.PathLike[str] | None) -> None:
         common, own = self.stateful(), self.rank_stateful()
         models, hooks = self._models_for_hooks(), self._before_loading
         if input_dir is not None:
@@ -354,3 +367,21 @@ class Checkpointing:
         return checkpoints.Checkpoints(
             self.project_dir / "checkpoints", prefix="checkpoint_", keep_last=self._keep_last
         )
+
+
+def _is_spread(model: nn.Module) -> bool:
+    """Return whether a model is spread over ranks, so that no rank can save it alone."""
+    return any(map(checkpoints.is_dtensor, model.parameters()))
+
+
+@contextlib.contextmanager
+def _for_all_ranks(call: str) -> Generator[None]:
+    """Add to errors of a block that all ranks enter what scripts of Accelerate often miss."""
+    try:
+        yield
+    except (CollectiveMismatch, PeerLost, SyncTimeout) as error:
+        text = (
+            f"{error}\nAll ranks call {call}. If it is under `if is_main_process:`, or in a "
+            f"function that runs on one rank only, call it outside of that."
+        )
+        raise type(error)(text, **error.facts()).with_traceback(error.__traceback__) from None

@@ -205,6 +205,9 @@ class AcceleratorState(PartialState):
 
     mixed_precision: str
     deepspeed_plugin: None = None
+    deepspeed_plugins: None = None
+    dynamo_plugin: None = None
+    device_mesh: None = None
     fsdp_plugin: None = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
@@ -218,6 +221,11 @@ class AcceleratorState(PartialState):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+
+
+def is_initialized() -> bool:
+    """Return whether an Accelerator has been made on this rank. Starts the world."""
+    return _ACCELERATOR in syncprims.current().extras
 
 
 def state_of_job(accelerator: Any) -> AcceleratorState:

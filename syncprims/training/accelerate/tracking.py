@@ -21,6 +21,7 @@ class Tracker:
 
     name = "tracker"
     requires_logging_directory = False
+    main_process_only = True  #: only rank 0 calls it
 
     def __init__(self, run_name: str = "", logging_dir: Any = None, **options: Any) -> None:
         self.run_name = run_name
@@ -295,11 +296,16 @@ class Tracking:
             raise TypeError("init_trackers(init_kwargs=): make trackers with them, for log_with=")
         self.log_with = []
         self.trackers += made if syncprims.is_main() else [_Silent(one.name) for one in made]
-        for tracker in self.trackers if syncprims.is_main() else ():
+        for tracker in self._own_trackers():
             if hasattr(tracker, "start"):
                 tracker.start()
             if config is not None and hasattr(tracker, "store_init_configuration"):
                 tracker.store_init_configuration(config)
+
+    def _own_trackers(self) -> list[Any]:
+        """Return the trackers that this rank calls."""
+        main = syncprims.is_main()
+        return [one for one in self.trackers if main or not getattr(one, "main_process_only", True)]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker with this `name`; with `unwrap`, the object of its own library.
@@ -322,8 +328,11 @@ class Tracking:
         step: int | None = None,
         log_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Log `values` with all trackers on rank 0; `log_kwargs` has options by tracker's name."""
-        for tracker in self.trackers if syncprims.is_main() else ():
+        """Log `values` with all trackers on rank 0; `log_kwargs` has options by tracker's name.
+
+        On the other ranks, too, with trackers whose ``main_process_only`` is False.
+        """
+        for tracker in self._own_trackers():
             tracker.log(values, step=step, **(log_kwargs or {}).get(_name_of(tracker), {}))
 
     def log_images(
@@ -333,14 +342,14 @@ class Tracking:
         log_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Log images on rank 0 with the trackers that can. Arguments as :meth:`log`."""
-        for tracker in self.trackers if syncprims.is_main() else ():
+        for tracker in self._own_trackers():
             if hasattr(tracker, "log_images"):
                 options = (log_kwargs or {}).get(_name_of(tracker), {})
                 tracker.log_images(values, step=step, **options)
 
     def end_training(self) -> None:
         """Finish the trackers on rank 0. The world runs on until the program ends."""
-        for tracker in self.trackers if syncprims.is_main() else ():
+        for tracker in self._own_trackers():
             if hasattr(tracker, "finish"):
                 tracker.finish()
 

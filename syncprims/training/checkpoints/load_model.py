@@ -2,6 +2,9 @@
 
 A parameter that lies in the CPU's memory as it does in the file is read into in place, by several
 threads: there is no other copy. All other tensors are copied, one after the other.
+
+A model that is on the meta device has no values that could be lost. Its new memory is filled while
+the files are checked, in one pass. If they are damaged, it is on the meta device again.
 """
 
 # Torch is typed in part, and what comes out of JSON may be anything:
@@ -10,6 +13,7 @@ threads: there is no other copy. All other tensors are copied, one after the oth
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -46,17 +50,21 @@ def load_model(
     path = os.fspath(cast("Any", checkpoint))
     if not isinstance(path, str):
         raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
-    with open_weights(path, follow=allow_links) as weights:
-        _load_weights(unwrap_model(model), weights, path, device_map, dtype, strict)
-    empty = [
+    inner = unwrap_model(model)
+    empty = _is_empty(inner)
+    # A part with its own loading may look at what it gets.
+    check = not empty or _has_custom_loading(inner)
+    with open_weights(path, follow=allow_links, check=check) as weights:
+        _load_weights(inner, weights, path, device_map, dtype, strict, empty)
+    unset = [
         slot.full
         for slot in _slots(model)
         if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
     ]
-    if empty:
+    if unset:
         LOG.warning(
             "%s: %sthese are in no checkpoint, and still on the meta device: compute them again",
-            path, _listed("buffers without values", empty),
+            path, _listed("buffers without values", unset),
         )  # fmt: skip
 
 
@@ -67,6 +75,7 @@ def _load_weights(
     device_map: Any,
     dtype: torch.dtype | str | None,
     strict: bool,
+    empty: bool,
 ) -> None:
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     state, missing, unexpected = _matched(own, weights)
@@ -83,21 +92,44 @@ def _load_weights(
             raise refusal(path, what, f"{tuple(target.shape)}, the model's", found)
     if missing or unexpected:
         LOG.warning("%s: %s%s", path, _listed("missing", missing), _listed("unused", unexpected))
-    _place(model, state, device_map, dtype)
+    with _kept_on_meta(model) if empty else contextlib.nullcontext():
+        _place(model, state, device_map, dtype)
+        try:
+            if custom:
+                own = model.state_dict(keep_vars=True)
+                read = {name: _read_for(stored, own.get(name)) for name, stored in state.items()}
+            else:
+                known = {name: state[name] for name in own if name in state}
+                read = _load_in_place(model, known, check=empty)
+            # Only torch can distinguish what a module renames or converts from what is missing.
+            model.load_state_dict(read, strict=strict)
+        except (CheckpointError, RuntimeError) as error:
+            text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
+            part = "The model has been loaded in part: do not go on with it."
+            raise CheckpointError(
+                f"{text} {'The model is still on the meta device.' if empty else part}",
+                path=path, errno=getattr(error, "errno", None),
+            ) from error  # fmt: skip
+
+
+def _is_empty(model: nn.Module) -> bool:
+    """Return whether a model has no values yet."""
+    return all(
+        isinstance(tensor, torch.Tensor) and tensor.is_meta
+        for tensor in model.state_dict(keep_vars=True).values()
+    )
+
+
+@contextlib.contextmanager
+def _kept_on_meta(model: nn.Module) -> Generator[None]:
+    """Give a model its tensors back if this block raises."""
+    before = list(_slots(model))
     try:
-        if custom:
-            own = model.state_dict(keep_vars=True)
-            read = {name: _read_for(stored, own.get(name)) for name, stored in state.items()}
-        else:
-            read = _load_in_place(model, {name: state[name] for name in own if name in state})
-        # Only torch can distinguish what a module renames or converts from what is missing.
-        model.load_state_dict(read, strict=strict)
-    except (CheckpointError, RuntimeError) as error:
-        text = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-        raise CheckpointError(
-            f"{text} The model has been loaded in part: do not go on with it.",
-            path=path, errno=getattr(error, "errno", None),
-        ) from error  # fmt: skip
+        yield
+    except BaseException:
+        for slot in before:
+            slot.table[slot.name] = slot.tensor
+        raise
 
 
 def _read_for(stored: Stored, target: Any) -> torch.Tensor:
@@ -151,11 +183,13 @@ def _first_of(names: list[str]) -> str:
 # -- into the model's memory ----------------------------------------------------------------------
 
 
-def _load_in_place(model: nn.Module, state: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+def _load_in_place(
+    model: nn.Module, state: Mapping[str, Stored], *, check: bool
+) -> dict[str, torch.Tensor]:
     """Load a state into a model; return what ``load_state_dict`` is to be called with.
 
     For a tensor that is loaded that is the model's own, which torch then does not copy. The others
-    are new tensors that the model loads.
+    are new tensors that the model loads. With `check`, the files are checked on the way.
 
     :raises CheckpointError: if a file cannot be read.
     :raises RuntimeError: if the model cannot take a tensor.
@@ -164,22 +198,26 @@ def _load_in_place(model: nn.Module, state: Mapping[str, Stored]) -> dict[str, t
     places: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places |= dict(model.named_buffers(remove_duplicate=False))
     targets = {name: places[name] for name in state if type(places.get(name)) in plain}
-    result = {
-        name: _read_for(state[name], places.get(name)) for name in state if name not in targets
-    }
     separate = _are_separate(state, targets)
     direct: list[str] = []
-    files: dict[SafetensorsFile, list[tuple[str, torch.Tensor]]] = {}
+    in_files = (stored for stored in state.values() if isinstance(stored, StoredTensor))
+    files: dict[SafetensorsFile, list[tuple[str, torch.Tensor]]] = {s.file: [] for s in in_files}
     for name, target in targets.items() if separate else ():
         stored = state[name]
         if isinstance(stored, StoredTensor) and _is_alike(target, stored):
             direct.append(name)
-            files.setdefault(stored.file, []).append((stored.name, target))
+            files[stored.file].append((stored.name, target))
     with torch.no_grad(), progress_bar("loading weights", byte_size(targets.values())) as add:
         # Torch does not see this change, and a backward pass in progress has to notice it.
         torch.autograd.graph.increment_version([targets[name] for name in direct])
         for file, some in files.items():
-            file.read_into(some, add)
+            first = dict(some) if check else {}
+            if check:
+                file.check_data(add, first)
+            file.read_into([pair for pair in some if first.get(pair[0]) is not pair[1]], add)
+        result = {
+            name: _read_for(state[name], places.get(name)) for name in state if name not in targets
+        }
         for name in targets.keys() - set(direct) if separate else targets:
             targets[name].copy_(_read_for(state[name], None))
             add(byte_size([targets[name]]))

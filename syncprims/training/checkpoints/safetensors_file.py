@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from syncprims import get_local_world_size
+from syncprims._data.arrays import raw
 
 from . import filesystem
 from .integrity import (
@@ -219,7 +220,7 @@ def _pieces(tensor: torch.Tensor, offset: int = 0) -> Iterator[memoryview]:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     # A view as bytes needs a stride of 1. The stride of a single number may be anything.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return raw(tensor.as_strided((tensor.numel(),), (1,)))
 
 
 def content_digest(tensor: torch.Tensor) -> str:
@@ -303,30 +304,40 @@ class SafetensorsFile:
         """Close the file."""
         self._file.close()
 
-    def check_data(self, on_progress: Callable[[int], object]) -> None:
+    def check_data(
+        self,
+        on_progress: Callable[[int], object],
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Compare the data with their digest, if the file has one.
 
-        It needs a megabyte of memory for each thread.
+        What is read on the way is left in the tensors `into`, as :meth:`read_into` does: if this
+        raises, they hold anything. Everything else needs a megabyte of memory for each thread.
 
-        :raises CheckpointError: if they are not what was written.
+        :raises CheckpointError: if the data are not what was written.
         """
         if not self.digest:
+            if into:
+                self.read_into(into.items(), on_progress)
             return
-        length = self.size - self._begin
-        digests = [b""] * -(-length // CHUNK)
+        chunks = self._pieces_by_chunk(into or {})
+        digests = [b""] * len(chunks)
         local = threading.local()
 
         def hash_chunk(number: int) -> int:
             if not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(_READ_SIZE))
-            begin, hashed = number * CHUNK, xxhash.xxh3_128()
-            end = min(begin + CHUNK, length)
-            for start in range(begin, end, _READ_SIZE):
-                some = local.buffer[: end - start]
-                self._file.read_into(some, self._begin + start)
-                hashed.update(some)
+            hashed, size = xxhash.xxh3_128(), 0
+            for start, end, memory in chunks[number]:
+                for at in range(start, end, _READ_SIZE):
+                    stop = min(at + _READ_SIZE, end)
+                    place: memoryview = local.buffer if memory is None else memory[at - start :]
+                    some = place[: stop - at]
+                    self._file.read_into(some, at)
+                    hashed.update(some)
+                size += end - start
             digests[number] = hashed.digest()
-            return end - begin
+            return size
 
         with reading(self.path):
             run_parallel(hash_chunk, len(digests), on_progress)
@@ -334,6 +345,32 @@ class SafetensorsFile:
         found = xxhash.xxh3_128_hexdigest(b"".join(digests))
         if found != expected:
             raise refusal(self.path, "damaged data", f"the digest {expected}", found)
+
+    def _pieces_by_chunk(
+        self, into: Mapping[str, torch.Tensor]
+    ) -> list[list[tuple[int, int, memoryview | None]]]:
+        """Return the pieces of each chunk of the data: begin, end, and the memory of a tensor."""
+        chunks: list[list[tuple[int, int, memoryview | None]]] = [
+            [] for _ in range(-(-(self.size - self._begin) // CHUNK))
+        ]
+        done = self._begin
+
+        def add(end: int, memory: memoryview | None) -> None:
+            nonlocal done
+            begin = done
+            while done < end:
+                number = (done - self._begin) // CHUNK
+                stop = min(end, self._begin + (number + 1) * CHUNK)
+                part = None if memory is None else memory[done - begin : stop - begin]
+                chunks[number].append((done, stop, part))
+                done = stop
+
+        places = ((self.entries[name], tensor) for name, tensor in into.items() if tensor.numel())
+        for entry, tensor in sorted(places, key=lambda place: place[0].start):
+            add(entry.start, None)
+            add(entry.end, _bytes_of(tensor))
+        add(self.size, None)
+        return chunks
 
     def read_into(
         self,

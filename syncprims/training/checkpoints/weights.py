@@ -117,8 +117,13 @@ Stored: TypeAlias = StoredTensor | torch.Tensor
 
 
 @contextlib.contextmanager
-def open_weights(path: str, *, follow: bool = False) -> Generator[dict[str, Stored]]:
+def open_weights(
+    path: str, *, follow: bool = False, check: bool = True
+) -> Generator[dict[str, Stored]]:
     """Yield the tensors of a weights file, index or directory, checked against their digests.
+
+    Without `check`, the data of safetensors files are left to the caller:
+    :meth:`SafetensorsFile.check_data`.
 
     :raises CheckpointError: if anything is not as it was written.
     """
@@ -127,9 +132,9 @@ def open_weights(path: str, *, follow: bool = False) -> Generator[dict[str, Stor
             path = _first_file(path)
     with contextlib.ExitStack() as files:
         if path.endswith(INDEX):
-            yield _open_shards(path, files, follow)
+            yield _open_shards(path, files, follow, check)
         else:
-            yield _open_file(path, None, files, follow)
+            yield _open_file(path, None, files, follow, check)
 
 
 def _first_file(directory: str) -> str:
@@ -145,7 +150,7 @@ def _first_file(directory: str) -> str:
 
 
 def _open_file(
-    path: str, record: FileRecord | None, files: contextlib.ExitStack, follow: bool
+    path: str, record: FileRecord | None, files: contextlib.ExitStack, follow: bool, check: bool
 ) -> dict[str, Stored]:
     """Return the tensors of one file; with `record`, of the one that was written.
 
@@ -157,8 +162,9 @@ def _open_file(
     file = files.enter_context(contextlib.closing(opened))
     if record is not None:
         record.check(path, file)
-    with progress_bar("checking weights", file.size) as add:
-        file.check_data(add)
+    if check:
+        with progress_bar("checking weights", file.size) as add:
+            file.check_data(add)
     tensors: dict[str, Stored] = {name: StoredTensor(file, name) for name in file.entries}
     for other, name in file.metadata.items():  # tied: the safetensors library notes it so, too
         if other not in RESERVED and other not in tensors and name in tensors:
@@ -166,7 +172,9 @@ def _open_file(
     return tensors
 
 
-def _open_shards(path: str, files: contextlib.ExitStack, follow: bool) -> dict[str, Stored]:
+def _open_shards(
+    path: str, files: contextlib.ExitStack, follow: bool, check: bool
+) -> dict[str, Stored]:
     """Return the tensors of the files in an index."""
     file_of, records = _read_index(path, follow)
     by_file: dict[str, list[str]] = {}
@@ -177,7 +185,7 @@ def _open_shards(path: str, files: contextlib.ExitStack, follow: bool) -> dict[s
     tensors: dict[str, Stored] = {}
     directory = os.path.dirname(path) or os.curdir  # noqa: PTH120
     for file, names in by_file.items():
-        found = _open_file(f"{directory}/{file}", records.get(file), files, follow)
+        found = _open_file(f"{directory}/{file}", records.get(file), files, follow, check)
         lacking = [name for name in names if name not in found]
         if lacking:
             raise refusal(f"{directory}/{file}", "tensors", ", ".join(lacking), "none of these")

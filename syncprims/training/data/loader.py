@@ -315,25 +315,12 @@ def prepare_data_loader(
     """
     if isinstance(loader, PreparedLoader):
         return loader
-    if not isinstance(loader, DataLoader):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"prepare_data_loader() takes a torch DataLoader, and this is a {type(loader).__name__}"
-        )
-    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
-        raise ValueError(
-            f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
-            f"in which no rank could resume its position or know the padding; leave in_order out"
-        )
     ranks = get_world_size()
+    _check(loader, dispatched=dispatch_batches and ranks > 1)
     plan = ShardPlan(
         get_rank(), ranks, even_batches, split_batches, loader.drop_last,
         dispatch=dispatch_batches and ranks > 1,
     )  # fmt: skip
-    if plan.dispatch and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
-        raise ValueError(
-            "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
-            "of the data only; drop the sampler, or dispatch_batches"
-        )
     generator = None
     if order == "torch":
         mine = _rebuild(loader, plan)
@@ -355,6 +342,24 @@ def prepare_data_loader(
         generator=generator,
         skip_finished=skip_finished,
     )
+
+
+def _check(loader: Any, *, dispatched: bool) -> None:
+    """Raise an error if no rank could know its batches of `loader`."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"prepare_data_loader() takes a torch DataLoader, and this is a {type(loader).__name__}"
+        )
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        raise ValueError(
+            f"in_order=False lets {loader.num_workers} workers hand out batches in any order, "
+            f"in which no rank could resume its position or know the padding; leave in_order out"
+        )
+    if dispatched and any(map(is_sharded, (loader.batch_sampler, loader.sampler))):
+        raise ValueError(
+            "dispatch_batches lets rank 0 read for all, and a DistributedSampler gives it a share "
+            "of the data only; drop the sampler, or dispatch_batches"
+        )
 
 
 def _common_generator(loader: DataLoader[Any]) -> torch.Generator | None:

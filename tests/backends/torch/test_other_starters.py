@@ -52,7 +52,9 @@ def _hydra() -> str | None:
 @pytest.mark.parametrize("backend", ["file", "torch"])
 def test_hydra(backend: str, tmp_path: Path, meeting_place: Path) -> None:
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = {"SYNCPRIMS_RUN_ID": "hydra"} if backend == "file" else store
+    # The store alone is enough: hydra gives the run no name.
+    nowhere = {"SYNCPRIMS_DIR": "", "XDG_RUNTIME_DIR": str(meeting_place)}
+    own = {"SYNCPRIMS_RUN_ID": "hydra"} if backend == "file" else store | nowhere
     line = [str(_hydra()), "-n", "3"]
     said = told(line, "tell()", 3, tmp_path, meeting_place, SYNCPRIMS_BACKEND=backend, **own)
     assert said == [[[0, 1, 2], rank, 3, rank, 3, 0, 1, "MPICH"] for rank in range(3)]

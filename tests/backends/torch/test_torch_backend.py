@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.rank_environment import clean_environment
-from support.rank_worlds import Kind, Ranks, Signs, fork, free_port, served_store
+from support.rank_worlds import Died, Kind, Ranks, Signs, fork, free_port, served_store
 
 import syncprims as sp
 
@@ -205,6 +205,32 @@ def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
     outcomes = world.run_alone(program, SYNCPRIMS_JOIN_TIMEOUT="8")
     assert outcomes.pop(2) is None
     assert outcomes == [([2], [0, 1, 3], True)] * 3
+
+
+def test_who_ended_while_it_joined_is_not_said_to_have_never_joined(
+    meeting_place: Path, signs: Signs
+) -> None:
+    def die(_: logging.LogRecord) -> None:  # while this rank waits for rank 2
+        signs.give("dead")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def program() -> Any:
+        if sp.get_rank() == 1:
+            handler = logging.Handler()
+            handler.emit = die  # type: ignore[method-assign]
+            logging.getLogger("syncprims").addHandler(handler)
+        if sp.get_rank() == 2:
+            signs.wait("dead")
+        with pytest.raises(sp.SyncTimeout) as caught:
+            sp.barrier()
+        text = str(caught.value)
+        return caught.value.missing, "\n  rank 1 ended or stopped while it joined\n" in text
+
+    world = Ranks(Kind("torch", 3, hosts=3), meeting_place)
+    times = {"SYNCPRIMS_JOIN_TIMEOUT": "8", "SYNCPRIMS_WARN_AFTER": "0.3"}
+    first, dead, last = world.outcomes(program, start=False, **times)
+    assert isinstance(dead, Died)
+    assert (first, last) == (([1], True), ([1], True))
 
 
 @pytest.mark.parametrize("absent", [0, 1])

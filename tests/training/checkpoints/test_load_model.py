@@ -101,6 +101,88 @@ def test_a_disk_that_fails_at_any_call_of_a_load_is_told_of(
     assert all(values(m) == {2} for e, m in zip(errors, models[1:], strict=True) if e is None)
 
 
+def on_meta(dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Linear(4, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_without_values_has_all_of_a_checkpoint_or_nothing(
+    way: str, tmp_path: Path, meeting_place: Path
+) -> None:
+    path, tried = tmp_path / "m", list[tuple[nn.Module, list[nn.Parameter]]]()
+    saved(path, meeting_place, filled(2), **WAYS[way])
+
+    def load() -> None:
+        model = on_meta()
+        tried.append((model, list(model.parameters())))
+        load_checkpoint_in_model(model, path)
+
+    errors = failures(load, errno.EIO)
+    assert any(errors)
+    for (model, before), error in zip(tried[1:], errors, strict=True):
+        if error is None:
+            assert values(model) == {2}
+        else:
+            assert "in part" not in str(error)
+            now = list(model.parameters())
+            assert all(one is other and one.is_meta for one, other in zip(now, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["as stored", "cast"])
+@pytest.mark.parametrize("way", ["single", "shards"])
+def test_a_model_without_values_gets_none_that_are_damaged(
+    way: str, dtype: torch.dtype, tmp_path: Path, meeting_place: Path
+) -> None:
+    path, model = tmp_path / "m", on_meta(dtype)
+    saved(path, meeting_place, filled(2), **WAYS[way])
+    for file in path.glob("*.safetensors"):
+        intact = file.read_bytes()
+        file.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+        with pytest.raises(sp.CheckpointError, match=r"damaged data.*still on the meta device"):
+            load_checkpoint_in_model(model, path)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        file.write_bytes(intact)
+    load_checkpoint_in_model(model, path)
+    assert values(model) == {2}
+
+
+def test_a_part_that_refuses_leaves_a_model_without_values(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    class Refusing(nn.Linear):
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            super().load_state_dict(*args, **options)
+            raise RuntimeError("no")
+
+    saved(tmp_path / "m", meeting_place, nn.Linear(2, 2))
+    model = Refusing(2, 2, device="meta")
+    with pytest.raises(sp.CheckpointError, match=r"no The model is still on the meta device"):
+        load_checkpoint_in_model(model, tmp_path / "m")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_file_is_read_once_into_a_model_without_values(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    path = tmp_path / "m"
+    wide = nn.Sequential(*(nn.Linear(1200, 1000) for _ in range(2)))  # chunks end within tensors
+    saved(path, meeting_place, wide)
+    read: list[tuple[int, int]] = []
+
+    def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if name == "preadv":
+            read.append((args[2], sum(len(buffer) for buffer in args[1])))
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1200, 1000) for _ in range(2)))
+    with watched(at):
+        load_checkpoint_in_model(model, path)
+    assert all(map(torch.equal, model.parameters(), wide.parameters()))
+    assert sum(size for _, size in read) == (path / "model.safetensors").stat().st_size
+    assert len({begin for begin, _ in read}) == len(read)
+
+
 def test_a_state_is_given_back_only_once_it_has_been_read(
     tmp_path: Path, meeting_place: Path
 ) -> None:
@@ -224,11 +306,14 @@ def test_of_parameters_that_share_memory_the_last_one_stays(
         assert torch.equal(model.state_dict()[name], tensor)
 
 
-def test_one_tensor_of_a_file_may_be_two_of_a_model(tmp_path: Path, meeting_place: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_one_tensor_of_a_file_may_be_two_of_a_model(
+    device: str, tmp_path: Path, meeting_place: Path
+) -> None:
     tied: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     tied[1].weight = tied[0].weight
     saved(tmp_path / "m", meeting_place, tied)
-    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).to(device)
     load_checkpoint_in_model(model, tmp_path / "m")
     assert torch.equal(model[0].weight, tied[0].weight)
     assert torch.equal(model[1].weight, tied[0].weight)

@@ -1,0 +1,32 @@
+"""What torch loads when it is imported, by the entry point group ``torch.backends``.
+
+It registers the c10d backend ``syncprims`` without importing the library, which every program that
+imports torch would have to wait for. A process group of that backend imports it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_NAME = "syncprims"
+
+
+def register() -> None:
+    """Register the backend; with ``SYNCPRIMS_SERVE_TORCH=1``, let it serve every process group."""
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    if not dist.is_available() or hasattr(dist.Backend, _NAME.upper()):
+        return
+    dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    if os.environ.get("SYNCPRIMS_SERVE_TORCH") == "1":
+        from syncprims.c10d.serving import start_serving
+
+        start_serving()
+
+
+def _create(options: Any, backend_options: object = None) -> Any:
+    from syncprims.c10d.process_group import create_process_group
+
+    return create_process_group(options, backend_options)

@@ -1,0 +1,310 @@
+"""Every collective of c10d, on every backend: results, dtypes, forms, and groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import in_processes, several
+from support.process_groups import dist, process_group
+from torch.nn.parallel import DistributedDataParallel
+
+import syncprims as sp
+
+if TYPE_CHECKING:
+    from support.rank_worlds import Ranks
+
+# Torch renames its functions, and warns of the names that older versions know.
+pytestmark = [in_processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+SMALL, LARGE = 3, 70_000  # items: in a note, and through a transport
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+REDUCTIONS: dict[str, Any] = {
+    "SUM": lambda x: x.sum(0),
+    "AVG": lambda x: x.mean(0),
+    "PRODUCT": lambda x: x.prod(0),
+    "MIN": lambda x: x.amin(0),
+    "MAX": lambda x: x.amax(0),
+}
+BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+
+
+def of_rank(rank: int, size: int) -> torch.Tensor:
+    """Return what one rank has, with small values."""
+    return (torch.arange(size, dtype=torch.float64) % 5 + rank + 1).float()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_every_collective_gives_what_torch_promises(world: Ranks, size: int) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        everyone = torch.stack([of_rank(r, size) for r in range(n)])
+        mine, last = everyone[rank], n - 1
+        with process_group():
+            got = mine.clone()
+            dist.all_reduce(got)
+            assert torch.equal(got, everyone.sum(0))
+            got = mine.clone()
+            dist.reduce(got, last)
+            assert rank != last or torch.equal(got, everyone.sum(0))
+            got = mine.clone()
+            dist.broadcast(got, last)
+            assert torch.equal(got, everyone[last])
+            parts = [torch.empty(size) for _ in range(n)]
+            dist.all_gather(parts, mine)
+            assert torch.equal(torch.stack(parts), everyone)
+            got = torch.empty(n * size)
+            dist.group.WORLD.allgather([[*got.view(n, size)]], [mine]).wait()
+            assert torch.equal(got.view(n, size), everyone)
+            kept = [torch.empty(size) for _ in range(n)] if rank == last else None
+            dist.gather(mine, kept, dst=last)
+            assert kept is None or torch.equal(torch.stack(kept), everyone)
+            got = torch.empty(size)
+            given = [one + 7 for one in everyone] if rank == last else None
+            dist.scatter(got, given, src=last)
+            assert torch.equal(got, mine + 7)
+            got = torch.empty(size)
+            dist.reduce_scatter(got, [mine * (r + 1) for r in range(n)])
+            assert torch.equal(got, everyone.sum(0) * (rank + 1))
+            received = [torch.empty(size) for _ in range(n)]
+            dist.all_to_all(received, [mine + r for r in range(n)])
+            assert torch.equal(torch.stack(received), everyone + rank)
+            dist.barrier()
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_base_and_coalesced_forms(world: Ranks, size: int) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        everyone = torch.stack([of_rank(r, size) for r in range(n)])
+        mine = everyone[rank]
+        with process_group():
+            group = dist.group.WORLD
+            got = torch.empty(n * size)
+            group._allgather_base(got, mine).wait()
+            assert torch.equal(got.view(n, size), everyone)
+            got = torch.empty(size)
+            group._reduce_scatter_base(got, mine.repeat(n)).wait()
+            assert torch.equal(got, everyone.sum(0))
+            pair = [mine.clone(), 2 * mine]
+            group.allreduce_coalesced(pair).wait()
+            assert torch.equal(pair[1], 2 * pair[0])
+            assert torch.equal(pair[0], everyone.sum(0))
+            outs = [torch.empty(n * size) for _ in range(2)]
+            group.allgather_into_tensor_coalesced(outs, [mine, 3 * mine]).wait()
+            assert torch.equal(outs[1].view(n, size), 3 * everyone)
+            outs = [torch.empty(size) for _ in range(2)]
+            group.reduce_scatter_tensor_coalesced(outs, [mine.repeat(n)] * 2).wait()
+            assert torch.equal(outs[1], everyone.sum(0))
+            rows = torch.arange(n).repeat_interleave(torch.arange(1, n + 1)) + 100 * rank
+            got = torch.empty(n * (rank + 1), dtype=rows.dtype)
+            dist.all_to_all_single(got, rows, [rank + 1] * n, list(range(1, n + 1)))
+            expected = torch.arange(n).repeat_interleave(rank + 1) * 100 + rank
+            assert torch.equal(got, expected)
+
+    world.run(program)
+
+
+@several(2)
+def test_dtypes_arrive_unchanged(world: Ranks) -> None:
+    def program() -> None:
+        rank = sp.get_rank()
+        with process_group():
+            for dtype in DTYPES:
+                for size in (SMALL, LARGE):
+                    mine = (torch.arange(size) % 3 + rank).to(dtype)
+                    other = (torch.arange(size) % 3 + 1).to(dtype)
+                    got = [torch.empty(size, dtype=dtype) for _ in range(2)]
+                    dist.all_gather(got, mine)
+                    assert torch.equal(got[1].view(torch.uint8), other.view(torch.uint8)), dtype
+                    dist.broadcast(mine, 1)
+                    assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), dtype
+
+    world.run(program)
+
+
+@several(2)
+def test_reductions(world: Ranks) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        with process_group():
+            for size in (SMALL, LARGE):
+                for name, expected in REDUCTIONS.items():
+                    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                        everyone = torch.stack([of_rank(r, size).to(dtype) for r in range(n)])
+                        got = everyone[rank].clone()
+                        dist.all_reduce(got, getattr(dist.ReduceOp, name))
+                        wide = expected(everyone.double())
+                        assert torch.allclose(got.double(), wide, rtol=0.02), (name, dtype)
+                for name, function in BITWISE.items():
+                    pair = [torch.arange(size, dtype=torch.int32) + r for r in range(2)]
+                    got = pair[rank].clone()
+                    dist.all_reduce(got, getattr(dist.ReduceOp, name))
+                    assert torch.equal(got, function(*pair)), name
+                flags = torch.tensor([bool(rank), False, True])
+                dist.all_reduce(flags, dist.ReduceOp.SUM)
+                assert flags.tolist() == [True, False, True]
+            sparse = torch.sparse_coo_tensor(
+                torch.tensor([[rank]]), torch.tensor([2.0]), (3,), check_invariants=True
+            )
+            dist.all_reduce(sparse)
+            assert sparse.to_dense().tolist() == [2.0, 2.0, 0.0]
+
+    world.run(program)
+
+
+@several(2)
+def test_tensors_of_any_layout(world: Ranks) -> None:
+    """Transposed, strided, zero-dimensional and empty tensors, and views."""
+
+    def program() -> None:
+        rank = sp.get_rank()
+        with process_group():
+            for rows in (3, 300):
+                base = torch.zeros(rows, 2 * rows)
+                view = base.t()[::2]
+                view.fill_(rank + 1)
+                dist.all_reduce(view)
+                assert (base[:, ::2] == 3).all()
+                assert (base[:, 1::2] == 0).all()
+            one = torch.tensor(float(rank))
+            dist.all_reduce(one)
+            assert one.item() == 1.0
+            nothing = torch.empty(0, 3)
+            dist.all_reduce(nothing)
+            dist.broadcast(nothing, 1)
+            leaf = torch.ones(2, requires_grad=True)
+            dist.all_reduce(leaf)
+            assert leaf.tolist() == [2.0, 2.0]
+            assert leaf.is_leaf
+
+    world.run(program)
+
+
+def test_objects(world: Ranks) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        with process_group():
+            found: list[Any] = [None] * n
+            dist.all_gather_object(found, {"rank": rank, "text": "x" * 5000 * rank})
+            assert [one["rank"] for one in found] == list(range(n))
+            box = [rank, "b" * rank]
+            dist.broadcast_object_list(box, src=n - 1)
+            assert box == [n - 1, "b" * (n - 1)]
+            kept: list[Any] | None = [None] * n if rank == 0 else None
+            dist.gather_object(("of", rank), kept, dst=0)
+            assert kept is None or kept == [("of", r) for r in range(n)]
+            out: list[Any] = [None]
+            dist.scatter_object_list(out, [*"abcd"[:n]] if rank == 0 else None, src=0)
+            assert out == ["abcd"[rank]]
+
+    world.run(program)
+
+
+@several(4)
+def test_groups_have_rounds_of_their_own(world: Ranks) -> None:
+    """Several groups of the same ranks, overlapping ones, subgroups and meshes."""
+
+    def program() -> None:
+        rank = sp.get_rank()
+        with process_group():
+            twins = [dist.new_group([0, 1, 2, 3], group_desc=name) for name in ("a", "b")]
+            for number, group in enumerate(twins):
+                one = torch.tensor([number])
+                dist.all_reduce(one, group=group)
+                assert one.item() == 4 * number
+            chain = [dist.new_group([k, k + 1]) for k in range(3)]
+            for k, group in enumerate(chain):
+                if rank in (k, k + 1):
+                    one = torch.tensor([rank])
+                    dist.broadcast(one, k + 1, group=group)
+                    assert one.item() == k + 1
+            own, _ = dist.new_subgroups(2)
+            one = torch.tensor([rank])
+            dist.all_reduce(one, group=own)
+            assert one.item() == (1 if rank < 2 else 5)
+            mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            one = torch.tensor([rank])
+            dist.all_reduce(one, group=mesh["dp"].get_group())
+            assert one.item() == 2 * (rank % 2) + 2
+            dist.destroy_process_group(twins[0])
+            again = dist.new_group([0, 1, 2, 3])
+            dist.barrier(group=again)
+
+    world.run(program)
+
+
+@several(2)
+def test_a_program_may_initialize_again(world: Ranks) -> None:
+    def program() -> list[float]:
+        found: list[float] = []
+        for number in range(3):
+            with process_group():
+                one = torch.tensor([float(number)])
+                dist.all_reduce(one)
+                found.append(one.item())
+                dist.barrier(group=dist.new_group([0, 1]))
+        return found
+
+    assert world.run(program) == [[0.0, 2.0, 4.0]] * world.ranks
+
+
+@several(2)
+def test_asynchronous_calls_have_handles_and_futures(world: Ranks) -> None:
+    def program() -> None:
+        with process_group():
+            one = torch.ones(2)
+            work = dist.all_reduce(one, async_op=True)
+            assert work.is_completed()
+            work.wait()
+            doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+            assert doubled.wait().tolist() == [4.0, 4.0]
+            with dist._coalescing_manager():
+                pair = [torch.ones(1), torch.ones(1)]
+                for tensor in pair:
+                    dist.all_reduce(tensor)
+            assert [tensor.item() for tensor in pair] == [2.0, 2.0]
+
+    world.run(program)
+
+
+@several(2)
+def test_functional_collectives_and_training(world: Ranks) -> None:
+    def program() -> list[float]:
+        import torch.distributed._functional_collectives as functional
+
+        rank = sp.get_rank()
+        with process_group():
+            everyone: Any = dist.group.WORLD
+            gathered = functional.all_gather_tensor(torch.tensor([rank]), 0, everyone)
+            assert gathered.tolist() == [0, 1]
+            reduced = functional.all_reduce(torch.tensor([rank + 1]), "sum", everyone)
+            assert reduced.item() == 3
+            torch.manual_seed(0)
+            model = DistributedDataParallel(torch.nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.full((2, 4), rank + 1.0)).sum().backward()
+                optimizer.step()
+            return [round(p.detach().sum().item(), 4) for p in model.parameters()]
+
+    results = world.run(program)
+    assert results[0] == results[1]

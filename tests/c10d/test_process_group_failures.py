@@ -1,0 +1,200 @@
+"""What ranks raise whose calls of c10d differ, or that do not come: type, ranks, and line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import in_processes, several
+from support.process_groups import dist, process_group, seconds
+from torch.nn.parallel import DistributedDataParallel
+
+import syncprims as sp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.rank_worlds import Ranks
+
+pytestmark = [in_processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def shape(rank: int) -> None:
+    dist.all_reduce(torch.ones(3 + rank))
+
+
+def dtype(rank: int) -> None:
+    dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32))
+
+
+def op(rank: int) -> None:
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+
+
+def root(rank: int) -> None:
+    dist.broadcast(torch.ones(3), rank)
+
+
+def call(rank: int) -> None:
+    if rank:
+        dist.barrier()
+    else:
+        dist.all_gather_object([None, None], 1)
+
+
+def backward(rank: int) -> None:
+    """Meet DDP's reducer, which calls from C++, with another call."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    loss = model(torch.ones(1, 4)).sum()
+    if rank:
+        dist.all_reduce(torch.ones(2))
+    loss.backward()
+
+
+MISMATCHES: dict[Callable[[int], None], tuple[str, str]] = {
+    shape: ("all_reduce 'float32[3]'", "all_reduce 'float32[4]'"),
+    dtype: ("all_reduce 'float32[3]'", "all_reduce 'float64[3]'"),
+    op: ("all_reduce 'float32[3]'", "all_reduce 'float32[3]' with op 'max'"),
+    root: ("broadcast 'float32[3]' from rank 0", "broadcast 'float32[3]' from rank 1"),
+    call: ("all_gather 'int64[1]'", "barrier"),
+    backward: ("all_reduce 'float32[20]'", "all_reduce 'float32[2]'"),
+}
+
+
+@several(2)
+@pytest.mark.parametrize("program", MISMATCHES, ids=lambda program: program.__name__)
+def test_calls_that_differ(world: Ranks, program: Callable[[int], None]) -> None:
+    def run() -> None:
+        with process_group():
+            program(sp.get_rank())
+
+    for error in world.outcomes(run):
+        assert isinstance(error, sp.CollectiveMismatch), error
+        for rank, shown in enumerate(MISMATCHES[program]):
+            (line,) = [one for one in str(error).splitlines() if one.startswith(f"  rank {rank}: ")]
+            assert shown in line
+            assert "test_failures.py:" in line
+
+
+@several(2)
+def test_sends_and_receives_that_differ(world: Ranks) -> None:
+    """A send may be over before the other rank receives; then it fails in its next call."""
+
+    def run() -> None:
+        with process_group():
+            if sp.get_rank():
+                dist.send(torch.ones(3), 0)
+                dist.barrier()
+            else:
+                dist.recv(torch.ones(2), 1)
+
+    error, told = world.outcomes(run)
+    assert isinstance(error, sp.CollectiveMismatch), error
+    assert "'2 x float32 to rank 0' from rank 1 (recv at" in str(error)
+    assert "'3 x float32 to rank 0' from rank 1 (send at" in str(error)
+    assert isinstance(told, sp.SyncError), told
+
+
+@several(2)
+def test_split_sizes_that_differ(world: Ranks) -> None:
+    def run() -> None:
+        with process_group():
+            with pytest.raises(sp.RankMismatch, match=r"rank 0 sends 8 bytes to rank 0, .* for 4"):
+                dist.all_to_all_single(torch.empty(4), torch.ones(4), [1, 3], [2, 2])
+            dist.barrier()  # all have raised it, and go on
+
+    world.run(run)
+
+
+@several(2)
+def test_a_rank_that_is_refused_tells_the_others(world: Ranks) -> None:
+    def run() -> None:
+        with process_group():
+            if sp.get_rank():
+                dist.all_gather([torch.empty(2)] * 2, torch.ones(2))
+            else:
+                dist.group.WORLD.allgather([[torch.empty(2)]], [torch.ones(2)])
+
+    refused, told = world.outcomes(run)
+    assert isinstance(refused, ValueError)
+    assert isinstance(told, sp.PeerFailed)
+    assert "1 tensors are given, and the group has 2 ranks" in str(told)
+
+
+@several(2)
+def test_a_rank_that_ends_or_does_not_come(world: Ranks) -> None:
+    def ends_early() -> None:
+        with process_group():
+            dist.barrier()
+            if sp.get_rank() == 0:
+                dist.all_reduce(torch.ones(1))
+
+    error, result = world.outcomes(ends_early)
+    assert isinstance(error, sp.PeerLost)
+    assert error.rank == 1
+    assert "all_reduce 'float32[1]' (" in str(error)
+    assert "test_failures.py:" in str(error)
+    assert result is None
+
+    def comes_late() -> str | None:
+        with process_group(timeout=seconds(0.3)):
+            if sp.get_rank() == 0:
+                with pytest.raises(sp.SyncTimeout) as raised:
+                    dist.barrier()
+                return str(raised.value)
+            return None
+
+    text = world.run(comes_late)[0]
+    assert "barrier" in text
+    assert "ranks [1] did not come" in text
+
+
+@several(2)
+def test_a_killed_rank_in_a_training_step(world: Ranks) -> None:
+    if world.kind.backend == "tiny":
+        pytest.skip("it looks for ends less often than such a step takes")
+
+    def run() -> None:
+        with process_group():
+            model = DistributedDataParallel(torch.nn.Linear(4, 4))
+            for step in range(3):
+                loss = model(torch.ones(1, 4)).sum()
+                if step == 1 and sp.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+
+    error, _ = world.outcomes(run)
+    assert isinstance(error, sp.PeerLost), error
+    assert error.rank == 1
+    assert "SIGKILL" in str(error)
+    assert "all_reduce 'float32[20]'" in str(error)
+
+
+@several(2)
+def test_receives_that_wait_for_each_other(world: Ranks) -> None:
+    if world.kind.backend == "tiny":
+        pytest.skip("it publishes no words: such a deadlock ends in a timeout")
+
+    def run() -> None:
+        with process_group():
+            dist.recv(torch.ones(2), 1 - sp.get_rank())
+
+    for error in world.outcomes(run):
+        assert isinstance(error, sp.CollectiveMismatch), error
+        assert "wait for each other" in str(error)
+        assert str(error).count("recv at") == 2
+
+
+@several(2)
+def test_a_receive_from_any_rank_ends_with_the_senders(world: Ranks) -> None:
+    def run() -> Any:
+        with process_group():
+            if sp.get_rank() == 0:
+                dist.recv(torch.ones(2))
+
+    error, _ = world.outcomes(run)
+    assert isinstance(error, sp.PeerLost), error
+    assert error.rank == 1

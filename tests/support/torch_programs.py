@@ -1,0 +1,385 @@
+"""Programs that call ``torch.distributed`` and libraries on top of it, and nothing of syncprims.
+
+Each returns numbers that a run on Gloo gives, too. They take no argument: what they need to know is
+in the environment, as under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+dist: Any = torch.distributed  # its types leave out what its documentation names
+
+Numbers = list[float]
+
+
+def make_model(width: int = 8) -> nn.Sequential:
+    """Return a small model with equal parameters on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def make_batch(step: int = 0) -> torch.Tensor:
+    """Return a batch of this rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, 4, generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> Numbers:
+    """Train, and return the losses of this rank."""
+    losses: Numbers = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(make_batch(step)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def total(model: nn.Module) -> float:
+    """Return the sum of the absolute values of all parameters."""
+    return sum(parameter.detach().abs().sum().item() for parameter in model.parameters())
+
+
+def finish() -> None:
+    """Close all groups, once every rank has finished."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- what torch has -------------------------------------------------------------------------------
+
+
+def ddp() -> Numbers:
+    """Train with DDP, with accumulation in `no_sync` and a model of several buckets."""
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.0001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model(make_batch(7)).sum().backward()
+    losses = train(model, optimizer)
+    finish()
+    return [*losses, total(model)]
+
+
+def ddp_unused() -> Numbers:
+    """Train with DDP where each rank uses other parameters, and buffers are broadcast."""
+    dist.init_process_group("gloo")
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(dist.get_rank())  # DDP makes them equal
+            self.parts = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            normed: torch.Tensor = self.norm(self.parts[dist.get_rank() % 2](x))
+            return normed
+
+    model = nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=True)
+    losses = train(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    finish()
+    return [*losses, total(model)]
+
+
+def join() -> Numbers:
+    """Train with DDP on uneven inputs."""
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        losses = train(model, optimizer, steps=2 + dist.get_rank())
+    finish()
+    return [*losses, total(model)]
+
+
+def zero() -> Numbers:
+    """Train with the states of the optimizer distributed."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.Adam, lr=0.1
+    )
+    losses = train(model, optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    finish()
+    return [*losses, total(model)]
+
+
+def fsdp1() -> Numbers:
+    """Train with the first FSDP, and gather the whole model."""
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+    dist.init_process_group("gloo")
+    model = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
+    losses = train(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    norm = model.clip_grad_norm_(0.5).item()
+    whole = FullStateDictConfig(rank0_only=False)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
+        state = model.state_dict()
+    finish()
+    return [*losses, norm, sum(value.abs().sum().item() for value in state.values())]
+
+
+def fsdp2() -> Numbers:
+    """Train with the second FSDP."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return _train_sharded(fully_shard, mesh)
+
+
+def hsdp() -> Numbers:
+    """Train with the second FSDP in two groups, between which parameters are replicated."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "fsdp"))
+    return _train_sharded(fully_shard, mesh)
+
+
+def _train_sharded(fully_shard: Any, mesh: Any) -> Numbers:
+    model = make_model()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    losses = train(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    parameters: list[Any] = list(model.parameters())
+    sums = [parameter.full_tensor().abs().sum().item() for parameter in parameters]
+    finish()
+    return [*losses, norm.full_tensor().item(), *sums]
+
+
+def dtensor() -> Numbers:
+    """Compute with distributed tensors, and redistribute them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    a = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
+    b = distribute_tensor(torch.randn(4, 6), mesh, [Replicate()])
+    product: Any = a @ b
+    moved = product.redistribute(mesh, [Shard(1)])
+    values = [product.sum().full_tensor().item(), moved.to_local().sum().item()]
+    values += moved.redistribute(mesh, [Replicate()]).to_local()[0].tolist()
+    finish()
+    return values
+
+
+def tensor_parallel() -> Numbers:
+    """Train with the weights of two layers divided."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(make_model(), mesh, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: Numbers = []
+    torch.manual_seed(5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    finish()
+    return losses
+
+
+def functional() -> Numbers:
+    """Call the functional collectives, which find their group by its name."""
+    from torch.distributed import _functional_collectives as f
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
+    assert world is not None
+    x = torch.arange(size * 2.0) + rank
+    values: Numbers = f.all_reduce(x, "sum", world).tolist()
+    values += f.all_gather_tensor(x, 0, world).tolist()
+    values += f.reduce_scatter_tensor(x, "sum", 0, world).tolist()
+    values += f.all_to_all_single(x, None, None, world).tolist()
+    values += f.broadcast(x, 1, world).tolist()
+    finish()
+    return values
+
+
+def pipeline() -> Numbers:
+    """Train a pipeline of one stage per rank, by the schedule 1F1B."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    stage_module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    stage = PipelineStage(stage_module, rank, size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda out, y: (out - y).pow(2).mean())
+    torch.manual_seed(9)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    losses: list[torch.Tensor] = []
+    if rank == 0:
+        schedule.step(x)
+    elif rank == size - 1:
+        schedule.step(target=y, losses=losses)
+    else:
+        schedule.step()
+    gradient = sum(
+        p.grad.abs().sum().item() for p in stage_module.parameters() if p.grad is not None
+    )
+    finish()
+    return [gradient, *(loss.item() for loss in losses)]
+
+
+def checkpoint() -> Numbers:
+    """Save and load a sharded model with DCP."""
+    import torch.distributed.checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dcp: Any = torch.distributed.checkpoint
+    model: Any = fully_shard(make_model(), mesh=mesh)
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, src=0)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
+    files = len([*Path(folder[0]).glob("*.distcp")])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder[0])
+    set_model_state_dict(model, state)
+    parameters: list[Any] = list(model.parameters())
+    sums = [parameter.full_tensor().abs().sum().item() for parameter in parameters]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        import shutil
+
+        shutil.rmtree(folder[0])
+    finish()
+    return [files, *sums]
+
+
+def plain_calls() -> Numbers:
+    """Call the plain collectives, objects, groups and point to point."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values: Numbers = []
+    x = torch.tensor([1.0, 2.0]) * (rank + 1)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        y = x.clone()
+        dist.all_reduce(y, op)
+        values += y.tolist()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    values += [one["rank"] for one in objects]
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, size - 1, 2)]
+    y = x.clone()
+    dist.all_reduce(y, group=pairs[rank // 2])
+    values += y.tolist()
+    z = torch.zeros(2)
+    requests = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, (rank + 1) % size),
+            dist.P2POp(dist.irecv, z, (rank - 1) % size),
+        ]
+    )
+    for request in requests:
+        request.wait()
+    values += z.tolist()
+    work = dist.all_reduce(z, async_op=True)
+    assert work is not None
+    work.wait()
+    values += z.tolist()
+    finish()
+    return values
+
+
+# -- libraries -------------------------------------------------------------------------------------
+
+
+def accelerate() -> Numbers:
+    """Train with Accelerate: accumulation, a gathered metric, a clipped norm."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader, TensorDataset
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(14, 4), torch.randn(14, 2))
+    model, loader = make_model(), DataLoader(data, batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses: Numbers = []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = (model(x) - y).pow(2).mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses += accelerator.gather_for_metrics(loss.detach()[None]).tolist()
+    accelerator.wait_for_everyone()
+    values = [*losses, total(model)]
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return values
+
+
+def lightning_fabric() -> Numbers:
+    """Train with Lightning's Fabric."""
+    from lightning_fabric import Fabric
+    from torch.utils.data import DataLoader, TensorDataset
+
+    size = int(os.environ["WORLD_SIZE"])
+    fabric = Fabric(accelerator="cpu", devices=size, strategy="ddp")
+    fabric.launch()
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
+    model = make_model()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader: Any = fabric.setup_dataloaders(DataLoader(data, batch_size=2))
+    losses: Numbers = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).pow(2).mean()
+        fabric.backward(loss)
+        optimizer.step()
+        mean: Any = fabric.all_reduce(loss.detach())
+        losses.append(mean.item())
+    values = [*losses, total(model), float(fabric.global_rank)]
+    finish()
+    return values
+
+
+LIBRARIES = ["accelerate", "lightning_fabric"]  #: that may be missing
+PROGRAMS = [
+    plain_calls, ddp, ddp_unused, join, zero, fsdp1, fsdp2, hsdp, dtensor, tensor_parallel,
+    functional, pipeline, checkpoint, accelerate, lightning_fabric,
+]  # fmt: skip

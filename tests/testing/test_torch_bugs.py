@@ -1,0 +1,268 @@
+"""Bugs of one rank in programs that call ``torch.distributed``: each is named, with rank and line.
+
+Rank 2 of 4 has the bug, or rank 0 where only one rank makes a call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from syncprims import CollectiveMismatch, PeerLost
+from syncprims.testing import (
+    DeadlockError,
+    Kill,
+    RankDied,
+    every_point,
+    explore,
+    run_world,
+)
+
+RANKS = 4
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape or (4,))
+
+
+def skipped(rank: int) -> None:
+    if rank != 2:
+        dist.all_reduce(ones())  # named
+
+
+def wrong_call(rank: int) -> None:
+    if rank == 2:
+        dist.broadcast(ones(), 0)  # named
+    else:
+        dist.all_reduce(ones())  # named
+
+
+def shape(rank: int) -> None:
+    dist.all_reduce(ones(5 if rank == 2 else 4))  # named
+
+
+def dtype(rank: int) -> None:
+    dist.all_reduce(ones().to(torch.float64 if rank == 2 else torch.float32))  # named
+
+
+def reduction(rank: int) -> None:
+    dist.all_reduce(ones(), dist.ReduceOp.MAX if rank == 2 else dist.ReduceOp.SUM)  # named
+
+
+def root(rank: int) -> None:
+    dist.broadcast(ones(), src=2 if rank == 2 else 0)  # named
+
+
+def early_return(rank: int) -> None:
+    for step in range(3):
+        if rank == 2 and step == 1:
+            return
+        dist.all_reduce(ones())  # named
+
+
+def order_of_groups(rank: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    for group in reversed(groups) if rank == 2 else groups:
+        dist.all_reduce(ones(), group=group)  # named
+
+
+def crossed_receives(rank: int) -> None:
+    if rank < 2:
+        dist.recv(ones(), src=1 - rank)  # named
+        dist.send(ones(), dst=1 - rank)
+
+
+def split_sizes(rank: int) -> None:
+    sizes = [1, 1, 1, 2] if rank == 2 else [1] * 4
+    dist.all_to_all_single(ones(), ones(sum(sizes)), [1] * 4, sizes)  # named
+
+
+def wait_in_store(rank: int) -> None:
+    if rank == 2:
+        dist.distributed_c10d._get_default_store().get("never")  # named
+    dist.all_reduce(ones())  # named
+
+
+def metric_on_one_rank(rank: int) -> None:
+    if rank == 0:
+        dist.all_reduce(ones())  # named
+
+
+def gathered_objects(rank: int) -> None:
+    found: list[Any] = [None] * RANKS
+    if rank != 2:
+        dist.all_gather_object(found, rank)  # named
+
+
+def skipped_step(rank: int) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    for step in range(3):
+        if rank == 2 and step == 2:
+            continue
+        loss = model(ones(2, 4)).sum()
+        loss.backward()  # named
+
+
+def other_shape_in_backward(rank: int) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    loss = model(ones(2, 4)).sum()
+    if rank == 2:
+        dist.all_reduce(ones())  # named
+    loss.backward()  # named
+
+
+def saved_on_one_rank(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(nn.Linear(4, 4))
+    if rank == 0:
+        parameters: list[Any] = list(model.parameters())
+        parameters[0].full_tensor()  # named
+
+
+class Expected(NamedTuple):
+    bug: Callable[[int], None]
+    error: type[BaseException]
+    says: str = ""
+
+
+BUGS = [
+    Expected(skipped, CollectiveMismatch, "rank 2: barrier"),
+    Expected(wrong_call, CollectiveMismatch, "rank 2: broadcast 'float32[4]' from rank 0"),
+    Expected(shape, CollectiveMismatch, "rank 2: all_reduce 'float32[5]'"),
+    Expected(dtype, CollectiveMismatch, "rank 2: all_reduce 'float64[4]'"),
+    Expected(reduction, CollectiveMismatch, "rank 2: all_reduce 'float32[4]' with op 'max'"),
+    Expected(root, CollectiveMismatch, "rank 2: broadcast 'float32[4]' from rank 2"),
+    Expected(early_return, CollectiveMismatch, "rank 2: barrier"),
+    Expected(order_of_groups, DeadlockError, "rank 2: waits in its round"),
+    Expected(crossed_receives, DeadlockError, "rank 1: waits in its round"),
+    Expected(split_sizes, ValueError, "rank 2 sends 8 bytes to rank 3"),
+    Expected(wait_in_store, DeadlockError, "rank 2: waits in store.get 'default_pg/0//never'"),
+    Expected(metric_on_one_rank, CollectiveMismatch, "rank 1: barrier"),
+    Expected(gathered_objects, CollectiveMismatch, "rank 2: barrier"),
+    Expected(skipped_step, CollectiveMismatch, "rank 2: barrier"),
+    Expected(other_shape_in_backward, CollectiveMismatch, "rank 2: all_reduce 'float32[4]'"),
+    Expected(saved_on_one_rank, CollectiveMismatch, "rank 1: barrier"),
+]
+several_bugs = pytest.mark.parametrize("expected", BUGS, ids=lambda one: one.bug.__name__)
+
+
+def in_program(bug: Callable[[int], None]) -> Callable[[], None]:
+    """Return a program with this bug, which goes on after it."""
+
+    def program() -> None:
+        dist.init_process_group("gloo")
+        dist.barrier()
+        bug(dist.get_rank())
+        dist.barrier()
+        dist.destroy_process_group()
+
+    return program
+
+
+def sound() -> float:
+    """A program without a bug."""
+    dist.init_process_group()
+    total = ones()
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.sum().item()
+
+
+def check(error: BaseException, expected: Expected) -> None:
+    """Fail unless the error says which rank did what, and where."""
+    assert isinstance(error, expected.error), repr(error)
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    assert expected.says in text, text
+    lines, begin = inspect.getsourcelines(expected.bug)
+    places = [f"{__name__}.py:{begin + i}" for i, line in enumerate(lines) if "# named" in line]
+    assert places
+    for place in places:
+        assert place in text, f"{place} is not in: {text}"
+
+
+@several_bugs
+def test_a_bug_is_named_under_every_schedule(expected: Expected) -> None:
+    for seed in range(4):
+        with pytest.raises(expected.error) as caught:
+            run_world(in_program(expected.bug), RANKS, torch=True, seed=seed)
+        check(caught.value, expected)
+    assert run_world(sound, RANKS, torch=True) == [16.0] * RANKS
+
+
+@pytest.mark.soak
+@several_bugs
+def test_a_bug_is_named_under_a_thousand_schedules(expected: Expected) -> None:
+    for seed in range(1000):
+        with pytest.raises(expected.error) as caught:
+            run_world(in_program(expected.bug), RANKS, torch=True, seed=seed)
+        check(caught.value, expected)
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [one for one in BUGS if one.bug in (shape, order_of_groups, wait_in_store, skipped_step)],
+    ids=lambda one: one.bug.__name__,
+)
+def test_a_bug_is_named_in_processes(expected: Expected) -> None:
+    with pytest.raises(expected.error) as caught:
+        run_world(in_program(expected.bug), RANKS, torch=True, kind="processes")
+    check(caught.value, expected)
+
+
+@pytest.mark.soak
+@several_bugs
+def test_every_bug_is_named_in_processes(expected: Expected) -> None:
+    with pytest.raises(expected.error) as caught:
+        run_world(in_program(expected.bug), RANKS, torch=True, kind="processes")
+    check(caught.value, expected)
+
+
+# -- a rank that is killed -------------------------------------------------------------------------
+
+
+def train() -> float:
+    """Train with DDP."""
+    dist.init_process_group()
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), bucket_cap_mb=0.00001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ones(2, 4)).sum().backward()
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    return sum(parameter.sum().item() for parameter in model.parameters())
+
+
+def test_a_kill_at_every_round_of_a_training_is_named() -> None:
+    points = every_point(train, Kill(rank=1), 3, torch=True)
+    assert len(points) > 6  # broadcasts of the start, two buckets in each step, and the barrier
+    for point in points[:-1]:
+        assert isinstance(point.error, PeerLost), point
+        assert point.error.rank == 1
+
+
+def test_a_kill_in_a_backward_pass_is_named_in_processes() -> None:
+    with pytest.raises((PeerLost, RankDied), match="rank 1"):
+        run_world(train, 3, torch=True, kind="processes", faults=[Kill(rank=1, at="all_reduce")])
+
+
+# -- programs without a bug ------------------------------------------------------------------------
+
+
+def test_a_correct_training_has_no_report_under_many_schedules() -> None:
+    found = explore(train, 3, schedules=20, torch=True)
+    assert found.distinct > 1
+
+
+@pytest.mark.soak
+def test_a_correct_training_has_no_report_under_ten_thousand_schedules() -> None:
+    explore(train, 3, schedules=10_000, torch=True)

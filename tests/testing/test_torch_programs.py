@@ -1,0 +1,44 @@
+"""Unmodified programs give the same numbers in threads, in processes, and on Gloo itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import pytest
+from support import torch_programs as programs
+
+from syncprims._world.host import free_port
+from syncprims.testing import run_world
+
+#: Of torch and of libraries, about themselves.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{category}")
+    for category in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
+
+RANKS = {"hsdp": 4, "plain_calls": 4}
+
+
+def on_gloo(program: Callable[[], programs.Numbers], ranks: int) -> list[programs.Numbers]:
+    """Return what `program` gives in processes whose groups are Gloo's."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    def body() -> programs.Numbers:
+        os.environ.update(place)
+        return program()
+
+    return run_world(body, ranks, kind="processes")
+
+
+@pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_gives_the_numbers_of_gloo(program: Callable[[], programs.Numbers]) -> None:
+    name = program.__name__
+    # To import a library here would change the environment.
+    if name in programs.LIBRARIES and importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}")
+    ranks = RANKS.get(name, 2)
+    gloo = on_gloo(program, ranks)
+    assert run_world(program, ranks, torch=True) == gloo
+    assert run_world(program, ranks, torch=True, kind="processes") == gloo

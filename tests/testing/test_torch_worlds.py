@@ -1,0 +1,448 @@
+"""What a program finds in a world with ``torch=True``: what a process under torchrun has."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import syncprims as sp
+from syncprims.testing import DeadlockError, run_world
+
+dist: Any = torch.distributed  # its types leave out what its documentation names
+
+both_kinds = pytest.mark.parametrize("kind", ["threads", "processes"])
+
+
+def summed() -> float:
+    """Return the sum of 1, 2, ... over the ranks of the default group."""
+    number = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(number)
+    return number.item()
+
+
+# -- how a program begins and ends -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"backend": "gloo"},
+        {"backend": "nccl"},
+        {"backend": "cpu:gloo,cuda:nccl"},
+        {"backend": "syncprims"},
+        {"init_method": "env://"},
+        {"init_method": "tcp://10.0.0.1:1"},
+        {"init_method": "file:///nowhere/at/all"},
+        {"timeout": timedelta(minutes=1)},
+    ],
+    ids=str,
+)
+def test_a_group_opens_however_the_program_asks(arguments: dict[str, Any]) -> None:
+    def body() -> tuple[float, str]:
+        dist.init_process_group(**arguments)
+        found = summed(), str(dist.get_backend())
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        return found
+
+    name = arguments.get("backend", "gloo")
+    assert run_world(body, 2, torch=True) == [(3.0, name)] * 2
+
+
+@both_kinds
+def test_numbers_that_a_program_gives_must_be_those_of_its_rank(kind: Any) -> None:
+    def body() -> None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        with pytest.raises(ValueError, match=r"rank=7.*in this world it is"):
+            dist.init_process_group("gloo", "tcp://localhost:1", rank=7, world_size=size)
+        dist.init_process_group("gloo", "tcp://localhost:1", rank=rank, world_size=size)
+        assert summed() == 3
+
+    run_world(body, 2, torch=True, kind=kind)
+
+
+@both_kinds
+def test_a_program_can_open_its_group_again(kind: Any) -> None:
+    def body() -> list[float]:
+        sums: list[float] = []
+        for _ in range(3):
+            dist.init_process_group("gloo")
+            pair = dist.new_group([0, 1])
+            dist.barrier(group=pair)
+            sums.append(summed())
+            dist.destroy_process_group()
+        return sums
+
+    assert run_world(body, 2, torch=True, kind=kind) == [[3.0] * 3] * 2
+
+
+def test_nothing_is_left_even_if_the_program_closes_nothing() -> None:
+    module: Any = dist.distributed_c10d
+
+    def body() -> None:
+        dist.init_process_group("gloo")
+        dist.new_group([0])
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        torch.set_default_dtype(torch.float64)
+        os.environ["LEFT"] = "1"
+
+    def state() -> list[Any]:
+        return [module._world, module.rendezvous, module._new_process_group_helper, sys.excepthook]
+
+    before = state()
+    for _ in range(2):
+        run_world(body, 2, torch=True)
+        assert [*map(id, state())] == [*map(id, before)]
+        assert not dist.is_initialized()
+        assert torch.get_default_dtype() is torch.float32
+        assert "LEFT" not in os.environ
+        assert subprocess.run(["sh", "-c", 'test -z "$LEFT"'], check=False).returncode == 0
+
+
+def test_a_group_that_the_test_has_open_is_not_disturbed() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        outer = dist.group.WORLD
+
+        def body() -> float:
+            assert not dist.is_initialized()
+            dist.init_process_group("gloo")
+            return summed()
+
+        assert run_world(body, 2, torch=True) == [3.0] * 2
+        assert run_world(body, 2, torch=True, kind="processes") == [3.0] * 2
+        assert dist.group.WORLD is outer
+        assert summed() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_calls_of_both_libraries_can_be_mixed() -> None:
+    def body() -> list[Any]:
+        dist.init_process_group("gloo")
+        found = [sp.all_reduce(1), summed(), sp.all_gather(dist.get_rank())]
+        sp.barrier()
+        return found
+
+    assert run_world(body, 2, torch=True) == [[2, 3.0, [0, 1]]] * 2
+
+
+def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    with pytest.raises(sp.BackendUnavailable, match=r"pip install 'syncprims\[torch\]'"):
+        run_world(lambda: None, 2, torch=True)
+
+
+@pytest.mark.world(ranks=[1, 3], kind=["threads", "processes"], torch=True)
+def test_the_marker_takes_torch_too() -> None:
+    dist.init_process_group("nccl")
+    size = dist.get_world_size()
+    assert summed() == size * (size + 1) / 2
+    dist.destroy_process_group()
+
+
+# -- what is a rank's own --------------------------------------------------------------------------
+
+
+@both_kinds
+def test_variables_are_those_of_the_rank(kind: Any) -> None:
+    def body() -> list[str]:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        os.environ["OWN"] = f"value {rank}"
+        if rank == 0:
+            os.environ["ONLY"] = "0"
+        dist.barrier()
+        seen_by_child = subprocess.run(
+            ["sh", "-c", 'echo "$RANK $OWN $ONLY"'], check=True, capture_output=True, text=True
+        )
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OWN"
+        assert os.environ["MASTER_ADDR"]
+        assert int(os.environ["MASTER_PORT"])
+        assert dist.is_torchelastic_launched()
+        only = os.environ.get("ONLY", "none")
+        os.environ.pop("ONLY", None)
+        dist.barrier()
+        return [*map(os.environ.__getitem__, names), only, seen_by_child.stdout.strip()]
+
+    assert run_world(body, 2, torch=True, kind=kind) == [
+        ["0", "2", "0", "2", "0", "value 0", "0", "0 value 0 0"],
+        ["1", "2", "1", "2", "0", "value 1", "none", "1 value 1"],
+    ]
+    assert "OWN" not in os.environ
+
+
+def test_nodes_are_in_the_variables() -> None:
+    found = run_world(
+        lambda: os.environ["GROUP_RANK"] + os.environ["LOCAL_RANK"], 4, torch=True, nodes=2
+    )
+    assert found == ["00", "01", "10", "11"]
+
+
+def draw(*, wait: Callable[[], object]) -> list[float]:
+    """Draw from all global generators; between any two draws, call `wait`."""
+    values: list[float] = []
+    for _ in range(3):
+        values.append(torch.rand(1).item())
+        wait()
+        values.append(random.gauss(0, 1))
+        wait()
+        values.append(numpy.random.standard_normal())
+        wait()
+        values.append(numpy.random.rand())
+        wait()
+        values.append(nn.Linear(2, 2).weight.sum().item())
+        wait()
+    return values
+
+
+def test_random_numbers_are_those_of_a_process_of_its_own() -> None:
+    def seed(rank: int) -> None:
+        torch.manual_seed(rank)
+        random.seed(rank)
+        numpy.random.seed(rank)
+
+    def body() -> list[float]:
+        dist.init_process_group("gloo")
+        seed(dist.get_rank())
+        return draw(wait=dist.barrier)
+
+    alone: list[list[float]] = []
+    for rank in range(3):
+        seed(rank)
+        alone.append(draw(wait=lambda: None))
+    seed(9)
+    numpy.random.standard_normal()  # the second of the pair is kept
+    before = draw(wait=lambda: None)
+    seed(9)
+    numpy.random.standard_normal()
+    for number in range(5):
+        assert run_world(body, 3, torch=True, seed=number) == alone
+    assert draw(wait=lambda: None) == before
+
+
+def test_ranks_begin_with_the_random_states_of_the_test_except_pythons() -> None:
+    def body() -> tuple[float, float, float]:
+        return torch.rand(1).item(), numpy.random.rand(), random.random()
+
+    torch.manual_seed(3)
+    numpy.random.seed(3)
+    random.seed(3)
+    threads = run_world(body, 2, torch=True)
+    processes = run_world(body, 2, torch=True, kind="processes")
+    assert threads[0][:2] == threads[1][:2] == processes[0][:2] == processes[1][:2]
+    assert threads[0][2] != threads[1][2]  # a forked process gets others, too
+    assert threads == run_world(body, 2, torch=True)  # but a replay gets the same
+
+
+def test_the_default_dtype_is_that_of_the_rank() -> None:
+    def body() -> str:
+        dist.init_process_group("gloo")
+        if dist.get_rank():
+            torch.set_default_dtype(torch.float64)
+        dist.barrier()
+        return str(torch.ones(1).dtype)
+
+    assert run_world(body, 2, torch=True) == ["torch.float32", "torch.float64"]
+
+
+def test_the_default_device_and_the_grad_mode_of_the_test_hold_in_its_ranks() -> None:
+    def body() -> tuple[str, bool]:
+        return torch.ones(1).device.type, torch.is_grad_enabled()
+
+    with torch.device("meta"), torch.no_grad():
+        assert run_world(body, 2, torch=True) == [("meta", False)] * 2
+    assert run_world(body, 2, torch=True) == [("cpu", True)] * 2
+
+
+def test_attributes_of_a_module_that_a_rank_imports_are_its_own() -> None:
+    name = "torch.distributed.tensor._random"
+    kept = sys.modules.pop(name, None)
+
+    def body() -> Any:
+        dist.init_process_group("gloo")
+        dist.barrier()
+        import torch.distributed.tensor._random as module
+
+        before = module._rng_tracker
+        tracker: Any = dist.get_rank()
+        module._rng_tracker = tracker
+        dist.barrier()
+        return before, module._rng_tracker
+
+    try:
+        assert run_world(body, 2, torch=True) == [(None, 0), (None, 1)]
+    finally:
+        if kept is not None:
+            sys.modules[name] = kept
+
+
+# -- threads of a rank, and profilers --------------------------------------------------------------
+
+
+def test_a_thread_that_its_rank_waits_for_acts_for_the_rank() -> None:
+    def body() -> list[float]:
+        dist.init_process_group("gloo")
+        found: list[float] = []
+        thread = threading.Thread(target=lambda: found.append(summed()))
+        thread.start()
+        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(summed).result())
+        return [*found, summed()]
+
+    assert run_world(body, 2, torch=True) == [[3.0] * 3] * 2
+
+
+def test_a_thread_that_its_rank_does_not_wait_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    begun = threading.Event()
+
+    def body() -> None:
+        dist.init_process_group("gloo")
+
+        def call() -> None:
+            begun.wait()
+            dist.all_reduce(torch.ones(1))
+
+        threading.Thread(target=call).start()
+        if dist.get_rank() == 1:
+            begun.set()
+        dist.barrier()
+
+    with pytest.raises(sp.ConcurrentCall, match=r"(?s)join|one thread"):
+        run_world(body, 2, torch=True)
+
+
+def test_profilers_record_nothing(tmp_path: Path) -> None:
+    def body() -> int:
+        dist.init_process_group("gloo")
+        path = tmp_path / f"trace-{dist.get_rank()}"
+        with torch.autograd.profiler.profile() as profiler:
+            dist.barrier()
+        profiler.key_averages().table()
+        profiler.export_chrome_trace(str(path))
+        return len(path.read_text())
+
+    assert all(run_world(body, 2, torch=True))
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+@both_kinds
+def test_the_store_is_shared_by_the_ranks(kind: Any) -> None:
+    def body() -> list[Any]:
+        dist.init_process_group("gloo")
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        if rank == 2:
+            store.set("key", "value")
+            store.set("empty", b"")
+        found: list[Any] = [store.get("key"), store.get("empty")]
+        store.add("count", rank)
+        store.append("text", "x")
+        dist.barrier()
+        found += [store.add("count", 0), store.get("text"), store.check(["key", "none"])]
+        found += [store.compare_set("key", "value", "other"), store.num_keys()]
+        dist.barrier()
+        found.append(store.get("key"))
+        dist.barrier()
+        if rank == 0:
+            assert store.delete_key("key")
+            assert not store.delete_key("key")
+        dist.barrier()
+        found.append(store.check(["key"]))
+        with pytest.raises(dist.DistStoreError, match=r"store\.wait .*timed out after 0\.01 s"):
+            store.wait(["key"], timedelta(seconds=0.01))
+        dist.barrier()
+        dist.destroy_process_group()
+        return found
+
+    for found in run_world(body, 3, torch=True, kind=kind):
+        assert found[:5] == [b"value", b"", 3, b"xxx", False]
+        assert found[5] in (b"other", b"value")
+        assert found[6:] == [4, b"other", False]
+
+
+@both_kinds
+def test_a_wait_in_the_store_ends_when_the_others_have(kind: Any) -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            dist.distributed_c10d._get_default_store().get("never")
+
+    with pytest.raises(DeadlockError, match=r"rank 1: waits in store\.get 'default_pg/0//never'"):
+        run_world(body, 3, torch=True, kind=kind)
+
+
+@both_kinds
+def test_a_wait_in_the_store_ends_when_a_rank_fails(kind: Any) -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            with pytest.raises(
+                sp.PeerFailed, match=r"rank 0 failed.*store\.get.*test_torch_worlds"
+            ):
+                dist.distributed_c10d._get_default_store().get("never")
+        if dist.get_rank() == 0:
+            raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause"):
+        run_world(body, 2, torch=True, kind=kind)
+
+
+# -- many worlds -----------------------------------------------------------------------------------
+
+
+def program() -> float:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    found = summed()
+    dist.destroy_process_group()
+    return found
+
+
+def grow(worlds: int) -> int:
+    """Run so many worlds; return by how many bytes this process has grown."""
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident()
+    for _ in range(worlds):
+        assert run_world(program, 4, torch=True) == [10.0] * 4
+    return resident() - before
+
+
+def test_worlds_leave_no_thread() -> None:
+    run_world(program, 4, torch=True)
+    before = threading.active_count()
+    grow(3)
+    assert threading.active_count() == before
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_two_hundred_worlds_do_not_grow() -> None:
+    grow(50)
+    assert grow(200) < 8 << 20
