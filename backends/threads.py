@@ -10,13 +10,24 @@ import math
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from syncprims.errors import ConfigurationError
-from syncprims.interface import Backend, Board, Label, Note, Settings, Status, Topology
+from syncprims.interface import (
+    Backend,
+    Board,
+    Label,
+    Note,
+    Settings,
+    Status,
+    Topology,
+    Window,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from syncprims.interface import State
+
+_SMALL_SLOT = 1024  # bytes for the small values of a member in each of two rounds
 
 
 class RankScheduler(Protocol):
@@ -76,6 +87,8 @@ class _SharedBoard:
         self.readers: dict[int, int] = {}  # number -> how many have collected it
         self.aborted_at = math.inf
         self.verdict: bytes | None = None
+        memory = memoryview(bytearray(2 * len(members) * _SMALL_SLOT))
+        self.small_window = Window(memory, lambda: None)
 
 
 class ThreadBackend(Backend):
@@ -167,6 +180,7 @@ class ThreadBoard(Board):
         self._scheduler = world.scheduler
         key = self.members, name, closed
         self._shared = world.boards.setdefault(key, _SharedBoard(self.members))
+        self.small_window = self._shared.small_window
 
     def post(self, note: Note) -> None:
         """Publish the note."""

@@ -93,10 +93,12 @@ class Label:
 
     `kind` (the call), `name`, `src` and `op` must agree in a round. `site`, the ``file:line`` of
     the call, is shown and no part of equality: `barrier()` in two branches of an `if` is one
-    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that have no name.
+    barrier. Only ``SYNCPRIMS_STRICT=1`` compares the sites of calls that have no name. `data` is no
+    part of equality, either: it describes what this rank brings to the call, if that is not in the
+    payload.
     """
 
-    __slots__ = ("_encoded", "kind", "name", "op", "site", "src")
+    __slots__ = ("_encoded", "data", "kind", "name", "op", "site", "src")
 
     def __init__(
         self,
@@ -105,12 +107,14 @@ class Label:
         src: int | None = None,
         op: str | None = None,
         site: str = "?",
+        data: bytes = b"",
     ) -> None:
         self.kind = kind
         self.name = name
         self.src = src
         self.op = op
         self.site = site
+        self.data = data
         self._encoded: bytes | None = None
 
     def __eq__(self, other: object) -> bool:
@@ -135,20 +139,24 @@ class Label:
         return f"{self.call} ({self.site})"
 
     def encode(self) -> bytes:
-        """Return the label as bytes; equal labels at equal sites give equal bytes."""
+        """Return the label as bytes; equal labels with equal sites and data give equal bytes."""
         if self._encoded is None:
             parts = (self.kind, self.name, self.src, self.op, self.site)
             text = "\0".join("" if part is None else f"={part}" for part in parts)
             # Names and paths may hold invalid UTF-8, which must come back unchanged.
-            self._encoded = text.encode("utf-8", "surrogatepass")
+            encoded = text.encode("utf-8", "surrogatepass")
+            self._encoded = encoded + b"\0" + self.data if self.data else encoded
         return self._encoded
 
     @classmethod
     def decode(cls, data: bytes) -> Label:
         """Return the label that :meth:`encode` wrote."""
-        parts = data.decode("utf-8", "surrogatepass").split("\0")
-        kind, name, src, op, site = (part[1:] if part else None for part in parts)
-        return cls(kind or "?", name, None if src is None else int(src), op, site or "?")
+        parts, about = data.split(b"\0", 5), b""
+        if len(parts) > 5:
+            about = parts.pop()
+        texts = (part[1:].decode("utf-8", "surrogatepass") if part else None for part in parts)
+        kind, name, src, op, site = texts
+        return cls(kind or "?", name, None if src is None else int(src), op, site or "?", about)
 
 
 class Note(NamedTuple):
@@ -252,6 +260,9 @@ class Board(ABC):
     """
 
     depth: int = 8
+    #: Memory that all members share from the start, if there is any: equal parts for two rounds in
+    #: turn, with at least a cache line for each member. Small values pass through it.
+    small_window: Window | None = None
     #: Carries bytes between all members, if there is no window. All members have one, or none.
     engine: Engine | None = None
     #: Carries tensors between all members' devices; without it they pass through hosts' memory.

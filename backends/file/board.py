@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 import zlib
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from syncprims.interface import Board, Label, Note, Status
@@ -18,9 +19,12 @@ from syncprims.interface import Board, Label, Note, Status
 from .abort import Aborts
 from .claims import Claims
 from .memory import (
+    AHEAD,
+    AHEAD_SHIFT,
     BODY_SIZE,
     CELLS,
     CONTENT,
+    DIGEST,
     FLAG,
     FLAGS_FACTOR,
     HEAD,
@@ -30,7 +34,6 @@ from .memory import (
     WORD,
     Cells,
     open_window,
-    word_of,
 )
 
 if TYPE_CHECKING:
@@ -82,12 +85,16 @@ class SharedMemoryBoard(Board):
         self._mine = [(Note(Label("?")), b"")] * CELLS  # own latest notes, and their words
         # Notes without payload, and how they are written. By identity: a label compares slowly.
         self._bare: dict[int, tuple[Note, int, int, bytes]] = {}
-        self._bodies: dict[bytes, tuple[int, bytes]] = {}  # by label: the check, and the body
+        # By label: flags with its digest, the check of the body, and the body.
+        self._bodies: dict[bytes, tuple[int, int, bytes]] = {}
+        # What came without payload, by check: the body, and the notes without and with a flag.
+        self._seen: dict[int, tuple[bytes, Note, Note]] = {}
         self._written: list[bytes | None] = [None] * CELLS  # the bodies of bare notes
         #: rounds and names of this rank's files for what did not fit its cells, not yet removed
         self._spilled: list[tuple[int, str]] = []
         self._cells = Cells(liveness.directory, file, len(self.members))
         self._memory = self._cells.memory
+        self.small_window = self._cells.small_window
         self._aborts = Aborts(
             self._cells.aborts, liveness.claims, file, self._index, self._cells.all_posted
         )
@@ -115,7 +122,7 @@ class SharedMemoryBoard(Board):
                 self._written[cell] = None  # an interrupt may come before it is written
                 self._cells.write_body(cell, self._index, body)
                 self._written[cell] = body
-        flags |= (number - 1 - self.collected) << 8
+        flags |= (number - 1 - self.collected) << AHEAD_SHIFT
         check += number * ROUND_FACTOR + flags * FLAGS_FACTOR
         word = WORD.pack(number, flags, check & MASK)
         self._mine[cell] = note, word
@@ -129,12 +136,12 @@ class SharedMemoryBoard(Board):
         """Return how a note without payload is written; the same one comes again and again."""
         if len(self._bare) > _MOST_KNOWN:
             self._bare.clear()
-        check, body = self._body_of(note.label.encode())
-        bare = self._bare[id(note)] = note, FLAG if note.flag else 0, check, body
+        digest, check, body = self._body_of(note.label.encode())
+        bare = self._bare[id(note)] = note, digest | (FLAG if note.flag else 0), check, body
         return bare
 
-    def _body_of(self, text: bytes) -> tuple[int, bytes]:
-        """Return the check of the body that holds only this label, and the body."""
+    def _body_of(self, text: bytes) -> tuple[int, int, bytes]:
+        """Return the body that holds only this label: its digest in flags, its check, and it."""
         found = self._bodies.get(text)
         if found is None:
             body = HEAD.pack(len(text), 0, 0, 0) + text
@@ -142,7 +149,9 @@ class SharedMemoryBoard(Board):
                 raise ValueError(f"a label of {len(text)} bytes fits no cell: {text[:80]!r}")
             if len(self._bodies) > _MOST_KNOWN:
                 self._bodies.clear()
-            found = self._bodies[text] = zlib.crc32(body), body
+            # The check alone would be equal for some labels that differ.
+            digest = int.from_bytes(blake2b(text, digest_size=4).digest()) & DIGEST
+            found = self._bodies[text] = digest, zlib.crc32(body), body
         return found
 
     def is_full(self, number: int) -> bool:
@@ -327,14 +336,18 @@ class SharedMemoryBoard(Board):
 
     def _take(self, number: int, index: int, word: bytes, label: Label) -> Note | None:
         """Return the note that belongs to a word, or None while it is not whole."""
-        found, flags, _ = WORD.unpack(word)
+        found, flags, check = WORD.unpack(word)
         if found != number:
             return None
+        cell = number % CELLS
+        if not flags & CONTENT:
+            seen = self._seen.get((check - number * ROUND_FACTOR - flags * FLAGS_FACTOR) & MASK)
+            # Two labels may have the same check.
+            if seen is not None and self._cells.holds_body(cell, index, seen[0]):
+                return seen[2] if flags & FLAG else seen[1]
         expected = label.encode()  # most likely the others made the same call
         flag = bool(flags & FLAG)
-        if not flags & CONTENT and word == word_of(number, flags, self._body_of(expected)[0]):
-            return Note(label, flag)
-        body = self._cells.read_body(number % CELLS, index, word)
+        body = self._cells.read_body(cell, index, word)
         if body is None:
             return None
         text, payload, failure, check, content = body
@@ -346,6 +359,11 @@ class SharedMemoryBoard(Board):
             return None
         if text != expected:
             label = Label.decode(text)
+        if not flags & CONTENT:
+            if len(self._seen) > _MOST_KNOWN:
+                self._seen.clear()
+            _, check, bare = self._body_of(text)
+            self._seen[check] = bare, Note(label), Note(label, flag=True)
         return Note(label, flag, content[:payload], content[payload:])
 
     def repeat(self, note: Note) -> Callable[[], bool]:
@@ -413,7 +431,7 @@ class SharedMemoryBoard(Board):
         if self._spilled:
             # All have read what they had collected when they posted this round.
             words = WORD.iter_unpack(self._memory[self._rows[number % CELLS]])
-            over = number - max(flags >> 8 for _, flags, _ in words)
+            over = number - max((flags & AHEAD) >> AHEAD_SHIFT for _, flags, _ in words)
             while self._spilled and self._spilled[0][0] < over:
                 self._liveness.directory.remove(self._spilled.pop(0)[1])
         if number == 1:

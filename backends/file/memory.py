@@ -25,6 +25,7 @@ from syncprims.errors import ConfigurationError
 from syncprims.interface import Board, WaitView, Window
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from .claims import Claims
@@ -35,14 +36,18 @@ if TYPE_CHECKING:
 CELLS = 2 * Board.depth
 BODY_SIZE = 2048
 _SHORT_BODY = 256  # bytes; most bodies fit
+_SMALL_SLOT = 4096  # bytes for the small values of a member in each of two rounds
 TEXT_SIZE = 16 * 1024  #: bytes of a verdict
 
 WORD = struct.Struct("<QII")  #: round, flags, check
 _WAIT = struct.Struct("<Qd?7x")  # the fields of a WaitView
 HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
-FLAG, CONTENT, SPILLED = 1, 2, 4  #: and from bit 8 on, how many rounds the writer was ahead
+#: Of a word's flags. `AHEAD` is how many rounds the writer was ahead, and `DIGEST`, of a note that
+#: has only a label, a part of the label's digest: so the words of different labels differ.
+FLAG, CONTENT, SPILLED, AHEAD, DIGEST = 1, 2, 4, 0xF << 8, 0xFFFFF << 12
+AHEAD_SHIFT = 8
 
-BOARD_MAGIC = b"syncprims board 4"
+BOARD_MAGIC = b"syncprims board 5"
 _HEADER = struct.Struct("<32sI")  # magic, number of ranks
 HEADER_SIZE = 64
 _RECORD = struct.Struct("<II")  # length, checksum
@@ -82,7 +87,9 @@ class CellReader:
         self.split = struct.Struct(f"{WORD.size}s" * count).unpack  #: a row into its words
         self.texts_at = _round_up(words_at + CELLS * row, mmap.PAGESIZE)  #: of verdicts
         self._bodies_at = self.texts_at + (count + 1) * TEXT_SIZE
-        self.size = self._bodies_at + CELLS * count * BODY_SIZE  #: bytes
+        bodies_end = self._bodies_at + CELLS * count * BODY_SIZE
+        self._small_at = _round_up(bodies_end, mmap.ALLOCATIONGRANULARITY)
+        self.size = self._small_at + 2 * count * _SMALL_SLOT  #: bytes
 
     def word_at(self, cell: int, index: int) -> slice:
         """Return where the word of member number `index` is."""
@@ -111,6 +118,11 @@ class CellReader:
         if word_of(number, flags, zlib.crc32(body[:end])) != word:
             return None
         return body[HEAD.size : end], payload, failure, check, body[end:]
+
+    def holds_body(self, cell: int, index: int, body: bytes) -> bool:
+        """Return whether the body of a member begins with these bytes."""
+        at = self.body_at(cell, index)
+        return self._memory[at : at + len(body)] == body
 
     def last_word(self, index: int) -> bytes:
         """Return the latest word of a member; one of round 0 if it has posted nothing."""
@@ -147,6 +159,10 @@ class Cells(CellReader):
         self.memory = map_file(directory, name, BOARD_MAGIC, count, size)
         super().__init__(self.memory, count)
         self.aborts = AbortRecords(self.memory, self.intents.start, self.texts_at, count + 1)
+        # Mapped by itself: arrays in it do not prevent the rest from being closed.
+        with directory.opened(name, os.O_RDWR) as fd:
+            small = mmap.mmap(fd, self.size - self._small_at, offset=self._small_at)
+        self.small_window = Window(memoryview(small), make_window_fence())
 
     def write_body(self, cell: int, index: int, body: bytes) -> None:
         """Write the body of this member's own cell."""
@@ -161,6 +177,8 @@ class Cells(CellReader):
     def close(self) -> None:
         """Unmap the file."""
         self.memory.close()
+        with contextlib.suppress(BufferError):  # an array in it is still in use: its end unmaps it
+            self.small_window.memory.release()
 
 
 class AbortRecords:
@@ -295,6 +313,15 @@ class Fence:
         self._lock.acquire()
 
 
+def make_window_fence() -> Callable[[], object]:
+    """Return a barrier between the bytes in a window and the word that announces them.
+
+    On x86 there is nothing to do: another processor sees stores in their order, and neither loads
+    nor stores pass an older load.
+    """
+    return int if os.uname().machine in ("x86_64", "i686") else Fence()
+
+
 def open_window(directory: PrivateDirectory, claims: Claims, name: str, count: int) -> Window:
     """Map the window of a board with `count` members, the file `name` of `directory`.
 
@@ -319,7 +346,7 @@ def open_window(directory: PrivateDirectory, claims: Claims, name: str, count: i
             raise ConfigurationError(
                 f"{directory.path / name} has been cut off; end what is left of the run"
             )
-        return Window(memoryview(mmap.mmap(fd, int(agreed))), Fence())
+        return Window(memoryview(mmap.mmap(fd, int(agreed))), make_window_fence())
     finally:
         os.close(fd)
 

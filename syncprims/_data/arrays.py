@@ -143,15 +143,28 @@ class Spec(NamedTuple):
         return math.prod(self.shape) * int(self.loaded_dtype.itemsize)
 
 
-def spec_of(obj: Any) -> Spec | None:
-    """Return what `obj` is, or None unless it is a plain array or a dense tensor."""
+def library_of(obj: Any) -> str | None:
+    """Return the library whose plain array `obj` is: ``"numpy"`` or ``"torch"``; None if none is.
+
+    An instance of a subclass is not plain.
+    """
     numpy = sys.modules.get("numpy")  # if it is not loaded, `obj` is no array
     if numpy is not None and type(obj) is numpy.ndarray:
+        return "numpy"
+    torch = sys.modules.get("torch")
+    return "torch" if torch is not None and type(obj) is torch.Tensor else None
+
+
+def spec_of(obj: Any) -> Spec | None:
+    """Return what `obj` is, or None unless it is a plain array or a dense tensor."""
+    library = library_of(obj)
+    if library == "numpy":
+        numpy: Any = sys.modules["numpy"]
         if obj.dtype.hasobject or numpy.dtype(obj.dtype.str) != obj.dtype:
             return None  # objects, records, and dtypes of other libraries
         return Spec("numpy", obj.dtype.str, obj.shape)
-    torch = sys.modules.get("torch")
-    if torch is not None and type(obj) is torch.Tensor:
+    if library == "torch":
+        torch: Any = sys.modules["torch"]
         if obj.layout is not torch.strided or obj.is_quantized or obj.device.type == "meta":
             return None
         dtype, shape = str(obj.dtype)[6:], tuple(obj.shape)
@@ -177,6 +190,8 @@ def flat(obj: Any) -> Any:
     import numpy
 
     if is_array(obj):
+        if obj.ndim == 1 and obj.flags.c_contiguous:
+            return obj
         return numpy.ascontiguousarray(obj).reshape(-1)
     plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     kind = str(plain.dtype)[6:]

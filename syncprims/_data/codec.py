@@ -25,7 +25,7 @@ _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 _MOST_REPEATS = 10_000
 _PICKLES = b"K"  # the first byte of an encoding with a pickle in it
 _OUT_OF_BAND = b"A"  # the tag of an array that travels by itself
-_LARGE = 1536  # bytes from which on an array may travel so: about what a small note holds
+LARGE = 1536  #: bytes from which on an array may travel so: about what a small note holds
 
 _CONTAINERS: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z", dict: b"d"}
 _PATHS = {"PosixPath": b"p", "PurePosixPath": b"q"}
@@ -56,6 +56,11 @@ def encode(
     except _Refused as refused:
         raise _explain(obj, refused.__cause__) from refused.__cause__
     return _PICKLES + data if encoder.pickles else data
+
+
+def encode_spec(spec: Spec) -> bytes:
+    """Return what :func:`encode` writes for an array of this spec that travels out of band."""
+    return _sized(_OUT_OF_BAND, spec.encode())
 
 
 def is_one_array(data: bytes) -> bool:
@@ -174,9 +179,9 @@ class _Encoder:
             self.pickles = True
 
     def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
-        if self._out_of_band is not None and obj.nbytes >= _LARGE:
+        if self._out_of_band is not None and obj.nbytes >= LARGE:
             self._out_of_band.append(obj)
-            out.append(_sized(_OUT_OF_BAND, spec.encode()))
+            out.append(encode_spec(spec))
         else:
             out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(on_host(obj))).tobytes()))
 

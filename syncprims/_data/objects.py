@@ -11,6 +11,7 @@ from syncprims.interface import Note
 from . import codec, reduction
 from .arrays import Spec, fits, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
+from .plane import DataPlane
 from .transport import Operand, Transport
 from .transport_choice import find_transport
 
@@ -209,38 +210,92 @@ def broadcast(
 ) -> Any:
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src != rounds.rank:
-        return RoundSequence.run(rounds, note, timeout, lambda s: _receive(s, src, out))
+
+        def receive(notes: Sequence[Note]) -> Any:
+            sent = notes[rounds.members.index(src)]
+            if sent.label.data:
+                return _read_slot(rounds, sent, out)
+            return _receive(RoundSequence(rounds, note, timeout), sent, src, out)
+
+        return rounds.meet(note, timeout, receive)
     try:
-        package = _pack(rounds, note.label, obj)
+        slot = _slot_for(rounds, note, obj)
+        package = _pack(rounds, note.label, obj) if slot is None else None
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
+    if package is None:
+        assert slot is not None
+        header, write = slot
+        return rounds.meet(header, timeout, lambda _: copy_into(rounds, out, obj), write)
+    payload, _, transport = package
+    large = _is_large(rounds, payload)
+    posted = LargeHeader(len(payload), bool(package.arrays)).encode() if large else payload
 
-    def send(sequence: RoundSequence) -> Any:
-        _send(sequence, package)
+    def send(_: Sequence[Note]) -> Any:
+        _send(RoundSequence(rounds, note, timeout), package)
         return copy_into(rounds, out, obj)
 
-    return RoundSequence.run(rounds, note, timeout, send)
+    return rounds.meet(Note(note.label, transport is not None, posted), timeout, send)
+
+
+def _slot_for(
+    rounds: Rounds, note: Note, obj: Any
+) -> tuple[Note, Callable[[], None] | None] | None:
+    """Return the note for an object that takes one round, and what writes it; None for others."""
+    plane = DataPlane.of(rounds)
+    layout = plane.layout_of(obj)
+    packed = None if layout is None else layout.pack(obj)
+    if layout is None or packed is None:
+        return None
+    window = plane.place(layout)
+    about = plane.note_about(layout, note)
+    if window is None:
+        return about._replace(payload=layout.to_bytes(packed)), None
+    if not plane.reaches_all(layout):
+        return None
+    memory, fence = window
+    board = rounds.board
+
+    def write() -> None:
+        layout.write(memory, layout.half * (board.posted + 1 & 1), 0, packed)
+        fence()
+
+    return about, write
+
+
+def _read_slot(rounds: Rounds, sent: Note, out: Any) -> Any:
+    plane = DataPlane.of(rounds)
+    layout = plane.described(sent.label.data)
+    place = out if out is not None and layout.fits(out) else None
+    window = plane.place(layout)
+    if window is None:
+        value = layout.read(bytearray(sent.payload), 0, 0, place)
+    else:
+        window.fence()
+        at = layout.half * (rounds.board.collected & 1)
+        value = layout.read(window.memory, at, 0, place)
+        window.fence()  # read before this rank says so
+    if value is out:
+        mark_written(out)
+    return copy_into(rounds, out, value)
 
 
 def _send(sequence: RoundSequence, package: _Package) -> None:
+    """Send what follows the first note."""
     payload, arrays, transport = package
-    label = sequence.note.label
-    large = _is_large(sequence.rounds, payload)
-    posted = LargeHeader(len(payload), bool(arrays)).encode() if large else payload
-    sequence.meet(Note(label, transport is not None, posted))
-    if transport is not None and large:
+    if transport is not None and _is_large(sequence.rounds, payload):
         _broadcast_large(sequence, transport, sequence.index, len(payload), payload)
     if transport is not None and arrays:
         transport.broadcast(sequence, arrays, sequence.index)
+        DataPlane.of(sequence.rounds).window_is_shared = True
     elif holds_pickle(payload):
         sequence.meet()  # have all been able to make the object?
 
 
-def _receive(sequence: RoundSequence, src: int, out: Any) -> Any:
+def _receive(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any:
     rounds, label = sequence.rounds, sequence.note.label
     index = rounds.members.index(src)
-    sent = sequence.meet()[index]
     payload, arrays_follow = sent.payload, sent.flag
     transport: Transport | None = None
     if sent.flag:  # more follows
@@ -262,6 +317,7 @@ def _receive(sequence: RoundSequence, src: int, out: Any) -> Any:
     if transport is not None and arrays_follow:
         value = sequence.attempt(decode)
         transport.broadcast(sequence, arrays, index)
+        DataPlane.of(rounds).window_is_shared = True
     elif holds_pickle(payload):
         value = sequence.agree(decode)
     else:
@@ -278,24 +334,88 @@ def all_reduce(
     rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
 ) -> Any:
     """Return the reduction over all members, an array in `out` where that fits."""
+    plane: DataPlane = rounds.data or DataPlane.of(rounds)
     try:
-        reduction.check_value(value, op)
-        value = reduction.detached(value)
-        package = _pack(rounds, note.label, value)
+        if getattr(value, "requires_grad", False):
+            value = value.detach()
+        layout = plane.layout_of(value)
+        packed = None if layout is None else layout.pack(value)
+        if layout is None or packed is None:
+            reduction.check_value(value, op)
+            value = reduction.detached(value)
+            package = _pack(rounds, note.label, value)
+        else:
+            place = layout.place_for(op, out)
+            window = plane.place(layout)
+            header = plane.note_about(layout, note)
+            if window is None:
+                header = header._replace(payload=layout.to_bytes(packed))
+            elif place is out and not layout.one_round and not may_fill(out, value):
+                place = layout.place_for(op, None)
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
-    return RoundSequence.run(
-        rounds, note, timeout, lambda sequence: _all_reduce(sequence, package, value, op, out)
-    )
+    if layout is None or packed is None:
+        # The flag says that a round follows, in which all learn if one member cannot go on.
+        more = bool(package.arrays) or holds_pickle(package.payload)
+
+        def read_any(notes: Sequence[Note]) -> Any:
+            return _reduce_any(RoundSequence(rounds, note, timeout), notes, package, value, op, out)
+
+        return rounds.meet(Note(note.label, more, package.payload), timeout, read_any)
+    board, slots = rounds.board, layout
+
+    def write() -> None:
+        if window is not None and slots.one_round:
+            half = slots.half * (board.posted + 1 & 1)
+            slots.write(window.memory, half, plane.index, packed)
+            window.fence()
+
+    def read(notes: Sequence[Note]) -> Any:
+        for other in notes:
+            if other is not header and other.label.data != slots.data:
+                sequence = RoundSequence(rounds, note, timeout)
+                return _reduce_any(sequence, notes, None, value, op, out)
+        if window is None:
+            payloads = bytearray().join([note.payload for note in notes])
+            result = slots.reduce(payloads, 0, op, place)
+        elif slots.one_round:
+            window.fence()
+            half = slots.half * (board.collected & 1)
+            result = slots.reduce(window.memory, half, op, place)
+            window.fence()  # read before this rank says so
+        else:
+            sequence, result = RoundSequence(rounds, note, timeout), place
+            _needed_transport(rounds).reduce(sequence, [Operand(value, place)], op)
+        if out is None:
+            return result
+        if result is out:
+            mark_written(out)
+        return copy_into(rounds, out, result)
+
+    return rounds.meet(header, timeout, read, write)
 
 
-def _all_reduce(sequence: RoundSequence, package: _Package, value: Any, op: str, out: Any) -> Any:
-    payload, arrays, transport = package
+def _reduce_any(
+    sequence: RoundSequence,
+    notes: Sequence[Note],
+    package: _Package | None,
+    value: Any,
+    op: str,
+    out: Any,
+) -> Any:
+    """Return the reduction of values that may differ in kind, or raise how they differ."""
     rounds, label = sequence.rounds, sequence.note.label
-    # The flag says that a round follows, in which all learn if one member cannot go on.
-    notes = sequence.meet(Note(label, bool(arrays) or holds_pickle(payload), payload))
-    payloads = [note.payload for note in notes]
+    more = any(note.flag for note in notes)
+    if package is None:
+
+        def pack() -> _Package:
+            return _pack(rounds, label, value)
+
+        package = sequence.attempt(pack) if more else pack()
+    payload, arrays, transport = package
+    plane, number = DataPlane.of(rounds), rounds.board.collected
+    payloads = [plane.encoding_in(number, note, i) for i, note in enumerate(notes)]
     operands: list[Operand] = []
 
     def add_operand(mine: Any) -> Any:
@@ -308,8 +428,6 @@ def _all_reduce(sequence: RoundSequence, package: _Package, value: Any, op: str,
         return operands[-1].result
 
     def combine() -> Any:
-        if arrays and arrays[0] is value and len(set(payloads)) == 1:
-            return add_operand(value)  # one array, alike on all: there is nothing to compare
         # Equal bytes are decoded once.
         known: dict[bytes, Any] = {} if arrays else {payload: value}
         for rank, other in zip(rounds.members, payloads, strict=True):
@@ -322,7 +440,7 @@ def _all_reduce(sequence: RoundSequence, package: _Package, value: Any, op: str,
             lambda placeholders: add_operand(arrays[placeholders[sequence.index].number]),
         )
 
-    if not any(note.flag for note in notes):
+    if not more:
         result = combine()
     elif not arrays:
         result = sequence.agree(combine)

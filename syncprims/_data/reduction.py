@@ -157,14 +157,14 @@ def reduce(
     if is_tensor(first) or is_array(first):
         result = empty_result(first, op)
         combine(values, op, result)
-        _set_nans(result)
+        set_nans(result)
         return result
     return _reduce_numbers(values, op)
 
 
-def _set_nans(result: Any) -> None:
+def set_nans(result: Any) -> None:
     """Give all NaNs the same bits: which sign and payload a new one has, the processor decides."""
-    items = flat(result)
+    items = result if is_array(result) else flat(result)
     if is_tensor(items):  # numpy does not know the dtype
         import torch
 
@@ -172,10 +172,10 @@ def _set_nans(result: Any) -> None:
         octets = items.view(torch.uint8).view(-1, items.itemsize)
         octets[wide != wide] = one.view(torch.uint8)
     elif items.dtype.kind in "fc":
-        real = items.view(items.real.dtype)
-        wrong = real != real
-        if wrong.any():
-            real[wrong] = math.nan
+        wrong = items != items
+        if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
+            for part in (items.real, items.imag) if items.dtype.kind == "c" else (items,):
+                part[part != part] = math.nan
 
 
 def _like_sequence(first: Any, parts: list[Any]) -> Any:
@@ -209,10 +209,14 @@ def _describe(value: Any) -> str:
 def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
     if all(is_scalar(value) and value.dtype == values[0].dtype for value in values):
         return _reduce_scalars(values, op)
-    numbers = [value.item() if is_scalar(value) else value for value in values]
+    return reduce_numbers([value.item() if is_scalar(value) else value for value in values], op)
+
+
+def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
+    """Return the reduction of Python's numbers, one per rank."""
     if op in ("min", "max"):
         nan = next((number for number in numbers if number != number), None)
-        pick: Callable[[list[Any]], Any] = min if op == "min" else max
+        pick: Callable[[Sequence[Any]], Any] = min if op == "min" else max
         return pick(numbers) if nan is None else nan  # as numpy and torch: NaN wins
     if op == "prod":
         has_complex = any(isinstance(number, complex) for number in numbers)
@@ -220,7 +224,7 @@ def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
     else:
         total = sum(numbers)
         if op == "mean":
-            total = total / len(numbers)
+            total /= len(numbers)
     if total == total:
         return total
     if isinstance(total, complex):
@@ -244,16 +248,17 @@ def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
     arrays = [numpy.asarray(value) for value in values]
     result = empty_result(arrays[0], op)
     combine(arrays, op, result)
-    _set_nans(result)
+    set_nans(result)
     return result[()]
 
 
 def empty_result(value: Any, op: str) -> Any:
     """Return an array like `value` for the result of `op`, its contents not set."""
-    return empty_array(value, value.shape, _result_dtype(value, op))
+    return empty_array(value, value.shape, result_dtype(value, op))
 
 
-def _result_dtype(value: Any, op: str) -> Any:
+def result_dtype(value: Any, op: str) -> Any:
+    """Return the dtype of the reduction of arrays like `value`."""
     library: Any = sys.modules["numpy" if is_array(value) else "torch"]
     if is_array(value):
         is_whole, is_bool = value.dtype.kind in "biu", value.dtype.kind == "b"
@@ -271,7 +276,7 @@ def fits_result(out: Any, value: Any, op: str) -> bool:
     """Return whether the result of `op` on arrays like `value` can be written into `out`."""
     if spec_of(out) is None or is_array(out) != is_array(value) or not is_fillable(out):
         return False
-    return bool(out.dtype == _result_dtype(value, op) and out.shape == value.shape)
+    return bool(out.dtype == result_dtype(value, op) and out.shape == value.shape)
 
 
 def detached(value: Any) -> Any:
@@ -298,27 +303,35 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
         else:
             combine(flattened, op, flat(out))
         return
-    import numpy
-
-    function = getattr(numpy, _FUNCTIONS.get(op, "add"))
-    if function is numpy.multiply and out.dtype.kind == "c":
-        function = _multiply_arrays
-    total = out if out.dtype.str[1:] != "f2" else numpy.empty(out.shape, "f4")
+    numpy = sys.modules["numpy"]
+    if out.dtype.kind not in "fc":
+        _combine_arrays(numpy, parts, op, out)
+        return
     with numpy.errstate(all="ignore"):  # as everywhere, an overflow is an infinity
-        rest = list(parts)
-        if len(rest) > 1 and rest[0].dtype == total.dtype:
-            function(rest[0], rest[1], out=total)
-            del rest[:2]
-        else:
-            total[...] = rest.pop(0)
-        for part in rest:
-            function(total, part, out=total, casting="unsafe")
-        if op == "mean" and total.dtype.kind in "iu":
-            total //= len(parts)
-        elif op == "mean":
-            total /= len(parts)
-        if total is not out:
+        if out.dtype.itemsize == 2:
+            total = numpy.empty(out.shape, "f4")
+            _combine_arrays(numpy, parts, op, total)
             out[...] = total
+        else:
+            _combine_arrays(numpy, parts, op, out)
+
+
+def _combine_arrays(numpy: Any, parts: Sequence[Any], op: str, total: Any) -> None:
+    function = getattr(numpy, _FUNCTIONS.get(op, "add"))
+    if function is numpy.multiply and total.dtype.kind == "c":
+        function = _multiply_arrays
+    if len(parts) > 1 and parts[0].dtype == total.dtype:
+        function(parts[0], parts[1], out=total)
+        rest = parts[2:]
+    else:
+        total[...] = parts[0]
+        rest = parts[1:]
+    for part in rest:
+        function(total, part, out=total, casting="unsafe")
+    if op == "mean" and total.dtype.kind in "iu":
+        total //= len(parts)
+    elif op == "mean":
+        total /= len(parts)
 
 
 def _multiply_arrays(a: Any, b: Any, *, out: Any, casting: str = "") -> None:

@@ -20,53 +20,46 @@ if TYPE_CHECKING:
     from syncprims._protocol.rounds import RoundSequence
     from syncprims.interface import Window
 
-_SLOTS = 4  # of a broadcast, so that its source may be some pieces ahead
-#: Of a reduction. A rank that has posted round k has read the results of piece k - 2, and may still
-#: be reading those of k - 1: so piece k + 1 goes where k - 2 was.
-_BUFFERS = 3
-_SMALL_PIECE = 256 << 10
 _LINE = 64  # bytes, of a processor's cache
+#: Bytes of a piece: the others read it while the next one is written.
+_LEAST_PIECE, _MOST_PIECE = 512 << 10, 2 << 20
 
 
 class SharedMemoryTransport(Transport):
-    """Carries arrays of the hosts' memory through a window."""
+    """Carries arrays of the hosts' memory through a window.
+
+    What is posted with round k is in half k % 2. A rank writes there when it has collected round
+    k - 1: so all have posted that, and have read what came with round k - 2.
+    """
 
     def __init__(self, window: Window) -> None:
         self._window = window
-        self._slot_size = len(window.memory) // _SLOTS // _LINE * _LINE
+        self._half = len(window.memory) // 2 // _LINE * _LINE
 
     def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
-        if src == sequence.index:
-            self._send(sequence, arrays)
-            return
         memory, fence = self._window
-        for begin, piece in self._byte_pieces(arrays):
-            sequence.meet()  # the piece is there, and all have read the one before
-            fence()
-            piece[:] = memory[begin : begin + len(piece)]
-            fence()  # read before this rank says so
+        board = sequence.rounds.board
+        for piece in self._byte_pieces(arrays):
+            if src == sequence.index:
+                sequence.collect_until(board.posted)
+                begin = self._half * (board.posted + 1 & 1)
+                memory[begin : begin + len(piece)] = piece
+                fence()
+                sequence.post()
+            else:
+                sequence.meet()  # the piece is there
+                fence()
+                begin = self._half * (board.collected & 1)
+                piece[:] = memory[begin : begin + len(piece)]
+                fence()  # read before this rank says so
+        sequence.collect_until(board.posted)
 
-    def _send(self, sequence: RoundSequence, arrays: Sequence[Any]) -> None:
-        memory, fence = self._window
-        first = sequence.rounds.board.posted + 1  # the round of piece 0
-        for number, (begin, piece) in enumerate(self._byte_pieces(arrays)):
-            # A part of the window is free when all have left the round of the piece in it.
-            # In the first round, others may say that they cannot receive: that comes before more.
-            sequence.collect_until(first if number == 1 else first + number - _SLOTS + 1)
-            memory[begin : begin + len(piece)] = piece
-            fence()
-            sequence.post()
-        sequence.collect_until(sequence.rounds.board.posted)
-
-    def _byte_pieces(self, arrays: Sequence[Any]) -> Iterator[tuple[int, memoryview]]:
-        """Yield each piece, and where it is in the window."""
-        number = 0
+    def _byte_pieces(self, arrays: Sequence[Any]) -> Iterator[memoryview]:
         for array in [raw(flat(array)) for array in arrays]:
-            most = _piece_size(len(array), self._slot_size)
+            most = _piece_size(len(array), self._half)
             for at in range(0, len(array), most):
-                yield number % _SLOTS * self._slot_size, array[at : at + most]
-                number += 1
+                yield array[at : at + most]
 
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
@@ -74,51 +67,49 @@ class SharedMemoryTransport(Transport):
         In the round of piece k, members say that their part of it is there, and that they have
         reduced their part of piece k - 1.
         """
-        fence = self._window.fence
+        fence, board = self._window.fence, sequence.rounds.board
+        sequence.collect_until(board.posted)
         before: _Piece | None = None
         for piece in (*self._item_pieces(operands, sequence), None):
-            if piece is not None:
-                piece.write_mine()
+            begin = self._half * (board.posted + 1 & 1)
             if before is not None:
-                before.reduce_part(op)
+                before.reduce_part(op, self._half * (board.posted & 1), begin)
+            if piece is not None:
+                piece.write_mine(begin)
             fence()
             sequence.meet()
             fence()
             if before is not None:
-                before.read_others()
+                before.read_others(begin)
             before = piece
-        fence()
+        fence()  # read before this rank says so
 
     def _item_pieces(
         self, operands: Sequence[Operand], sequence: RoundSequence
     ) -> Iterator[_Piece]:
-        """Yield the pieces of all operands; all parts of one fit into a buffer."""
+        """Yield the pieces of all operands."""
         memory, members = self._window.memory, len(sequence.rounds.members)
-        space = len(memory) // _BUFFERS - (members + 1) * _LINE
-        number = 0
+        results = self._half // (members + 1) // _LINE * _LINE  # bytes, at the end of a half
+        slot = (self._half - results) // members // _LINE * _LINE
         for operand in operands:
             mine, result = flat(operand.mine), flat(operand.result)
-            most = space // (members * mine.itemsize + result.itemsize)
-            for begin in range(0, len(mine), most):
-                part = Operand(mine[begin : begin + most], result[begin : begin + most])
-                yield _Piece(memory, members, sequence.index, number % _BUFFERS, part)
-                number += 1
+            most = min(slot // mine.itemsize, results // result.itemsize)
+            for at in range(0, len(mine), most):
+                part = Operand(mine[at : at + most], result[at : at + most])
+                yield _Piece(memory, members, sequence.index, self._half - results, part)
 
     def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
-        """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time.
-
-        Pieces use the halves of the window in turn: a rank that has posted round k has read the
-        piece of round k - 1, so the piece of round k + 1 goes where that was.
-        """
+        """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time."""
         memory, fence = self._window
         me, members = sequence.index, len(rooms)
         data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
-        half = len(memory) // 2
-        slot = _piece_size(len(data), half // members)
+        slot = _piece_size(len(data), self._half // members)
+        board = sequence.rounds.board
+        sequence.collect_until(board.posted)
         if (own := targets[me]) is not None:
             own[:] = data
-        for number, begin in enumerate(range(0, len(data), slot)):
-            base = number % 2 * half
+        for begin in range(0, len(data), slot):
+            base = self._half * (board.posted + 1 & 1)
             piece = data[begin : begin + slot]
             memory[base + me * slot : base + me * slot + len(piece)] = piece
             fence()
@@ -147,10 +138,11 @@ class SharedMemoryTransport(Transport):
             if members > 1
             else 0
         )
-        half = len(memory) // 2
-        slot = _piece_size(longest, half // members**2)
-        for number, begin in enumerate(range(0, longest, slot)):
-            base = number % 2 * half
+        slot = _piece_size(longest, self._half // members**2)
+        board = sequence.rounds.board
+        sequence.collect_until(board.posted)
+        for begin in range(0, longest, slot):
+            base = self._half * (board.posted + 1 & 1)
             for member, part in enumerate(mine):
                 if member != me and (piece := part[begin : begin + slot]):
                     at = base + (me * members + member) * slot
@@ -169,16 +161,16 @@ class _Piece:
     """Some items of one array, and where they are in the window."""
 
     def __init__(
-        self, memory: memoryview, members: int, index: int, buffer: int, operand: Operand
+        self, memory: memoryview, members: int, index: int, results_at: int, operand: Operand
     ) -> None:
+        """`results_at` is where in a half the results of a piece begin."""
         self._memory = memory
         self._index = index
         self._mine, self._result = operand
         self._items = items = len(self._mine)
-        at = buffer * (len(memory) // _BUFFERS)
         stride = _up(items * self._mine.itemsize)
-        self._inputs_at = [at + member * stride for member in range(members)]
-        self._result_at = at + members * stride
+        self._inputs_at = [member * stride for member in range(members)]
+        self._results_at = results_at
         part = _up(-(-items // members))  # in items: so no two members write one cache line
         self._part = slice(min(index * part, items), min((index + 1) * part, items))
 
@@ -188,23 +180,29 @@ class _Piece:
         parts = slice(0, own.start * size), slice(own.stop * size, self._items * size)
         return [part for part in parts if part.start < part.stop]
 
-    def write_mine(self) -> None:
-        """Write this rank's items, except for those of its own part: no other rank needs them."""
-        size, at = self._mine.itemsize, self._inputs_at[self._index]
+    def write_mine(self, half: int) -> None:
+        """Write this rank's items, except for those of its own part: no other rank needs them.
+
+        `half` is where the half of the window begins.
+        """
+        size, at = self._mine.itemsize, half + self._inputs_at[self._index]
         mine, shared = raw(self._mine), self._memory[at : at + self._items * size]
         for part in self._others(size):
             shared[part] = mine[part]
 
-    def reduce_part(self, op: str) -> None:
-        """Write the reduction of this rank's part, for itself and for the others."""
+    def reduce_part(self, op: str, half: int, results: int) -> None:
+        """Write the reduction of this rank's part, for itself and for the others.
+
+        The items are in the half that begins at `half`, the results go to that at `results`.
+        """
         part = self._part
         if part.start == part.stop:
             return
         inputs = [
-            self._mine[part] if member == self._index else self._view(at, like=self._mine)
+            self._mine[part] if member == self._index else self._view(half + at, like=self._mine)
             for member, at in enumerate(self._inputs_at)
         ]
-        result = self._view(self._result_at, like=self._result)
+        result = self._view(results + self._results_at, like=self._result)
         combine(inputs, op, result)
         raw(self._result[part])[:] = raw(result)
 
@@ -219,9 +217,9 @@ class _Piece:
 
         return torch.frombuffer(self._memory, dtype=like.dtype, count=count, offset=begin)
 
-    def read_others(self) -> None:
-        """Read what the others have reduced."""
-        size, at = self._result.itemsize, self._result_at
+    def read_others(self, half: int) -> None:
+        """Read what the others have reduced, in the half that begins at `half`."""
+        size, at = self._result.itemsize, half + self._results_at
         result, shared = raw(self._result), self._memory[at : at + self._items * size]
         for part in self._others(size):
             result[part] = shared[part]
@@ -232,7 +230,7 @@ def _piece_size(size: int, most: int) -> int:
 
     Smaller where the array is small, so that the others read one piece while the next is written.
     """
-    return min(most // _LINE * _LINE, max(_SMALL_PIECE, _up(size // _SLOTS)))
+    return min(most // _LINE * _LINE, _MOST_PIECE, max(_LEAST_PIECE, _up(size // 4)))
 
 
 def _up(size: int) -> int:

@@ -97,23 +97,38 @@ class Rounds:
         self._before = 0  # rounds posted to before the call under way
         #: An exception with which the call under way may end: this rank stays in step with all.
         self.in_step: BaseException | None = None
+        #: What the data plane has prepared for this board.
+        self.data: Any = None
         deadlocks.add(board)
+
+    def close(self, why: Callable[[], SyncError]) -> None:
+        """Make every later call raise ``why()``, and release what was prepared."""
+        self.closed = why
+        self.data = None
 
     # -- what the primitives use ------------------------------------------------------------
 
     @overload
     def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]: ...
     @overload
-    def meet(self, note: Note, timeout: float | None, read: Callable[[Sequence[Note]], T]) -> T: ...
+    def meet(
+        self,
+        note: Note,
+        timeout: float | None,
+        read: Callable[[Sequence[Note]], T],
+        write: Callable[[], object] | None = None,
+    ) -> T: ...
     def meet(
         self,
         note: Note,
         timeout: float | None = None,
         read: Callable[[Sequence[Note]], Any] | None = None,
+        write: Callable[[], object] | None = None,
     ) -> Any:
         """Return the notes of the round that `note` is posted to, once all members have posted.
 
         With `read`, return ``read(notes)``, which belongs to the call as in :meth:`atomic_call`.
+        With `write`, call it first, once this rank has collected all older rounds.
 
         :raises PeerFailed: if another member's note says that it failed; the group stays whole.
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: if the group breaks, or was
@@ -131,6 +146,10 @@ class Rounds:
             self.in_step = None
             if before != collected:
                 self.make_room(timeout)
+            if write is not None:
+                while board.collected < before:
+                    self.collect(timeout)
+                write()
             try:
                 board.post(note)
             except OSError as error:

@@ -54,12 +54,19 @@ class TracedRounds(Rounds):
     @overload
     def meet(self, note: Note, timeout: float | None = None) -> Sequence[Note]: ...
     @overload
-    def meet(self, note: Note, timeout: float | None, read: Callable[[Sequence[Note]], T]) -> T: ...
+    def meet(
+        self,
+        note: Note,
+        timeout: float | None,
+        read: Callable[[Sequence[Note]], T],
+        write: Callable[[], object] | None = None,
+    ) -> T: ...
     def meet(
         self,
         note: Note,
         timeout: float | None = None,
         read: Callable[[Sequence[Note]], Any] | None = None,
+        write: Callable[[], object] | None = None,
     ) -> Any:
         """Return the notes of the round that `note` is posted to, or what `read` makes of them.
 
@@ -77,7 +84,7 @@ class TracedRounds(Rounds):
             return notes if read is None else read(notes)
 
         try:
-            return Rounds.meet(self, note, timeout, record)
+            return Rounds.meet(self, note, timeout, record, write)
         finally:
             self._meeting = None
 

@@ -258,7 +258,7 @@ def close_group(group: Group, why: Callable[[], SyncError]) -> None:
     group._alone = group._silent = False
     group._skip_barrier = None
     if group._member is not None:
-        group._member.closed = why
+        group._member.close(why)
 
 
 class SharedResult(NamedTuple):

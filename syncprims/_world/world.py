@@ -357,7 +357,7 @@ def close_world(world: World, why: Callable[[], SyncError]) -> None:
     for group in world._groups.values():
         close_group(group, why)
     for rounds in world._named:
-        rounds.closed = why
+        rounds.close(why)
 
 
 def leave_world(world: World, error: BaseException | None) -> None:

@@ -62,7 +62,7 @@ def missing(name: str) -> BackendUnavailable:
     """Return the error of a torch that lacks what this package needs."""
     return BackendUnavailable(
         f"torch {torch.__version__} has no {name}, which the c10d backend {NAME!r} needs: use a "
-        f"version that docs/reference/c10d.md names. The rest of syncprims works"
+        f"version that docs/concepts/c10d.md names. The rest of syncprims works"
     )
 
 

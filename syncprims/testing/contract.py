@@ -109,7 +109,7 @@ class BackendContract:
         """Labels, flags, payloads and failures arrive as they were posted."""
         board, rank = _board(), sp.get_rank()
         mine = Note(
-            Label("kind", f"näme {rank}", rank, "op", f"file.py:{rank}"),
+            Label("kind", f"näme {rank}", rank, "op", f"file.py:{rank}", b"\0=%d" % rank),
             rank % 2 == 0,
             b"\0" * rank,
             b"failed" if rank == 1 else b"",
@@ -120,6 +120,7 @@ class BackendContract:
         for member, found in enumerate(notes):
             assert found.label == Label("kind", f"näme {member}", member, "op")
             assert found.label.site == f"file.py:{member}"
+            assert found.label.data == b"\0=%d" % member
             assert found.flag == (member % 2 == 0)
             assert found.payload == b"\0" * member
             assert found.failure == (b"failed" if member == 1 else b"")
@@ -275,6 +276,27 @@ class BackendContract:
         sp.barrier()
         window.fence()
         assert list(window.memory[: len(sizes)]) == [r + 1 for r in range(len(sizes))]
+        sp.barrier()
+
+    @_on_every_rank
+    def test_small_windows_are_shared(self) -> None:
+        """If there is a small window, all have it from the start, with room for two rounds."""
+        window = _board().small_window
+        sizes = sp.all_gather(0 if window is None else len(window.memory))
+        assert len(set(sizes)) == 1
+        if window is None:
+            return
+        members, rank = len(sizes), sp.get_rank()
+        assert sizes[0] % (2 * members) == 0
+        assert sizes[0] >= 2 * members * 64
+        last = (rank + 1) * (sizes[0] // members) - 1
+        sp.barrier()
+        window.memory[last] = rank + 1
+        window.fence()
+        sp.barrier()
+        window.fence()
+        lasts = range(sizes[0] // members - 1, sizes[0], sizes[0] // members)
+        assert [window.memory[at] for at in lasts] == [r + 1 for r in range(members)]
         sp.barrier()
 
     # -- aborts -----------------------------------------------------------------------------------

@@ -51,6 +51,9 @@ def run_world(
         "forkserver" or "spawn" (both need `fn` at the top level of a file).
     :param nodes: how many machines the ranks of a world of threads seem to be on, equally many on
         each.
+    :param torch: ``torch.distributed`` is served in `fn`: ``init_process_group`` opens a group of
+        this world, whatever backend it names. In threads, each rank then has its own ``os.environ``
+        and random states.
     :param timeout: seconds of real time after which a world that still runs is given up.
     :raises DeadlockError: if ranks wait for notes that can never come.
     :raises UnequalRounds: if all ended without an error, but with different numbers of calls.
@@ -59,6 +62,7 @@ def run_world(
     :raises FaultMissed: if a fault never struck, though nothing ended the world early.
     :raises TypeError: if `fn` is no function, or an async one, which would not run.
     :raises ValueError: if there is no such kind of world, or a fault's rank is not in it.
+    :raises BackendUnavailable: with `torch`, if that is not installed.
     """
     __tracebackhide__ = True
     chosen = choose_seed(seed)

@@ -35,7 +35,9 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
         raise TypeError("gather() takes no nested tensors; convert them by to_padded_tensor()")
     mine = [(path, one.detach().reshape(one.shape or (1,))) for path, one in named_leaves(tensor)]
     kinds = [(path, str(one.dtype), list(one.shape[1:])) for path, one in mine]
-    rows = syncprims.all_gather((kinds, [one.cpu() for _, one in mine]), name=name)
+    parts = [one.cpu() for _, one in mine]
+    sent = [(len(one), one if one.nbytes <= _SMALL else None) for one in parts]
+    rows = syncprims.all_gather((kinds, sent), name=name)
     if any(kinds != rows[0][0] for kinds, _ in rows):
         lines = "\n".join(f"  rank {rank}: {kinds}" for rank, (kinds, _) in enumerate(rows))
         raise syncprims.RankMismatch(
@@ -43,8 +45,31 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
             f"{lines}\n"
             f"Pad them with pad_across_processes(), or gather objects."
         )
-    joined = iter([torch.cat([row[i] for _, row in rows]) for i in range(len(mine))])
+    columns = zip(parts, zip(*(sent for _, sent in rows), strict=True), strict=True)
+    joined = iter([_join(part, list(column), name) for part, column in columns])
     return map_tensors(lambda one: next(joined).to(one.device), tensor)
+
+
+#: Bytes of a tensor that travels together with its shape. A larger one is received in its place.
+_SMALL = 1 << 16
+
+
+def _join(
+    mine: torch.Tensor, rows: list[tuple[int, torch.Tensor | None]], name: str | None
+) -> torch.Tensor:
+    """Return all ranks' tensors in one; of those that have not come, only the length is known."""
+    if all(one is not None for _, one in rows):
+        return torch.cat([one for _, one in rows if one is not None])
+    joined = mine.new_empty((sum(length for length, _ in rows), *mine.shape[1:]))
+    places = torch.split(joined, [length for length, _ in rows])
+    places[syncprims.get_rank()].copy_(mine)
+    for rank, (place, (_, one)) in enumerate(zip(places, rows, strict=True)):
+        if one is not None:
+            place.copy_(one)
+        else:  # as bytes: there are dtypes that only torch knows
+            raw = place.view(-1).view(torch.uint8)
+            syncprims.broadcast(raw, rank, out=raw, name=name)
+    return joined
 
 
 def gather_for_metrics(

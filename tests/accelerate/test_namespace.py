@@ -61,6 +61,27 @@ def test_questions_about_what_is_installed() -> None:
     assert tuple(map(int, accelerate.__version__.split(".")[:2])) >= (1, 0)
 
 
+def test_questions_about_versions_and_models() -> None:
+    assert utils.is_torch_version(">=", "2.0")
+    assert utils.compare_versions("1.10", ">", "1.9")
+    assert utils.compare_versions("torch", "!=", "1.0")
+    assert not utils.is_peft_model(torch.nn.Linear(1, 1))
+    kind = type("PeftModel", (torch.nn.Module,), {"__module__": "peft.peft_model"})
+    assert utils.is_peft_model(torch.nn.DataParallel(kind()))
+
+
+@alone
+def test_whether_there_is_an_accelerator(world: Ranks) -> None:
+    def program() -> list[Any]:
+        before = accelerate.state.is_initialized()
+        job = Accelerator(cpu=True)
+        plugin = AcceleratorState().deepspeed_plugin
+        attributes = (job.device_placement, job.use_seedable_sampler, job.multi_device)
+        return [before, accelerate.state.is_initialized(), plugin, attributes]
+
+    assert world.run(program) == [[False, True, None, (True, False, False)]]
+
+
 @in_threads
 def test_loggers(world: Ranks) -> None:
     def program() -> str:
@@ -150,6 +171,7 @@ def test_the_state_of_the_window(world: Ranks) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             assert state.active_dataloader is loader
+            assert state.remainder == 0
             seen.append((state.sync_gradients, state.end_of_dataloader))
         assert not state.in_dataloader
         assert (state.num_steps, state.remainder) == (2, -1)

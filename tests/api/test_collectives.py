@@ -625,3 +625,30 @@ def test_arguments_of_other_types(world: Ranks) -> None:
         assert sp.group(np.arange(1)) is sp.group([0])  # type: ignore[arg-type]
 
     world.run(program)
+
+
+def test_no_call_leaves_a_trace_on_a_tensor(world: Ranks) -> None:
+    """A later `resize_` works: FSDP resizes the storage of tensors that have been reduced."""
+    torch = pytest.importorskip("torch")
+
+    def program() -> None:
+        torch.set_num_threads(1)
+        for size in (3, 70_000):
+            for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+                used = [torch.ones(size, dtype=dtype) for _ in range(8)]
+                out = [torch.empty(size, dtype=dtype) for _ in range(2)]
+                used += [
+                    sp.broadcast(used[0]),
+                    sp.broadcast(used[1], out=out[0]),
+                    sp.all_reduce(used[2]),
+                    sp.all_reduce(used[3], out=out[1]),
+                    sp.all_reduce({"a": [used[4]]}, "mean")["a"][0],
+                    *sp.all_gather(used[5]),
+                    sp.on_main(share=True)(lambda one=used[6]: one)(),
+                ]
+                sp.assert_same(used[7], "equal")
+                for tensor in (*used, *out):
+                    assert tensor.untyped_storage().resizable()
+                    tensor.resize_(2 * size)
+
+    world.run(program)

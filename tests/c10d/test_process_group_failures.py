@@ -140,12 +140,14 @@ def test_a_rank_that_ends_or_does_not_come(world: Ranks) -> None:
     assert result is None
 
     def comes_late() -> str | None:
+        text = None
         with process_group(timeout=seconds(0.3)):
             if sp.get_rank() == 0:
                 with pytest.raises(sp.SyncTimeout) as raised:
                     dist.barrier()
-                return str(raised.value)
-            return None
+                text = str(raised.value)
+            sp.barrier("until then, the other rank lives")
+        return text
 
     text = world.run(comes_late)[0]
     assert "barrier" in text

@@ -188,9 +188,9 @@ def test_arrays_of_mixed_sizes_keep_out_of_each_others_way(world: Ranks) -> None
         piece: Any = shared_memory._Piece  # pyright: ignore[reportPrivateUsage]
         read = piece.read_others
 
-        def read_slowly(self: Any) -> None:
+        def read_slowly(self: Any, half: int) -> None:
             time.sleep(0.002 if slow.random() < 0.3 else 0)  # the fault, not a wait
-            read(self)
+            read(self, half)
 
         piece.read_others = read_slowly
         for _ in range(12):
@@ -213,6 +213,20 @@ def test_payloads_of_one_checksum_are_not_one(world: Ranks) -> None:
         assert zlib.crc32(codec.encode(pair[0])) == zlib.crc32(codec.encode(pair[1]))
         assert sp.all_gather(mine) == sent
         assert sp.all_reduce(mine) == sum(sent)
+
+    world.run(program)
+
+
+@several()
+def test_labels_of_one_checksum_are_not_one(world: Ranks) -> None:
+    def program() -> None:
+        pair = ["cabCaa", ".L_.ia"]  # they differ by a multiple of the polynomial of CRC-32
+        assert zlib.crc32(pair[0].encode()) == zlib.crc32(pair[1].encode())
+        mine = {pair[sp.get_rank() % 2]: 1.0}
+        with pytest.raises(sp.RankMismatch):
+            sp.all_reduce(mine)
+        with pytest.raises(sp.CollectiveMismatch):
+            sp.barrier(pair[sp.get_rank() % 2])
 
     world.run(program)
 

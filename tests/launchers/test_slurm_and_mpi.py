@@ -121,7 +121,7 @@ WRITTEN: dict[str, tuple[str, dict[str, str], list[list[list[Any]]]]] = {
     "--exact": ("-N2 -n4", {"--ntasks=4": "--ntasks=2"}, [places("SLURM", 2)] * 2),
     "scontrol requeue": ("-N1 -n2 --open-mode=append", {}, [places("SLURM", 2)] * 2),
     "--map-by node": (
-        "-N2 -n4",
+        "-N2 --ntasks-per-node=2",
         {"mpirun -n 8": f"{shutil.which('mpirun', path='/usr/bin')} -n 4"},
         [places("Open MPI", 2, 2, ranks=[0, 2, 1, 3])],
     ),

@@ -146,6 +146,16 @@ def test_a_project_tests_its_own_ranks(tmp_path: Path) -> None:
     assert outcome(out) == (40, "")
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_a_project_tests_its_training_loops(tmp_path: Path) -> None:
+    options = ["-p", "no:cacheprovider", "--basetemp", tmp_path / "base"]
+    out = run("-m", "pytest", "-q", *options, folder=EXAMPLES / "tested_training")
+    missing = sum(find_spec(name) is None for name in ("accelerate", "lightning_fabric"))
+    passed, rest = outcome(out)
+    assert passed == 7 - 3 * missing
+    assert rest == (f", {3 * missing} skipped" if missing else "")
+
+
 @pytest.mark.skipif(find_spec("xdist") is None, reason="needs pytest-xdist")
 def test_workers_share_a_database_that_one_of_them_made(tmp_path: Path) -> None:
     options = ["-p", "no:cacheprovider", "--basetemp", tmp_path / "base", "-n", "2"]

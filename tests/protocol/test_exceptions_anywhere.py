@@ -64,7 +64,8 @@ def test_an_exception_anywhere_is_never_a_wrong_value(call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["barrier", "broadcast array", "all_gather pickle", "lagging check"]
+    "call",
+    ["barrier", "broadcast array", "all_gather pickle", "all_reduce array", "lagging check"],
 )
 def test_an_exception_anywhere_in_a_process_is_never_a_wrong_value(
     call: str, meeting_place: Path

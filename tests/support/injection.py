@@ -239,7 +239,21 @@ CALLS: dict[str, Call] = {
     "all_gather array": Call(
         lambda i: [_all_equal(x) for x in sp.all_gather(np.full(9_000, i))], lambda i: [[i]] * 2
     ),
+    "broadcast number": Call(lambda i: sp.broadcast(i, 1), lambda i: i),
     "all_reduce": Call(lambda i: sp.all_reduce(i + sp.get_rank()), lambda i: 2 * i + 1),
+    "all_reduce numbers": Call(
+        lambda i: sp.all_reduce({"a": i, "b": 0.5}), lambda i: {"a": 2 * i, "b": 1.0}
+    ),
+    "all_reduce unlike": Call(
+        lambda i: sp.all_reduce(i if sp.get_rank() else float(i)), lambda i: 2 * i
+    ),
+    "all_reduce array": Call(
+        lambda i: _all_equal(sp.all_reduce(np.full(9_000, i), out=np.zeros(9_000, int))),
+        lambda i: [2 * i],
+    ),
+    "all_reduce small array": Call(
+        lambda i: _all_equal(sp.all_reduce(np.full(9, i), out=np.zeros(9, int))), lambda i: [2 * i]
+    ),
     "all_reduce no result": Call(_too_large, lambda _: "no result"),
     "all_reduce arrays": Call(
         lambda i: _all_equal(sp.all_reduce({"a": np.full(9_000, i)})["a"]), lambda i: [2 * i]

@@ -38,8 +38,8 @@ last recorded. A count is a number of single trials: kills, schedules, flipped b
 - **Source.** `python -m pytest --record -m "not soak and not launchers"` (or `-m soak`) writes
   `docs/tested.json`, and `python -m support.recording --page` makes this page from it. `make
   launchers` does both for its own. A test compares both.
-- **Not tested yet.** Kubernetes, GPUs and NCCL, and networks of several machines. Several hosts are
-  network namespaces of one machine.
+- **Not tested yet.** A Kubernetes cluster, GPUs and NCCL, and networks of several machines. Several
+  hosts are network namespaces of one machine.
 """
 
 _running: list[pytest.Item] = []

@@ -290,9 +290,12 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """How many items of all ranks' latest batches are no padding; -1 if all are."""
+        """How many items of all ranks' latest batches are no padding.
+
+        0 if there is no padding, -1 outside of prepared loaders.
+        """
         cursor = self._job.accumulator.loaders.innermost
-        return -1 if cursor is None or cursor.real is None else int(cursor.real)
+        return -1 if cursor is None else int(cursor.real or 0)
 
     @classmethod
     def _reset_state(cls) -> None:

@@ -1,0 +1,1 @@
+"""Two training loops, by Accelerate and by Lightning's Fabric; neither knows of syncprims."""

@@ -1,0 +1,152 @@
+"""The data plane of one board: where values pass through, and what is prepared for them.
+
+A value with a :class:`~syncprims._data.layouts.Layout` takes one round: each rank writes its slot,
+posts a note that says what is in it, and reads all slots once all notes are there. The slots are in
+memory that the members share, or, where they share none, in the notes.
+
+What is posted with round k lies in half k % 2 of that memory. A rank writes there when it has
+collected round k - 1: so all have posted that, and have read what came with round k - 2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncprims.interface import Label, Note
+
+from . import codec
+from .layouts import Layout, key_of, make_layout, read_layout
+
+if TYPE_CHECKING:
+    from syncprims._protocol.rounds import Rounds
+    from syncprims.interface import Window
+
+_MOST_KNOWN, _MOST_NOTES = 4096, 256  # layouts, and notes of each
+#: Bytes in all slots up to which one round is faster than dividing the work of a reduction: with up
+#: to so many members, and with more. Each member then reads all slots.
+_FEW_MEMBERS, _ONE_ROUND, _ONE_ROUND_OF_MANY = 4, 2 << 20, 1 << 20
+#: Bytes up to which a broadcast is one piece: to read it while it is written saves less time than
+#: more rounds cost.
+_ONE_PIECE = 1 << 20
+
+
+class DataPlane:
+    """What one rank has prepared for the values that pass through a board."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._board = board = rounds.board
+        self.count = len(board.members)
+        self.index = board.members.index(rounds.rank)  #: of this rank among the members
+        self._small = board.small_window
+        self._small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
+        self._window: Window | None = None
+        self._layouts: dict[Any, Layout | None] = {}
+        self._described: dict[bytes, Layout] = {}
+        #: Whether all members are known to have the window.
+        self.window_is_shared = False
+
+    @classmethod
+    def of(cls, rounds: Rounds) -> DataPlane:
+        """Return the data plane of a board.
+
+        :raises SyncError: if the board is closed.
+        """
+        if rounds.data is None:
+            if rounds.closed is not None:
+                raise rounds.closed()
+            rounds.data = cls(rounds)
+        plane: DataPlane = rounds.data
+        return plane
+
+    # -- how arrays travel ---------------------------------------------------------------------
+
+    def window(self) -> Window | None:
+        """Return the window of the board, if it has one.
+
+        :raises OSError: if there is no space for it.
+        """
+        if self._window is None:
+            self._window = self._board.window()
+        return self._window
+
+    def place(self, layout: Layout) -> Window | None:
+        """Return where the slots of a layout are; None if notes carry them.
+
+        :raises OSError: if there is no space for it.
+        """
+        if not layout.is_placed:
+            layout.window = window = self._small
+            if layout.stride > self._small_slot:
+                layout.window = window = self.window()
+                if window is not None:
+                    most = _ONE_ROUND if self.count <= _FEW_MEMBERS else _ONE_ROUND_OF_MANY
+                    most = min(most, len(window.memory) // 2)
+                    layout.one_round = self.count * layout.stride <= most
+            layout.half = 0 if window is None else len(window.memory) // 2
+            layout.is_placed = True
+        return layout.window
+
+    def reaches_all(self, layout: Layout) -> bool:
+        """Return whether a slot of this layout is in memory that all members are known to have."""
+        window = self.place(layout)
+        if window is None or window is self._small:
+            return True
+        return self.window_is_shared and layout.stride <= min(_ONE_PIECE, layout.half)
+
+    # -- what values are -----------------------------------------------------------------------
+
+    def layout_of(self, value: Any) -> Layout | None:
+        """Return the layout of a value, or None if it has none."""
+        key = key_of(value)
+        if key is None:
+            return None
+        if key in self._layouts:
+            found = self._layouts[key]
+        else:
+            if len(self._layouts) > _MOST_KNOWN:
+                self._layouts.clear()
+            made = make_layout(value, self.count)
+            if made is not None and made.stride >= codec.LARGE and self._board.engine is not None:
+                made = None
+            found = self._layouts[key] = made and self.described(made.data)
+        return found
+
+    def described(self, data: bytes) -> Layout:
+        """Return the layout that a member's label describes."""
+        found = self._described.get(data)
+        if found is None:
+            if len(self._described) > _MOST_KNOWN:
+                self._described.clear()
+            found = self._described[data] = read_layout(data, self.count)
+        return found
+
+    def encoding_in(self, number: int, note: Note, index: int) -> bytes:
+        """Return the encoding of the value that came with a note of round `number`.
+
+        A large array is represented by its spec. Its slot is not read.
+        """
+        data = note.label.data
+        if not data:
+            return note.payload
+        layout = self.described(data)
+        if layout.stride >= codec.LARGE:
+            return data
+        window = self.place(layout)
+        if window is None:
+            value = layout.read(bytearray(note.payload), 0, 0)
+        else:
+            window.fence()
+            value = layout.read(window.memory, layout.half * (number & 1), index)
+        return codec.encode(value)
+
+    def note_about(self, layout: Layout, note: Note) -> Note:
+        """Return `note`, which is plain, with the description of a value: the same every time."""
+        known = layout.notes.get(id(note))
+        if known is None or known[0] is not note:
+            if len(layout.notes) > _MOST_NOTES:
+                layout.notes.clear()
+            plain = note.label
+            label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
+            known = layout.notes[id(note)] = note, note._replace(label=label)
+        return known[1]

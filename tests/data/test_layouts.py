@@ -1,0 +1,180 @@
+"""Numbers and arrays of one shape, call after call: they pass through slots, in one round."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import several
+from support.rank_worlds import Ranks
+
+import syncprims as sp
+from syncprims._data import layouts
+from syncprims.interface import Label, Note
+
+KINDS: list[Any] = [3, -2, 0.5, True, 1 << 70, np.float64(0.25), 1 + 2j]
+
+
+def rounds_of(call: Any) -> int:
+    """Return how many rounds a call takes, when it has been made before."""
+    call()
+    board = sp.current().group._rounds.board  # pyright: ignore[reportPrivateUsage]
+    before = board.posted
+    call()
+    return board.posted - before
+
+
+@several()
+def test_numbers_of_all_kinds_meet(world: Ranks) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        for one, other in itertools.product(KINDS, KINDS):
+            mine = other if rank == n - 1 else one
+            total = (n - 1) * one + other
+            assert sp.all_reduce(mine) == total
+            assert sp.all_reduce([1, mine]) == [n, total]
+            got = sp.all_reduce({"a": mine, "b": 0.5}, "mean")
+            assert got == {"a": total / n, "b": 0.5}
+            assert type(sp.broadcast(mine, n - 1)) is type(other)
+
+    world.run(program)
+
+
+@several()
+def test_numbers_keep_their_kinds_and_bits(world: Ranks) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        for value in (-0.0, 1 << 62, -(1 << 63), 2.0**-1074, (1, 2.5), [0.5], {"x": 1, "y": 2.5}):
+            got: Any = sp.broadcast(value if rank == 0 else None)
+            assert repr(got) == repr(value)
+        assert sp.all_reduce((1 << 63) - 1) == n * ((1 << 63) - 1)
+        assert sp.all_reduce((1 << 62), "prod") == (1 << 62) ** n
+        assert type(sp.all_reduce(rank)) is int
+        assert sp.all_reduce((rank, 1.0), "max") == (n - 1, 1.0)
+
+    world.run(program)
+
+
+@several()
+def test_values_that_differ_in_structure_are_a_mismatch_on_all(world: Ranks) -> None:
+    def program() -> None:
+        last = sp.get_rank() == sp.get_world_size() - 1
+        values: list[Any] = [1.0, [1.0], [1.0, 2], (1.0,), {"a": 1.0}, {"b": 1.0}, np.ones(1)]
+        values += [np.ones(2), np.ones(1, "f4"), torch.ones(1), np.ones(3000), {"a": [1.0]}]
+        for one, other in itertools.permutations(values, 2):
+            with pytest.raises(sp.RankMismatch, match="differ in kind, shape or dtype"):
+                sp.all_reduce(other if last else one)
+        assert sp.all_reduce(1) == sp.get_world_size()  # still in step
+
+    world.run(program)
+
+
+@several()
+def test_keys_may_differ_in_order(world: Ranks) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        mine = {"a": 1.0, "b": rank} if rank % 2 else {"b": rank, "a": 1.0}
+        assert sp.all_reduce(mine) == {"a": n, "b": n * (n - 1) / 2}
+
+    world.run(program)
+
+
+@several(2)
+def test_tensors_of_one_shape_are_alike_whatever_their_history(world: Ranks) -> None:
+    def program() -> None:
+        torch.set_num_threads(1)
+        rank = sp.get_rank()
+        for size in (3, 3000, 100_000):
+            plain = torch.full((size,), float(rank))
+            leaf = plain.clone().requires_grad_()
+            mine = [leaf, torch.nn.Parameter(plain), plain.clone()[::1]]
+            for one, other in itertools.product(mine, mine):
+                total = sp.all_reduce(one if rank else other)
+                assert not total.requires_grad
+                assert total.tolist() == [1.0] * size
+        place = torch.zeros(3)
+        version = place._version
+        assert sp.all_reduce(torch.ones(3), out=place) is place
+        assert place._version > version
+        assert sp.broadcast(torch.ones(3), out=place) is place
+
+    world.run(program)
+
+
+@several()
+def test_a_slow_reader_never_reads_the_next_call(world: Ranks) -> None:
+    """One rank is slow to read, and the others write the values of later calls."""
+
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        dice, slow = random.Random(3), random.Random(rank)  # the same on all; everybody's own
+        trigger = sp.Trigger(lag=1)
+        for layout in (layouts.NumberLayout, layouts.ArrayLayout):
+            for name in ("read", "reduce"):
+                _delay(layout, name, slow)
+        for step in range(60):
+            size = dice.choice([1, 100, 500, 3000, 40_000, 150_000])
+            kind, src = dice.choice(["float", "sum", "from", "number", "flag"]), dice.randrange(n)
+            array = np.full(size, step + rank, "f4")
+            if kind == "float":
+                assert sp.all_reduce(float(step + rank)) == n * step + n * (n - 1) / 2
+            elif kind == "sum":
+                assert set(sp.all_reduce(array).tolist()) == {n * step + n * (n - 1) / 2}
+            elif kind == "from":
+                assert set(sp.broadcast(array, src).tolist()) == {step + src}
+            elif kind == "number":
+                assert sp.broadcast(step + rank, src) == step + src
+            else:
+                assert not trigger.check()  # leaves a round to be collected by the next call
+
+    world.run(program)
+
+
+def _delay(layout: Any, name: str, slow: random.Random) -> None:
+    method = getattr(layout, name)
+
+    def late(self: Any, *args: Any) -> Any:
+        time.sleep(0.002 if slow.random() < 0.3 else 0)  # the fault, not a wait
+        return method(self, *args)
+
+    setattr(layout, name, late)
+
+
+@several()
+def test_a_value_of_a_known_shape_takes_one_round(world: Ranks) -> None:
+    def program() -> None:
+        numbers = {"loss": 1.0, "n": 3}
+        small, middle = np.ones(1024, "f4"), np.ones(16_384, "f4")
+        into = np.empty_like(small)
+        calls: list[Any] = [
+            lambda: sp.all_reduce(1.0),
+            lambda: sp.all_reduce(numbers, "mean"),
+            lambda: sp.broadcast(numbers),
+            lambda: sp.broadcast([None, "text", numbers]),
+            lambda: sp.all_reduce(torch.ones(100)),
+        ]
+        board = sp.current().group._rounds.board  # pyright: ignore[reportPrivateUsage]
+        if board.engine is None:  # else these pass through it, between rounds
+            calls += [
+                lambda: sp.all_reduce(small, out=into),
+                lambda: sp.broadcast(small),
+                lambda: sp.all_reduce(middle),
+                lambda: sp.broadcast(middle),
+            ]
+        for number, call in enumerate(calls):
+            assert rounds_of(call) == 1, number
+
+    world.run(program)
+
+
+def test_a_label_keeps_what_it_says_about_data() -> None:
+    for data in (b"", b"\0", b"a\0b=c", bytes(range(256))):
+        for label in (Label("kind"), Label("kind", "näme\udcff", 3, "op", "file.py:7", data)):
+            found = Label.decode(label.encode())
+            assert (found, found.site, found.data) == (label, label.site, label.data)
+            assert Note.decode(Note(label, True, b"x").encode()).label.data == label.data
