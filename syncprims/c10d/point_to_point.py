@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed
 from torch.distributed import Work
 
 from syncprims._data.arrays import raw

@@ -76,7 +76,7 @@ def _recorded(title: str, argument: int = 0) -> Callable[[M], M]:
         def call(self: SyncProcessGroup, *args: Any, **options: Any) -> Any:
             if not is_profiling():
                 return method(self, *args, **options)
-            with recorded(f"{self._served_as}:{title}", _flattened(args[argument])):
+            with recorded(f"{self.served_as}:{title}", _flattened(args[argument])):
                 return method(self, *args, **options)
 
         return cast("M", call)
@@ -99,7 +99,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._ranks = ranks  # world ranks, by group rank
         self._name = str(options.group_id)
         self._description = "undefined"
-        self._served_as = NAME
+        self.served_as = NAME
         self._store = options.store
         members = tuple(sorted(ranks))
         self._me = options.group_rank
@@ -128,7 +128,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def serve_as(self, name: str) -> None:
         """Serve a program that has asked for the backend `name`: its profilers show that."""
-        self._served_as = name
+        self.served_as = name
 
     def getGroupName(self) -> str:
         """Return the name that torch has given to the group."""

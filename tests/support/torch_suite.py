@@ -64,7 +64,7 @@ def run_tests(names: Sequence[str], backend: str, folder: Path) -> list[str]:
     from torch.testing._internal.common_distributed import TEST_SKIPS
     from torch.testing._internal.distributed import distributed_test as suite
 
-    class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         def setUp(self) -> None:
             """Make no files, and start no processes."""
 

@@ -17,7 +17,16 @@ from syncprims.testing.probe import Observer, Probe, ProbedBackend, ProbedBoard
 
 OWN: dict[type, set[str]] = {
     ProbedBackend: {"board", "close", "close_board", "wait_any"},
-    ProbedBoard: {"abort", "collect", "post", "posts_alone", "status", "verdict", "waits_until"},
+    ProbedBoard: {
+        "abort",
+        "collect",
+        "post",
+        "posts_alone",
+        "repeat",
+        "status",
+        "verdict",
+        "waits_until",
+    },
 }
 
 

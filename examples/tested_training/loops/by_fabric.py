@@ -30,8 +30,7 @@ def train(folder: Path, epochs: int = 2) -> float:
             optimizer.step()
             losses.append(loss.detach())
         mean = fabric.all_reduce(torch.stack(losses).mean()).item()
-        if fabric.is_global_zero:
-            print(f"loss {mean:.3f}")
+        fabric.print(f"loss {mean:.3f}")
     fabric.save(folder / "model.pt", {"model": model})
     fabric.barrier()
     torch.distributed.destroy_process_group()

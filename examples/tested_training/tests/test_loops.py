@@ -18,7 +18,7 @@ LIBRARIES = {"by_accelerate": "accelerate", "by_fabric": "lightning_fabric"}
 
 @pytest.fixture(params=LIBRARIES)
 def loop(request: pytest.FixtureRequest) -> str:
-    """The name of a loop whose library is installed."""
+    """Return the name of a loop whose library is installed."""
     name: str = request.param
     if importlib.util.find_spec(LIBRARIES[name]) is None:
         pytest.skip(f"needs {LIBRARIES[name]}")
