@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from . import codec, reduction
 from .arrays import Spec, flat, is_fillable, library_of, raw, spec_of
@@ -29,7 +29,7 @@ _CODES = {float: "d", int: "q"}
 
 def key_of(value: Any) -> Hashable:
     """Return what is the same for all values of one layout; None for most that have none."""
-    kind = type(value)
+    kind = type(cast("object", value))
     if kind is float or kind is int:
         return (kind,)
     if kind is dict:
@@ -47,7 +47,7 @@ def key_of(value: Any) -> Hashable:
 
 def make_layout(value: Any, members: int) -> Layout | None:
     """Return the layout of values like this one; None if they have none."""
-    kind = type(value)
+    kind = type(cast("object", value))
     made: Layout | None = None
     if kind in _CODES:
         made = NumberLayout(value, members)
@@ -117,7 +117,8 @@ class NumberLayout(Layout):
 
     def __init__(self, value: Any, members: int) -> None:
         super().__init__()
-        self._kind = kind = type(value)
+        kind = type(cast("object", value))
+        self._kind: Any = kind
         self._keys = tuple(value) if kind is dict else ()
         numbers = list(self._numbers(value))
         zeros = [type(number)() for number in numbers]

@@ -97,6 +97,9 @@ class _Package(NamedTuple):
     transport: Transport | None  #: None if the payload is all
 
 
+_NOTHING = _Package(b"", [], None)
+
+
 def _is_large(rounds: Rounds, payload: bytes) -> bool:
     """Return whether `payload` itself travels as an array."""
     board = rounds.board
@@ -335,6 +338,7 @@ def all_reduce(
 ) -> Any:
     """Return the reduction over all members, an array in `out` where that fits."""
     plane: DataPlane = rounds.data or DataPlane.of(rounds)
+    package, header, place, window = _NOTHING, note, None, None
     try:
         if getattr(value, "requires_grad", False):
             value = value.detach()
