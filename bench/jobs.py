@@ -95,6 +95,8 @@ TORCH_KINDS = {
 }
 
 
+#: A barrier that does nothing else, by several ways of waiting.
+BARE = {"bare barrier": Kind(_plain("bare_barriers"))}
 #: The same libraries up to their first barrier.
 FIRST_BARRIER = {
     "syncprims": Kind(_ours("first_barrier")),
@@ -115,7 +117,7 @@ def start(
 
     :raises NoFigures: if it is not installed, or failed.
     """
-    out = run({**KINDS, **TORCH_KINDS}[library], ranks, json.dumps(plan), meeting)
+    out = run({**KINDS, **TORCH_KINDS, **BARE}[library], ranks, json.dumps(plan), meeting)
     figures: dict[str, list[float]] = json.loads(out[-1])
     return figures
 

@@ -28,6 +28,7 @@ class Section(NamedTuple):
 SECTIONS = {
     "alone": Section("essentials"),
     "control": Section("control", "control_plane", "local_lines"),
+    "waiting": Section("waiting"),
     "data": Section("bulk"),
     "resources": Section("resources"),
     "startup": Section("startup"),

@@ -19,6 +19,8 @@ class Scale:
     runs: int  #: repetitions of every job of the control plane
     seconds: float  #: per figure of the control plane
     control: tuple[int, ...]  #: ranks
+    waiting: tuple[int, ...]  #: ranks
+    waiting_runs: int
     hosts: tuple[int, ...]  #: ranks on two pretended hosts
     data: Sequence[tuple[int, Sequence[int]]]  #: ranks, sizes in bytes
     data_runs: int
@@ -48,6 +50,8 @@ FULL = Scale(
     runs=3,
     seconds=0.3,
     control=(2, 4, 8),
+    waiting=(2, 4, 8, 16),
+    waiting_runs=10,
     hosts=(2, 4),
     data=((2, (*_SIZES, 256 * MB)), (4, (*_SIZES, 256 * MB)), (8, _SIZES)),
     data_runs=2,
@@ -67,6 +71,8 @@ QUICK = Scale(
     runs=1,
     seconds=0.02,
     control=(2,),
+    waiting=(2,),
+    waiting_runs=1,
     hosts=(2,),
     data=((2, (4, 64 * KB, 64 * MB)),),
     data_runs=1,

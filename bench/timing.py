@@ -56,6 +56,9 @@ def run(library: Library) -> None:
     plan = json.loads(sys.argv[-1])
     steps: dict[str, Callable[..., Figures]] = {
         "control": control,
+        "barrier": lambda library, seconds: {
+            "barrier": [_per_call(library, library.barrier, seconds)]
+        },
         "data": data,
         "memory": memory,
         "wait": wait,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import signal
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,16 @@ def die_with(parent: int) -> None:
     _control(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def leave_terminal() -> None:
+    """Give up the controlling terminal: a process group in the background may then read it."""
+    with contextlib.suppress(OSError):  # there is none
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+        try:
+            fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        finally:
+            os.close(terminal)
 
 
 def adopt_orphans(adopt: bool = True) -> None:

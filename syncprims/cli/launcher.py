@@ -34,6 +34,7 @@ from syncprims._world.processes import (
     die_with,
     end_processes,
     find_children,
+    leave_terminal,
     reap_children,
 )
 from syncprims._world.registry import find_end_recorder
@@ -221,7 +222,7 @@ class _Guard:
 
 
 class _RankProcess:
-    """One rank's process, in a session of its own, and the last lines of its stderr."""
+    """One rank's process, in a process group of its own, and the last lines of its stderr."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], report: Path) -> None:
         self.rank = rank
@@ -257,6 +258,12 @@ class _RankProcess:
         except (OSError, ValueError):
             failures = {}
         return EndedRank(self.rank, self.status or 0, failures.get(self.rank), list(self.tail))
+
+
+def _prepare(parent: int) -> None:
+    """Make this process end with its parent, and independent of the terminal's job control."""
+    die_with(parent)
+    leave_terminal()
 
 
 class _LaunchedRun:
@@ -314,8 +321,10 @@ class _LaunchedRun:
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # its children get its signals, too
-            preexec_fn=functools.partial(die_with, os.getpid()),
+            process_group=0,  # its children get its signals, too
+            # Not a session of its own: Linux schedules each session as one, and then a rank that
+            # waits cannot yield its processor to another one.
+            preexec_fn=functools.partial(_prepare, os.getpid()),
         )
         self._guard.send(f"{process.pid} ")
         one = _RankProcess(rank, process, report)

@@ -99,8 +99,8 @@ class Source:
         if self._tail is not None:
             self._tail.extend(line.decode(errors="replace") for line in lines)
         lines[0] = lines[0][self._shown :]
-        self._shown = 0
-        self.sink.write(self, lines)
+        begun, self._shown = self._shown > 0, 0
+        self.sink.write(self, lines, begun=begun)
 
 
 class _Screen:
@@ -121,11 +121,18 @@ class Sink:
         self.is_terminal = stream.isatty()
         self.error: Exception | None = None  #: the first failed write
 
-    def write(self, source: Source | None, lines: list[bytes]) -> None:
-        """Write complete lines of `source`, or of the launcher itself."""
+    def write(self, source: Source | None, lines: list[bytes], *, begun: bool = False) -> None:
+        """Write complete lines of `source`, or of the launcher itself.
+
+        Of the first one a part was shown before, if it is `begun`.
+        """
         prefix = b"" if source is None else b"[rank %d] " % source.rank
         with self._lock:
             screen = self._screen
+            if begun and not lines[0] and screen.unfinished is not source:
+                lines = lines[1:]  # another line has ended it already
+                if not lines:
+                    return
             data = b"".join(b"%b%b\n" % (prefix, line) for line in lines)
             if screen.bar is not None:
                 owner, bar = screen.bar

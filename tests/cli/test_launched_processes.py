@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -193,3 +195,30 @@ def test_a_signal_is_no_reason_to_start_again(launches: Launches) -> None:
         out, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 143
     assert "restart" not in out + err
+
+
+def test_ranks_share_the_session_of_the_launcher(launches: Launches) -> None:
+    """Linux schedules each session as one: ranks of several could not yield to each other."""
+    done = launches.run("print(os.getsid(0), os.getpgrp() == os.getpid())\nbarrier()\n", n=3)
+    lines = {line.partition("] ")[2] for line in done.out.splitlines()}
+    assert lines == {f"{os.getsid(0)} True"}
+
+
+def test_rank_0_reads_from_the_terminal(launches: Launches) -> None:
+    launches.write("print('hello', input('name?') if is_main() else '')\nbarrier()\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, command("-n", "2", str(launches.script)), launches.environ)
+    try:
+        shown = ""
+        while "name?" not in shown:
+            shown += os.read(terminal, 4096).decode()
+        os.write(terminal, b"Ada\n")
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(terminal, 4096):
+                shown += part.decode()
+    finally:
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+    assert status == 0, shown
+    assert "hello Ada" in shown

@@ -127,8 +127,13 @@ def test_a_prompt_of_rank_0_is_shown(tmp_path: Path) -> None:
     second.write(b"other\n")
     screen.read("other\n")
     first.write(b"yes\n")
+    first.write(b"end")
+    screen.read("end")
+    second.write(b"last\n")
+    screen.read("last\n")
     assert screen.end() == (
         "[rank 0] name? hello you\n[rank 0] more? \n[rank 1] other\n[rank 0] yes\n"
+        "[rank 0] end\n[rank 1] last\n"
     )
 
 
