@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _INLINE = 1024  # bytes that travel in a note where there is a window
 _NOTE_LIMIT = 64 * 1024  # bytes of a piece where notes go through a store
+_MOST_NOTES = 4096
 _LOOK_EVERY = 0.25  # seconds between two looks at whether the other ranks live
 
 
@@ -66,6 +67,7 @@ class Channel:
         self._source = rounds.members.index(src)
         self._queue: deque[Transfer] = deque()  # not wholly posted
         self._under_way: deque[tuple[Transfer, PendingRound]] = deque()  # posted, not collected
+        self._notes: dict[int, tuple[Note, Note]] = {}  # by what the rounds have made for a call
         board = rounds.board
         self._window: Window | None = board.window()
         # The cell of a round is free again after twice the depth of the board, as are these slots.
@@ -79,10 +81,16 @@ class Channel:
         """Return a new transfer, begun as far as there is room."""
         kind = "send" if self.sends else "recv"
         tag = f", tag {self.tag}" if self.tag else ""
-        made = self.rounds.note(kind, f"{what} to rank {self.dst}{tag}", self.src).label
-        # Both sides make one call, and each shows its own.
-        label = Label("send/recv", made.name, made.src, site=f"{kind} at {made.site}")
-        transfer = Transfer(self, Note(label), data)
+        made = self.rounds.note(kind, f"{what} to rank {self.dst}{tag}", self.src)
+        note = self._notes.get(id(made))
+        if note is None or note[0] is not made:
+            # Both sides make one call, and each shows its own.
+            name, src, site = made.label.name, made.label.src, f"{kind} at {made.label.site}"
+            note = made, Note(Label("send/recv", name, src, site=site))
+            if len(self._notes) > _MOST_NOTES:
+                self._notes.clear()
+            self._notes[id(made)] = note
+        transfer = Transfer(self, note[1], data)
         self._queue.append(transfer)
         self._timeout = timeout
         self.advance()
