@@ -25,7 +25,7 @@ BUGGY = """
             sp.barrier("loaded")
 """
 
-ARGUMENTS = "ranks, kind, backend, schedules, seed, faults, timeout, start, nodes"
+ARGUMENTS = "ranks, kind, backend, schedules, seed, faults, timeout, start, nodes, torch"
 
 
 class Result(NamedTuple):
