@@ -104,6 +104,7 @@ def masked(text: str, folder: str) -> str:
     text = re.sub(r"(pickle says|are not an encoded object:|made here:) .*", r"\1 ...", text)
     text = re.sub(r"(starts a new Python:) .*?\. (?=Define)", r"\1 .... ", text)
     text = re.sub(r"(is not valid toml:) .*", r"\1 ...", text)
+    text = re.sub(r"(torch) \d\S+ (?=has no)", r"\1 ... ", text)
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d-]+-[0-9a-f]{6}\b", "...", text)  # a traced run
     text = re.sub(r"<function <lambda> at 0x[0-9a-f]+>", "<function <lambda> at ...>", text)
     text = re.sub(r"\b[0-9a-f]{12,}\b", "...", text)
