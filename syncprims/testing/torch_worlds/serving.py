@@ -86,7 +86,8 @@ class TorchThreads:
     def serve(self) -> Generator[None]:
         """Return a context for the whole process, in which the ranks run."""
         threads = torch.get_num_threads()
-        self._device, self._grad = torch.get_default_device(), torch.is_grad_enabled()
+        # `torch.get_default_device` of torch 2.6 does not see a `with torch.device(...)`.
+        self._device, self._grad = torch.empty(0).device, torch.is_grad_enabled()
         with _serve(SharedTable()), threads_as_processes():
             torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
             try:
