@@ -3,7 +3,7 @@
 Each name has its reason and the versions it was tried with. A torch that lacks one raises
 `BackendUnavailable` when a process group is made, and nothing else of this library is affected.
 
-Tried with torch 2.13.
+Tried with torch 2.6 and 2.13.
 """
 
 from __future__ import annotations
@@ -153,15 +153,18 @@ def recorded(title: str, tensors: Sequence[torch.Tensor]) -> Generator[None]:
     """Record the block for a profiler of torch, with the shapes of `tensors`.
 
     `_record_function_with_args_enter` (1.13 and newer) is the only function that records shapes.
-    As with torch's own backends, the event ends on another thread than it began.
+    As with torch's own backends, the event ends on another thread than it began. There it ends with
+    a future (`_call_end_callbacks_on_jit_fut`), whose callbacks see the profiler of this thread.
+    Without that, torch 2.6 loses the event.
     """
     autograd: Any = torch.autograd
     handle = autograd._record_function_with_args_enter(title, *tensors)
+    end: Future[None] = Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(handle, end)
     try:
         yield
     finally:
-        end = autograd._record_function_with_args_exit
-        thread = threading.Thread(target=end, args=(handle,), name="syncprims-profiler")
+        thread = threading.Thread(target=end.set_result, args=(None,), name="syncprims-profiler")
         thread.start()
         thread.join()
 
@@ -268,7 +271,8 @@ def _class_of_tables() -> Any:
 
 
 #: What torch keeps for a process in attributes, and what a new process has there: the module, the
-#: name in it, and a function of the rank. All are there in 2.13; one that is missing is left out.
+#: name in it, and a function of the rank. All are there in 2.6 and 2.13; one that is missing is
+#: left out.
 PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     ("torch.distributed.distributed_c10d", "_world", lambda rank: _class_of_tables()()),
     ("torch.distributed.distributed_c10d", "_backend", lambda rank: None),
