@@ -19,6 +19,9 @@ dist: Any = torch.distributed  # its types leave out what its documentation name
 
 Numbers = list[float]
 
+#: Whether FSDP2 of this torch can train on CPUs; that of torch 2.6 cannot, with Gloo either.
+FSDP2_TRAINS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
+
 
 def make_model(width: int = 8) -> nn.Sequential:
     """Return a small model with equal parameters on all ranks."""
@@ -378,6 +381,7 @@ def lightning_fabric() -> Numbers:
     return values
 
 
+FSDP2 = ["fsdp2", "hsdp"]  #: that train with it
 LIBRARIES = ["accelerate", "lightning_fabric"]  #: that may be missing
 PROGRAMS = [
     plain_calls, ddp, ddp_unused, join, zero, fsdp1, fsdp2, hsdp, dtensor, tensor_parallel,

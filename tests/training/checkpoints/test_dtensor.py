@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Kept
 from support.rank_worlds import Kind, Ranks
+from support.torch_programs import FSDP2_TRAINS_ON_CPUS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of what is new in it
 
 needs_training = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch spreads no training on CPUs"
+    not FSDP2_TRAINS_ON_CPUS, reason="FSDP2 of this torch does not train on CPUs"
 )
 
 
