@@ -252,6 +252,8 @@ class PointToPoint:
             waited = self._now() - begin
             ended = [rank for rank, one in channels.items() if one.has_ended()]
             if len(ended) == len(channels) or (timeout is not None and waited >= timeout):
+                if (found := sender()) is not None:
+                    break  # its note came before its end
                 # This receive fails, and says what has become of one that could have sent.
                 found = next(iter(ended or channels))
                 work = self.receive(tensor, found, tag, 0.001 if timeout is not None else None)

@@ -102,7 +102,10 @@ def served_store() -> Generator[ServedStore]:
     command = [sys.executable, "-c", _SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
-        yield ServedStore(int(server.stdout.readline()), server.pid)
+        try:
+            yield ServedStore(int(server.stdout.readline()), server.pid)
+        finally:
+            server.kill()  # a test that failed may have left it stopped
 
 
 def fork(body: Callable[[], object], variables: Mapping[str, str]) -> int:

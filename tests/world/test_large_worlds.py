@@ -52,6 +52,7 @@ class Place:
     """A board of `members`, as far as it matters here."""
 
     collected = 1
+    name = ""
 
     def __init__(self, members: Sequence[int], posted: int) -> None:
         self.members, self.posted = tuple(members), posted

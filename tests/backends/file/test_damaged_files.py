@@ -167,7 +167,7 @@ def test_another_version_is_told(remains: Remains, tmp_path: Path) -> None:
     base = tmp_path / "meet"
     (name,) = [name for name in remains.files if Path(name).name == "liveness"]
     head = remains.files[name][:32]
-    other = head.replace(b"2", b"1")
+    other = head.replace(b"liveness ", b"liveness 9")[:32]
     assert other != head
     with remains.laid(base, alive=True):
         overwritten(other)(base / name)

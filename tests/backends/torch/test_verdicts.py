@@ -140,9 +140,11 @@ def test_a_deadline_that_passes_while_the_store_is_stopped_breaks_the_group_for_
     def program() -> Any:
         sp.barrier("begin")
         if sp.get_rank() == 0:
+            signs.give("begun")
             signs.wait("gave up")
             os.kill(store.pid, signal.SIGCONT)
         else:
+            signs.wait("begun")  # or the store stops before rank 0 knows of that round
             os.kill(store.pid, signal.SIGSTOP)
         said = []
         for number in range(3):
