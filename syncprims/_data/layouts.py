@@ -10,6 +10,9 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, cast
+from zlib import crc32
+
+from syncprims.errors import EncodingError
 
 from . import codec, reduction
 from .arrays import Spec, flat, is_fillable, library_of, raw, spec_of
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     Memory = memoryview | bytearray
 
 _LINE = 64  # bytes, of a processor's cache
+_CRC = 4  # bytes
 _MOST_NUMBERS = 64  # in one container
 _LONGEST = 1024  # bytes of a description: a label has to fit into a cell
 _CODES = {float: "d", int: "q"}
@@ -124,12 +128,15 @@ class NumberLayout(Layout):
         zeros = [type(number)() for number in numbers]
         self.data = codec.encode(self._build(zeros))
         self._width = len(numbers)
-        self.stride = _up(8 * self._width)
+        self._members = members
+        # A slot holds the numbers and their checksum: a damaged one is never a wrong result.
+        self.stride = _up(8 * self._width + _CRC)
+        self._padding = bytes(self.stride - 8 * self._width - _CRC)
         codes = "".join(_CODES[type(number)] for number in numbers)
-        codes += f"{self.stride - 8 * self._width}x"
         self._one = struct.Struct(f"<{codes}")
+        codes += f"{self.stride - 8 * self._width}x"
         self._all = struct.Struct(f"<{codes * members}")
-        self.pack = self._one.pack if kind is float else self._pack
+        self.pack = self._pack
 
     def _numbers(self, value: Any) -> Any:
         if self._kind is dict:
@@ -144,9 +151,19 @@ class NumberLayout(Layout):
     def _pack(self, value: Any) -> bytes | None:
         """Return the bytes of the slot; None if an int has more than 64 bits."""
         try:
-            return self._one.pack(*self._numbers(value))
+            body = self._one.pack(*self._numbers(value))
         except struct.error:
             return None
+        return body + crc32(body).to_bytes(_CRC, "little") + self._padding
+
+    def _check(self, memory: Memory, at: int) -> None:
+        """Raise unless the numbers at `at` have their checksum.
+
+        :raises EncodingError: if they do not.
+        """
+        end = at + 8 * self._width
+        if crc32(memory[at:end]) != int.from_bytes(memory[end : end + _CRC], "little"):
+            raise EncodingError(f"the {self._width} numbers of a rank do not have their checksum")
 
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
@@ -160,7 +177,9 @@ class NumberLayout(Layout):
 
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
-        return self._build(self._one.unpack_from(memory, at + index * self.stride))
+        at += index * self.stride
+        self._check(memory, at)
+        return self._build(self._one.unpack_from(memory, at))
 
     def fits(self, out: Any) -> bool:
         """Return False: numbers are made."""
@@ -171,6 +190,8 @@ class NumberLayout(Layout):
 
     def reduce(self, memory: Memory, at: int, op: str, place: Any) -> Any:
         """Return the reduction of all slots."""
+        for begin in range(at, at + self._members * self.stride, self.stride):
+            self._check(memory, begin)
         numbers, width = self._all.unpack_from(memory, at), self._width
         if self._kind in _CODES:
             return reduction.reduce_numbers(numbers, op)

@@ -65,7 +65,7 @@ def test_under_torchrun(program: Path) -> None:
     lines = run(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "syncprims"
     )
-    assert "".join(lines).count("SyncProcessGroup syncprims") == 2
+    assert "".join(lines).count("SyncProcessGroup") == 2  # the lines of the ranks may mix
 
 
 @needs_entry_point
