@@ -68,10 +68,11 @@ def train(directory: Path, epochs: int) -> None:
         if flag.item():
             break
 
-    # (g) Rank 0 saves, and no rank may leave before it has finished.
+    # (g) Rank 0 saves, and no rank may leave before it has finished. This is not barrier(): after
+    # that, a thread of Gloo may still hold a tensor when Python exits, and aborts the process.
     if rank == 0:
         torch.save(model.module.state_dict(), directory / "weights.pt")
-    dist.barrier()
+    dist.monitored_barrier()
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims._protocol.rounds import RoundSequence
@@ -16,11 +17,12 @@ from .transport import Operand, Transport
 from .transport_choice import find_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Label
 
+
+#: What a call makes its first round of: the note, and what `Rounds.meet` reads and writes.
+_Call = tuple[Note, Callable[[Sequence[Note]], Any], Callable[[], object] | None]
 
 #: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
 _NO_RESULT = (TypeError, ValueError, OverflowError, ArithmeticError)
@@ -95,9 +97,6 @@ class _Package(NamedTuple):
     payload: bytes
     arrays: list[Any]  #: that travel out of band
     transport: Transport | None  #: None if the payload is all
-
-
-_NOTHING = _Package(b"", [], None)
 
 
 def _is_large(rounds: Rounds, payload: bytes) -> bool:
@@ -337,37 +336,39 @@ def all_reduce(
     rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
 ) -> Any:
     """Return the reduction over all members, an array in `out` where that fits."""
-    plane: DataPlane = rounds.data or DataPlane.of(rounds)
-    package, header, place, window = _NOTHING, note, None, None
     try:
         if getattr(value, "requires_grad", False):
             value = value.detach()
-        layout = plane.layout_of(value)
-        packed = None if layout is None else layout.pack(value)
-        if layout is None or packed is None:
-            reduction.check_value(value, op)
-            value = reduction.detached(value)
-            package = _pack(rounds, note.label, value)
-        else:
-            place = layout.place_for(op, out)
-            window = plane.place(layout)
-            header = plane.note_about(layout, note)
-            if window is None:
-                header = header._replace(payload=layout.to_bytes(packed))
-            elif place is out and not layout.one_round and not may_fill(out, value):
-                place = layout.place_for(op, None)
+        call = _in_slots(rounds, note, value, op, out, timeout)
+        if call is None:
+            call = _in_package(rounds, note, value, op, out, timeout)
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
+    header, read, write = call
+    return rounds.meet(header, timeout, read, write)
+
+
+def _in_slots(
+    rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
+) -> _Call | None:
+    """Return the round that reduces a value of numbers alone, or None if `value` is another.
+
+    Each rank has a slot for its numbers: in the window, or in its note where there is no window.
+    """
+    plane: DataPlane = rounds.data or DataPlane.of(rounds)
+    layout = plane.layout_of(value)
+    packed = None if layout is None else layout.pack(value)
     if layout is None or packed is None:
-        # The flag says that a round follows, in which all learn if one member cannot go on.
-        more = bool(package.arrays) or holds_pickle(package.payload)
-
-        def read_any(notes: Sequence[Note]) -> Any:
-            return _reduce_any(RoundSequence(rounds, note, timeout), notes, package, value, op, out)
-
-        return rounds.meet(Note(note.label, more, package.payload), timeout, read_any)
+        return None
     board, slots = rounds.board, layout
+    place = slots.place_for(op, out)
+    window = plane.place(slots)
+    header = plane.note_about(slots, note)
+    if window is None:
+        header = header._replace(payload=slots.to_bytes(packed))
+    elif place is out and not slots.one_round and not may_fill(out, value):
+        place = slots.place_for(op, None)
 
     def write() -> None:
         if window is not None and slots.one_round:
@@ -397,7 +398,23 @@ def all_reduce(
             mark_written(out)
         return copy_into(rounds, out, result)
 
-    return rounds.meet(header, timeout, read, write)
+    return header, read, write
+
+
+def _in_package(
+    rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
+) -> _Call:
+    """Return the first round of the reduction of any value."""
+    reduction.check_value(value, op)
+    value = reduction.detached(value)
+    package = _pack(rounds, note.label, value)
+    # The flag says that a round follows, in which all learn if one member cannot go on.
+    more = bool(package.arrays) or holds_pickle(package.payload)
+
+    def read(notes: Sequence[Note]) -> Any:
+        return _reduce_any(RoundSequence(rounds, note, timeout), notes, package, value, op, out)
+
+    return Note(note.label, more, package.payload), read, None
 
 
 def _reduce_any(

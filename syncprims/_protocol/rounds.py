@@ -87,11 +87,11 @@ class Rounds:
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         self.note = NoteCache().note  #: see there for what it asks of its caller
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
-        # The calls under way, and the thread of each. A call adds itself first and removes itself
-        # last, and only if this rank is still in step. So a call that an exception has ended is
-        # found by the next one, whatever interrupted its own handling of that exception. A dict,
-        # since one operation on it is atomic, also for an interrupt.
-        self._calls: dict[object, int] = {}
+        # The calls under way, with the thread and the label of each. A call adds itself first and
+        # removes itself last, and only if this rank is still in step. So a call that an exception
+        # has ended is found by the next one, whatever interrupted its own handling of that
+        # exception. A dict, since one operation on it is atomic, also for an interrupt.
+        self._calls: dict[object, tuple[int, Label | None]] = {}
         #: Every later call raises ``closed()``: the world is closed, forked or broken.
         self.closed: Callable[[], SyncError] | None = None
         self._before = 0  # rounds posted to before the call under way
@@ -139,9 +139,9 @@ class Rounds:
         board, token = self.board, object()
         before = collected = -1
         try:
-            self._calls[token] = get_ident()
+            self._calls[token] = get_ident(), note.label
             if len(self._calls) > 1 or self.closed is not None:
-                self._refuse(token, note.label)
+                self._refuse(token)
             collected, before = board.collected, board.posted
             self.in_step = None
             if before != collected:
@@ -201,9 +201,9 @@ class Rounds:
         board, token = self.board, object()
         before = collected = -1
         try:
-            self._calls[token] = get_ident()
+            self._calls[token] = get_ident(), label
             if len(self._calls) > 1 or self.closed is not None:
-                self._refuse(token, label)
+                self._refuse(token)
             collected, before = board.collected, board.posted
             self.in_step, self._before = None, before
             result = steps()
@@ -279,16 +279,20 @@ class Rounds:
         failed = PeerFailed.from_failure(Failure.of(self.rank, error), str(label))
         return Note(label, failure=errors.dump(failed))
 
-    def _refuse(self, token: object, label: Label | None) -> NoReturn:
-        """Raise why this call cannot be made: another is under way, or the group is closed."""
+    def _refuse(self, token: object) -> NoReturn:
+        """Raise why this call cannot be made: another is under way, or the group is closed.
+
+        Ask nothing of the board: a signal handler may have interrupted it where it holds a lock.
+        """
         others = self._calls.copy()
-        del others[token]
+        thread, label = others.pop(token)
         if self.closed is None:
             self._find_left_call(others)
         if self.closed is not None:
             raise self.closed()
-        threads = others.values()
-        if not threads or any(thread != get_ident() for thread in threads):
+        calls = list(others.values())
+        first = calls[0][1] if calls else None
+        if not calls or any(other != thread for other, _ in calls):
             who = f"thread {threading.current_thread().name!r} comes with"
             what = "two threads call"
             cure = "make these calls from one thread; another may call a group of other members"
@@ -296,15 +300,15 @@ class Rounds:
             who, what = "a signal handler of the same thread comes with", "a signal handler calls"
             cure = "let the handler set a flag, as Trigger.set_on_signal does"
         raise ConcurrentCall(
-            f"{what} primitives of one group at once: one is in {self.here()}, and {who} "
+            f"{what} primitives of one group at once: one is in {first or 'a call'}, and {who} "
             f"{label or 'another call'}. Rounds have one order: {cure}",
             rank=self.rank,
             call=str(label),
         )
 
-    def _find_left_call(self, calls: dict[object, int]) -> None:
+    def _find_left_call(self, calls: dict[object, tuple[int, Label | None]]) -> None:
         """Break the group if an exception has ended a call, and nothing could be done about it."""
-        left = [token for token, thread in calls.items() if not _is_running(token, thread)]
+        left = [token for token, (thread, _) in calls.items() if not _is_running(token, thread)]
         # One that has ended well meanwhile has removed itself.
         if any(token in self._calls for token in left):
             self._tear(None)
@@ -334,10 +338,6 @@ class Rounds:
         failed = PeerFailed.from_failure(failure, note.label.call)
         self.board.post(Note(note.label, failure=errors.dump(failed)))
         self.in_step = error
-
-    def here(self) -> str:
-        """Return the call this rank is in, with its call site."""
-        return str(self.board.status(self.rank).label or "its first call")
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -518,7 +518,8 @@ class Rounds:
             failure = Failure(self.rank, "an exception", lost, "")
         else:
             failure = Failure.of(self.rank, error)
-        verdict = errors.dump(PeerFailed.from_failure(failure, self.here()))
+        call = str(self.board.status(self.rank).label or "its first call")
+        verdict = errors.dump(PeerFailed.from_failure(failure, call))
         standing: list[bytes] = []  # the verdict of the board, once it is known
 
         def closed() -> SyncError:
