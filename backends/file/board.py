@@ -467,7 +467,7 @@ class SharedMemoryBoard(Board):
         """Return the memory that arrays pass through; the first call creates it."""
         if self._window is None:
             file, count = f"{self._file}-window", len(self.members)
-            self._window = open_window(self._liveness.directory, self._liveness.claims, file, count)
+            self._window = open_window(self._liveness.directory, file, count)
         return self._window
 
     def close(self) -> None:

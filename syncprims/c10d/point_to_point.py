@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import Work
 
 from syncprims._data.arrays import raw
-from syncprims._world.world import background_of, open_rounds, wait_any
-from syncprims.errors import SyncError
+from syncprims._world.world import background_of, close_rounds, open_rounds, wait_any
+from syncprims.errors import PeerLost, SyncError, dump
 from syncprims.interface import Label, Note
 
 from .tensors import OutputTensor, items_of
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
     from torch.futures import Future
 
-    from syncprims._protocol.background import Background
     from syncprims._protocol.rounds import PendingRound, Rounds
     from syncprims._world.world import World
     from syncprims.interface import Window
@@ -59,11 +58,10 @@ class Transfer:
 class Channel:
     """One direction and tag between this rank and another one."""
 
-    def __init__(
-        self, rounds: Rounds, background: Background, src: int, dst: int, tag: int
-    ) -> None:
+    def __init__(self, world: World, rounds: Rounds, src: int, dst: int, tag: int) -> None:
         self.rounds = rounds
-        self._background = background
+        self._world = world
+        self._background = background_of(world)
         self._moving = False  # a step is under way
         self.src, self.dst, self.tag = src, dst, tag
         self.sends = rounds.rank == src
@@ -101,6 +99,19 @@ class Channel:
         if not self.move():
             self._background.keep(self, unfinished=True)
         return transfer
+
+    def close(self, why: Callable[[], SyncError]) -> None:
+        """Leave the board; the other rank cannot wait for what is left in the queue."""
+        if self._queue:
+            rank, label = self.rounds.rank, self._queue[0].note.label
+            text = (
+                f"rank {rank} has destroyed its process group before {label} was over; call wait() "
+                f"on the handle of every isend() and irecv() before destroy_process_group()"
+            )
+            error = PeerLost(text, rank=rank, call=str(label), missing=[rank])
+            self.rounds.abort(dump(error))
+        self._background.keep(self, unfinished=False)
+        close_rounds(self._world, self.rounds, why)
 
     # -- going on -------------------------------------------------------------------------------
 
@@ -234,7 +245,7 @@ class PointToPoint:
             a, b = self._ranks[src], self._ranks[dst]
             name = f"{self._board}: rank {a} to rank {b}, tag {tag}"
             rounds = open_rounds(self._world, sorted((a, b)), name, BETWEEN)
-            channel = Channel(rounds, background_of(self._world), a, b, tag)
+            channel = Channel(self._world, rounds, a, b, tag)
             self._channels[src, dst, tag] = channel
         return channel
 
@@ -287,6 +298,12 @@ class PointToPoint:
 
     def _self_channel(self, tag: int) -> _SelfChannel:
         return self._to_self.setdefault(tag, _SelfChannel())
+
+    def close(self, why: Callable[[], SyncError]) -> None:
+        """Make every later call raise ``why()``; what no rank can finish fails on the others."""
+        for channel in self._channels.values():
+            channel.close(why)
+        self._channels.clear()
 
     # -- waiting --------------------------------------------------------------------------------
 
