@@ -30,6 +30,7 @@ class Scale:
     startup: tuple[int, ...]  #: ranks
     kills: int  #: per case
     worlds: tuple[int, int]  #: number of tests: ours, peers
+    c10d: tuple[int, ...]  #: ranks of torch.distributed
     turns: int  #: turns of the training step
     checkpoint: tuple[int, int]  #: rounds, width of the model: 64 x width x width bytes
     forecast: int  #: most hosts
@@ -61,6 +62,7 @@ FULL = Scale(
     startup=(4, 16, 64),
     kills=100,
     worlds=(50, 3),
+    c10d=(2, 4),
     turns=400,
     checkpoint=(3, 4096),
     forecast=10_000,
@@ -82,6 +84,7 @@ QUICK = Scale(
     startup=(2,),
     kills=3,
     worlds=(5, 1),
+    c10d=(2,),
     turns=20,
     checkpoint=(1, 256),
     forecast=64,
