@@ -63,6 +63,7 @@ class Channel:
         self._world = world
         self._background = background_of(world)
         self._moving = False  # a step is under way
+        self._seen = 0  # rounds to which the other rank has posted, at least
         self.src, self.dst, self.tag = src, dst, tag
         self.sends = rounds.rank == src
         self._peer = dst if self.sends else src
@@ -96,8 +97,7 @@ class Channel:
         self._queue.append(transfer)
         self._timeout = timeout
         self.rounds.board.promised += transfer.pieces
-        if not self.move():
-            self._background.keep(self, unfinished=True)
+        self.move()
         return transfer
 
     def close(self, why: Callable[[], SyncError]) -> None:
@@ -118,7 +118,9 @@ class Channel:
     def has_note(self) -> bool:
         """Return whether the other rank has posted to the oldest round that is not collected."""
         board = self.rounds.board
-        return board.status(self._peer).rounds > board.collected
+        if self._seen <= board.collected:
+            self._seen = board.status(self._peer).rounds
+        return self._seen > board.collected
 
     def has_ended(self) -> bool:
         """Return whether the other rank will post no more, or this board is broken."""
@@ -134,19 +136,28 @@ class Channel:
         return not self._moving and (self._can_post() or self._can_collect())
 
     def move(self) -> bool:
-        """Take all steps that need no waiting, and return whether there were any."""
+        """Take all steps of the queue that need no waiting, and return whether there were any."""
+        return self._move(collects=False)
+
+    def take(self) -> None:
+        """Take all steps that need no waiting."""
+        self._move(collects=True)
+
+    def _move(self, *, collects: bool) -> bool:
         with self._background.lock:
-            if not self.can_move():
+            if self._moving:
                 return False
             self._moving = True
+        moved = False
         try:
             while True:
                 if self._can_post():
                     self._post()
-                elif self._can_collect():
+                elif (collects or self._queue) and self._can_collect():
                     self._collect()
                 else:
-                    return True
+                    return moved
+                moved = True
         finally:
             self._rest()
 
@@ -188,6 +199,7 @@ class Channel:
             self._queue.popleft()
             if self.sends:
                 transfer.done = True
+                transfer.data = memoryview(b"")  # the tensor is not needed any more
 
     def _note_of(self, transfer: Transfer, number: int) -> Note:
         """Return the note of a piece; its bytes are in the window if they are many."""
@@ -315,11 +327,11 @@ class PointToPoint:
     def poll(self, transfer: Transfer) -> bool:
         """Return whether a transfer is over, after all have gone on as far as they can."""
         channel = transfer.channel
-        channel.move()
+        channel.take()
         if not transfer.done:
             # Where one rank runs at a time, the others get their turn.
             self._wait([channel], channel.has_note, 0.0)
-            channel.move()
+            channel.take()
         return transfer.done
 
     def _wait(
