@@ -221,9 +221,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _note(
         self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
     ) -> Note:
-        src = self._ranks[root] if root in range(len(self._ranks)) else None
+        known = root is None or 0 <= root < len(self._ranks)
+        src = self._ranks[root] if root is not None and known else None
         note = self._rounds.note(kind, what, src, op)
-        if root is not None and src is None:
+        if not known:
             self._refuse(note, f"root {root} is no rank of a group of {len(self._ranks)} ranks")
         return note
 

@@ -228,6 +228,19 @@ def replace_group_maker() -> Callable[[], None]:
     return undo
 
 
+@contextlib.contextmanager
+def serve_every_backend() -> Generator[None]:
+    """Serve, within the block, every process group of this process, for any backend it names.
+
+    ``torch.distributed.get_backend`` returns the name that the program asked for.
+    """
+    undo = replace_group_maker()
+    try:
+        yield
+    finally:
+        undo()
+
+
 def replace_rendezvous(
     rendezvous: Callable[[str, int, int], tuple[Any, int, int]],
 ) -> Callable[[], None]:
