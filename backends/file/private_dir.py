@@ -151,7 +151,7 @@ class PrivateDirectory:
                 raise _not_ours(path)
             mode = stat.S_IMODE(found.st_mode)
             if mode & 0o077:
-                # A user who may only read a file can still hold its lock for ever.
+                # A user who may only read a file can still hold its lock forever.
                 raise ConfigurationError(
                     f"{path} has mode {mode:04o}, which lets others in: they could hold its lock, "
                     f"or read what ranks send each other; remove it, or run `chmod 600 {path}`"
