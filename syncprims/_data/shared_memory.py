@@ -65,7 +65,7 @@ class SharedMemoryTransport(Transport):
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
 
-        In the round of piece k, members say that their part of it is there, and that they have
+        In the round of piece k, members say that their items of it are there, and that they have
         reduced their part of piece k - 1.
         """
         fence, board = self._window.fence, sequence.rounds.board

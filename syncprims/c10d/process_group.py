@@ -13,7 +13,7 @@ from syncprims._world.runtime import find_world
 from syncprims._world.world import open_rounds
 from syncprims.errors import RankMismatch, WorldClosed
 
-from .membership import GroupWorld, join_group_world
+from .group_world import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
 from .tensors import OutputTensor, describe, items_of
 from .torch_internals import (
