@@ -261,6 +261,11 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                     f"{'size and dtype' if sized else 'dtype'}",
                 )
 
+    def _check_op(self, note: Note, op: str, tensor: torch.Tensor) -> None:
+        """Accept an operation that can reduce the items of `tensor`."""
+        if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
+            self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
+
     def _check_whole(self, note: Note, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Accept a tensor `whole` that is as large as one like `part` for each rank."""
         size = len(self._ranks) * part.numel()
@@ -334,6 +339,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         sparse = any(one.is_sparse for one in tensors)
         what = ("sparse " if sparse else "") + describe(tensors)
         note = self._note(kind, what, root, op)
+        for one in tensors:
+            self._check_op(note, op, one)
         if sparse:
             self._reduce_sparse(note, tensors, op, opts)
             return
@@ -504,6 +511,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         factor: Any,
         opts: Any,
     ) -> None:
+        self._check_op(note, op, output)
         place = OutputTensor(output)
         if op == "premul_sum":
             op, parts = "sum", [part * factor for part in parts]
@@ -571,17 +579,26 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- point to point -------------------------------------------------------------------------
 
+    def _peer(self, what: str, rank: int) -> int:
+        """Accept a group rank.
+
+        :raises ValueError: if there is none of that number.
+        """
+        if not 0 <= rank < len(self._ranks):
+            raise ValueError(f"{what}={rank} is no rank of a group of {len(self._ranks)} ranks")
+        return rank
+
     @_recorded("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor; the `Work` is over when it may be changed."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.send(tensor, dst, tag, self._timeout)
+        return self._point_to_point.send(tensor, self._peer("dst", dst), tag, self._timeout)
 
     @_recorded("recv")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive into a tensor; the `Work` is over when it is filled."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.receive(tensor, src, tag, self._timeout)
+        return self._point_to_point.receive(tensor, self._peer("src", src), tag, self._timeout)
 
     @_recorded("recvAnySource")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:

@@ -142,6 +142,8 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: dist.all_to_all([ones(4)] * 2, [ones(4)]), "given is 1, and the group has 2"),
     (lambda: dist.all_to_all_single(ones(5), ones(4)), "of 5 rows cannot be split evenly"),
     (lambda: dist.broadcast(ones(4), 7), "root 7 is no rank of a group of 2 ranks"),
+    (lambda: dist.all_reduce(ones(4), dist.ReduceOp.BAND), "bits of integers and bools"),
+    (lambda: dist.reduce_scatter_tensor(ones(2), ones(4), dist.ReduceOp.BXOR), "bits of integers"),
 ]
 
 
@@ -153,6 +155,19 @@ def test_calls_that_are_impossible(world: Ranks) -> None:
                 with pytest.raises(ValueError, match=rf"{Path(__file__).name}:\d+\).*{why}"):
                     call()
                 dist.barrier()  # all have raised it, and are in step
+
+    world.run(run)
+
+
+@several(2)
+def test_transfers_with_ranks_that_do_not_exist(world: Ranks) -> None:
+    def run() -> None:
+        with process_group():
+            for rank in 7, -1:
+                with pytest.raises(ValueError, match=f"dst={rank} is no rank of a group of 2"):
+                    dist.send(ones(1), rank)
+                with pytest.raises(ValueError, match=f"src={rank} is no rank of a group of 2"):
+                    dist.recv(ones(1), rank)
 
     world.run(run)
 
