@@ -236,8 +236,8 @@ class FileBackend(Backend):
         try:
             yield
         except OSError as error:
-            if isinstance(error, SyncError):
-                raise
+            if isinstance(error, SyncError) or error.errno is None:
+                raise  # a signal handler has raised it, if it has no number
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 count = self.topology.world_size
                 raise BackendUnavailable(

@@ -69,6 +69,18 @@ def test_an_exception_anywhere_in_a_process_is_never_a_wrong_value(
     assert disturb_processes(Ranks(Kind(backend, 2), meeting_place), call, sample(10)) == []
 
 
+def test_an_exception_while_a_file_is_written_is_not_changed(meeting_place: Path) -> None:
+    """A TimeoutError is an OSError, as a full disk is."""
+
+    def choose(places: list[Place]) -> list[Disturbance]:
+        writing = [place for place in places if place.function == "PrivateDirectory.write"]
+        return [Disturbance(place, 0, TimeoutError) for place in writing]
+
+    assert (
+        disturb_processes(Ranks(Kind("file", 2), meeting_place), "all_gather array", choose) == []
+    )
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_without_enough_stack_is_never_a_wrong_value(call: str) -> None:
     for left in random.sample(range(4, 80), 6):
