@@ -236,7 +236,12 @@ class PrivateDirectory:
         return os.fstat(self.fd).st_nlink == 0
 
     def explained(self, error: OSError, action: str, name: str) -> OSError:
-        """Return `error`, which came while `action` was done at `name`, with what to do."""
+        """Return `error`, which came while `action` was done at `name`, with what to do.
+
+        :raises OSError: `error` itself, if it is not the system's: a signal handler raised it.
+        """
+        if error.errno is None:  # as a TimeoutError of the program
+            raise error
         if isinstance(error, FileNotFoundError):
             return self.removed(action, name)
         cure = "free some space, or set SYNCPRIMS_DIR to a place with more"
