@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
+from syncprims._protocol.background import Background
 from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import Rounds, RoundSequence
@@ -65,6 +66,7 @@ class World:
         self._end = end  # called by the end of a `with` block
         self._backend = backend
         self._deadlocks = DeadlockDetector(backend)
+        self._background = Background(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._kept_boards: dict[tuple[int, ...], Board] = {}  # of closed groups
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
@@ -163,7 +165,9 @@ class World:
         board = kept or open_board(self._backend, members, name)
         # The first round of all ranks is the start, which no user has asked for.
         own = int(len(members) == self.world_size and not name)
-        facts = board, self.rank, self.settings, self._deadlocks, self.local_rank, own
+        facts = (
+            board, self.rank, self.settings, self._deadlocks, self._background, self.local_rank, own
+        )  # fmt: skip
         if self._recorder is None:
             return Rounds(*facts)
         from syncprims._protocol.traced_rounds import TracedRounds
@@ -210,6 +214,11 @@ def close_rounds(world: World, rounds: Rounds) -> None:
     world._backend.close_board(rounds.board)
 
 
+def background_of(world: World) -> Background:
+    """Return what every wait of this rank goes on with."""
+    return world._background
+
+
 def wait_any(
     world: World,
     rounds: Sequence[Rounds],
@@ -217,7 +226,7 @@ def wait_any(
     timeout: float | None,
     call: str = "a wait for any rank",
 ) -> bool:
-    """Return as :meth:`Backend.wait_any` of the world's backend.
+    """Return as :meth:`Backend.wait_any` of the world's backend; transfers go on meanwhile.
 
     :param call: that waits, as messages show it.
     """
@@ -225,7 +234,7 @@ def wait_any(
     for board in boards:
         board.waits_any = call
     try:
-        return world._backend.wait_any(boards, ready, timeout)
+        return world._background.wait_any(boards, ready, timeout)
     finally:
         for board in boards:
             board.waits_any = ""

@@ -131,7 +131,7 @@ class ThreadWorld(Observer):
 
     # -- a rank -----------------------------------------------------------------------------------
 
-    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
+    def on_post(self, rank: int, call: RecordedCall) -> None:
         """Record the order of all posts."""
         if call.label.kind != JOIN:
             self._run.trace.append((rank, call))
