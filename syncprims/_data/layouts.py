@@ -8,6 +8,7 @@ all members' numbers. They lie side by side, one *slot* per member.
 from __future__ import annotations
 
 import struct
+import sys
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
@@ -124,24 +125,19 @@ class NumberLayout(Layout):
         kind = type(cast("object", value))
         self._kind: Any = kind
         self._keys = tuple(value) if kind is dict else ()
+        of_container: Any = cast("Any", dict).values if kind is dict else _itself
+        self._numbers: Any = _alone if kind in _CODES else of_container
         numbers = list(self._numbers(value))
         zeros = [type(number)() for number in numbers]
         self.data = codec.encode(self._build(zeros))
-        self._width = len(numbers)
-        self._members = members
-        # A slot holds the numbers and their checksum: a damaged one is never a wrong result.
-        self.stride = _up(8 * self._width + _CRC)
-        self._padding = bytes(self.stride - 8 * self._width - _CRC)
+        self._width = width = len(numbers)
         codes = "".join(_CODES[type(number)] for number in numbers)
-        self._one = struct.Struct(f"<{codes}")
-        codes += f"{self.stride - 8 * self._width}x"
-        self._all = struct.Struct(f"<{codes * members}")
+        self._one, self._all = struct.Struct(f"<{codes}"), struct.Struct(f"<{codes * members}")
+        # A slot holds the numbers and their checksum: a damaged one is never a wrong result.
+        self.stride = _up(8 * width + _CRC)
+        slot = f"{8 * width}sI{self.stride - 8 * width - _CRC}x"
+        self._slot, self._slots = struct.Struct(f"<{slot}"), struct.Struct(f"<{slot * members}")
         self.pack = self._pack
-
-    def _numbers(self, value: Any) -> Any:
-        if self._kind is dict:
-            return value.values()
-        return (value,) if self._kind in _CODES else value
 
     def _build(self, numbers: Sequence[Any]) -> Any:
         if self._kind in _CODES:
@@ -154,16 +150,24 @@ class NumberLayout(Layout):
             body = self._one.pack(*self._numbers(value))
         except struct.error:
             return None
-        return body + crc32(body).to_bytes(_CRC, "little") + self._padding
+        return self._slot.pack(body, crc32(body))
 
-    def _check(self, memory: Memory, at: int) -> None:
-        """Raise unless the numbers at `at` have their checksum.
+    def _unpack(
+        self, numbers: struct.Struct, slots: struct.Struct, memory: Memory, at: int
+    ) -> Sequence[Any]:
+        """Return the `numbers` in the `slots` at `at`.
 
-        :raises EncodingError: if they do not.
+        :raises EncodingError: if those of a slot do not have their checksum.
         """
-        end = at + 8 * self._width
-        if crc32(memory[at:end]) != int.from_bytes(memory[end : end + _CRC], "little"):
-            raise EncodingError(f"the {self._width} numbers of a rank do not have their checksum")
+        bodies: list[bytes] = []  # copies: what is checked is what is used
+        found = iter(slots.unpack_from(memory, at))
+        for body in found:
+            if crc32(body) != next(found):
+                raise EncodingError(
+                    f"the {self._width} numbers of a rank do not have their checksum"
+                )
+            bodies.append(body)
+        return numbers.unpack(b"".join(bodies))
 
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
@@ -178,8 +182,7 @@ class NumberLayout(Layout):
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
         at += index * self.stride
-        self._check(memory, at)
-        return self._build(self._one.unpack_from(memory, at))
+        return self._build(self._unpack(self._one, self._slot, memory, at))
 
     def fits(self, out: Any) -> bool:
         """Return False: numbers are made."""
@@ -190,9 +193,7 @@ class NumberLayout(Layout):
 
     def reduce(self, memory: Memory, at: int, op: str, place: Any) -> Any:
         """Return the reduction of all slots."""
-        for begin in range(at, at + self._members * self.stride, self.stride):
-            self._check(memory, begin)
-        numbers, width = self._all.unpack_from(memory, at), self._width
+        numbers, width = self._unpack(self._all, self._slots, memory, at), self._width
         if self._kind in _CODES:
             return reduction.reduce_numbers(numbers, op)
         return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
@@ -208,6 +209,8 @@ class ArrayLayout(Layout):
         self.stride = _up(spec.nbytes)
         self._members = members
         self._dtype = spec.loaded_dtype
+        library: Any = sys.modules[spec.library]
+        self._kind = library.ndarray if spec.library == "numpy" else library.Tensor
         # Of shared memory, by where it begins: one slot, and those of all members.
         self._slots: dict[int, Any] = {}
         self._rows: dict[int, list[Any]] = {}
@@ -265,10 +268,9 @@ class ArrayLayout(Layout):
         return self._fits(out, self._dtype)
 
     def _fits(self, out: Any, dtype: Any) -> bool:
-        library = self.spec.library
-        if library_of(out) != library or out.dtype != dtype or out.shape != self.spec.shape:
+        if type(out) is not self._kind or out.dtype != dtype or out.shape != self.spec.shape:
             return False
-        if library == "torch" and not (out.is_cpu and str(out.layout) == "torch.strided"):
+        if self.spec.library == "torch" and not (out.is_cpu and str(out.layout) == "torch.strided"):
             return False
         return is_fillable(out)
 
@@ -297,8 +299,12 @@ class ArrayLayout(Layout):
         return place
 
 
-def _itself(array: Any) -> Any:
-    return array
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _alone(number: Any) -> tuple[Any]:
+    return (number,)
 
 
 def _up(size: int) -> int:

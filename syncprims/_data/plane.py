@@ -16,6 +16,8 @@ from syncprims.interface import Label, Note
 
 from . import codec
 from .layouts import Layout, key_of, make_layout, read_layout
+from .shared_memory import SharedMemoryTransport
+from .transport import DeviceTransport, EngineTransport, Transport
 
 if TYPE_CHECKING:
     from syncprims._protocol.rounds import Rounds
@@ -41,6 +43,7 @@ class DataPlane:
         self._small = board.small_window
         self._small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
         self._window: Window | None = None
+        self._transport: Transport | None = None
         self._layouts: dict[Any, Layout | None] = {}
         self._described: dict[bytes, Layout] = {}
         #: Whether all members are known to have the window.
@@ -69,6 +72,20 @@ class DataPlane:
         if self._window is None:
             self._window = self._board.window()
         return self._window
+
+    def transport(self) -> Transport | None:
+        """Return what carries arrays between all members; all have one, or none has.
+
+        :raises OSError: if there is no space for a window.
+        """
+        if self._transport is None:
+            host: Transport | None = None
+            if (window := self.window()) is not None:
+                host = SharedMemoryTransport(window)
+            elif self._board.engine is not None:
+                host = EngineTransport(self._board.engine)
+            self._transport = host and DeviceTransport(host, self._board.device_engine)
+        return self._transport
 
     def place(self, layout: Layout) -> Window | None:
         """Return where the slots of a layout are; None if notes carry them.

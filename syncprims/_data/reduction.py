@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import sys
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
@@ -164,17 +165,21 @@ def reduce(
 
 def set_nans(result: Any) -> None:
     """Give all NaNs the same bits: which sign and payload a new one has, the processor decides."""
-    items = result if is_array(result) else flat(result)
-    if is_tensor(items):  # numpy does not know the dtype
+    kind = getattr(result.dtype, "kind", "")
+    if not kind:  # a tensor
+        items = flat(result)
+        if not is_tensor(items):
+            set_nans(items)
+            return
         import torch
 
         wide, one = items.float(), torch.full((1,), math.nan, dtype=items.dtype)
         octets = items.view(torch.uint8).view(-1, items.itemsize)
         octets[wide != wide] = one.view(torch.uint8)
-    elif items.dtype.kind in "fc":
-        wrong = items != items
+    elif kind in "fc":
+        wrong = result != result
         if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
-            for part in (items.real, items.imag) if items.dtype.kind == "c" else (items,):
+            for part in (result.real, result.imag) if kind == "c" else (result,):
                 part[part != part] = math.nan
 
 
@@ -296,30 +301,45 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
     All are numpy arrays, or all are tensors. Half precision is added up in single: rounded once,
     and a mean cannot overflow on its way.
     """
-    if is_tensor(out):
+    kind = getattr(out.dtype, "kind", "")
+    if not kind:  # a tensor
         flattened = [flat(part) for part in parts]
         if is_tensor(flattened[0]):  # numpy does not know the dtype
             _combine_tensors(flattened, op, out.view(-1))
         else:
             combine(flattened, op, flat(out))
-        return
-    numpy = sys.modules["numpy"]
-    if out.dtype.kind not in "fc":
-        _combine_arrays(numpy, parts, op, out)
-        return
-    with numpy.errstate(all="ignore"):  # as everywhere, an overflow is an infinity
-        if out.dtype.itemsize == 2:
-            total = numpy.empty(out.shape, "f4")
-            _combine_arrays(numpy, parts, op, total)
-            out[...] = total
-        else:
-            _combine_arrays(numpy, parts, op, out)
+    elif kind not in "fc":
+        _combine_arrays(parts, op, out)
+    elif (context := _context_without_warnings()) is not None:
+        context.copy().run(_combine_arrays, parts, op, out)  # none can be entered twice at a time
+    else:
+        with sys.modules["numpy"].errstate(all="ignore"):
+            _combine_arrays(parts, op, out)
 
 
-def _combine_arrays(numpy: Any, parts: Sequence[Any], op: str, total: Any) -> None:
+@functools.cache
+def _context_without_warnings() -> Context | None:
+    """Return a context without numpy's warnings: as everywhere, an overflow is an infinity.
+
+    To use it is faster than `numpy.errstate`. None for numpy 1, where these settings are in the
+    thread.
+    """
+    numpy: Any = sys.modules["numpy"]
+    if numpy.__version__.startswith("1."):
+        return None
+    context = Context()
+    context.run(numpy.seterr, all="ignore")
+    return context
+
+
+def _combine_arrays(parts: Sequence[Any], op: str, out: Any) -> None:
+    numpy: Any = sys.modules["numpy"]
     function = getattr(numpy, _FUNCTIONS.get(op, "add"))
-    if function is numpy.multiply and total.dtype.kind == "c":
+    kind, total = out.dtype.kind, out
+    if kind == "c" and op == "prod":
         function = _multiply_arrays
+    elif kind == "f" and out.dtype.itemsize == 2:
+        total = numpy.empty(out.shape, "f4")
     if len(parts) > 1 and parts[0].dtype == total.dtype:
         function(parts[0], parts[1], out=total)
         rest = parts[2:]
@@ -328,10 +348,12 @@ def _combine_arrays(numpy: Any, parts: Sequence[Any], op: str, total: Any) -> No
         rest = parts[1:]
     for part in rest:
         function(total, part, out=total, casting="unsafe")
-    if op == "mean" and total.dtype.kind in "iu":
+    if op == "mean" and kind in "iu":
         total //= len(parts)
     elif op == "mean":
         total /= len(parts)
+    if total is not out:
+        out[...] = total
 
 
 def _multiply_arrays(a: Any, b: Any, *, out: Any, casting: str = "") -> None:

@@ -8,6 +8,7 @@ any call.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from .arrays import flat, is_array, raw
@@ -64,7 +65,7 @@ class SharedMemoryTransport(Transport):
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
 
-        In the round of piece k, members say that their part of it is there, and that they have
+        In the round of piece k, members say that their items of it are there, and that they have
         reduced their part of piece k - 1.
         """
         fence, board = self._window.fence, sequence.rounds.board
@@ -100,26 +101,13 @@ class SharedMemoryTransport(Transport):
 
     def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
         """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time."""
-        memory, fence = self._window
         me, members = sequence.index, len(rooms)
         data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
-        slot = _piece_size(len(data), self._half // members)
-        board = sequence.rounds.board
-        sequence.collect_until(board.posted)
         if (own := targets[me]) is not None:
             own[:] = data
-        for begin in range(0, len(data), slot):
-            base = self._half * (board.posted + 1 & 1)
-            piece = data[begin : begin + slot]
-            memory[base + me * slot : base + me * slot + len(piece)] = piece
-            fence()
-            sequence.meet()
-            fence()
-            for member, target in enumerate(targets):
-                if target is not None and member != me:
-                    at = base + member * slot
-                    target[begin : begin + len(piece)] = memory[at : at + len(piece)]
-            fence()
+        reads = [(i, room) for i, room in enumerate(targets) if room is not None and i != me]
+        slot = _piece_size(len(data), self._half // members)
+        self._pass_pieces(sequence, [(me, data)], reads, len(data), slot)
 
     def exchange(
         self,
@@ -129,32 +117,45 @@ class SharedMemoryTransport(Transport):
         sizes: Sequence[Sequence[int]],
     ) -> None:
         """Fill ``rooms[i]`` with the part that member i has for this one, in pieces as `gather`."""
-        memory, fence = self._window
         me, members = sequence.index, len(rooms)
         mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
         targets[me][:] = mine[me]
-        longest = (
-            max(size for i, row in enumerate(sizes) for j, size in enumerate(row) if i != j)
-            if members > 1
-            else 0
-        )
+        others = [i for i in range(members) if i != me]
+        writes = [(me * members + i, mine[i]) for i in others]
+        reads = [(i * members + me, targets[i]) for i in others]
+        # The same on all members, since all make the same rounds.
+        pairs = itertools.permutations(range(members), 2)
+        longest = max((sizes[i][j] for i, j in pairs), default=0)
         slot = _piece_size(longest, self._half // members**2)
+        self._pass_pieces(sequence, writes, reads, longest, slot)
+
+    def _pass_pieces(
+        self,
+        sequence: RoundSequence,
+        writes: Sequence[tuple[int, memoryview]],
+        reads: Sequence[tuple[int, memoryview]],
+        longest: int,
+        slot: int,
+    ) -> None:
+        """Write the bytes of `writes`, and fill those of `reads`, in rounds of a piece of each.
+
+        Each comes with the number of its slot in a half of the window, which has `slot` bytes.
+        """
+        memory, fence = self._window
         board = sequence.rounds.board
         sequence.collect_until(board.posted)
         for begin in range(0, longest, slot):
             base = self._half * (board.posted + 1 & 1)
-            for member, part in enumerate(mine):
-                if member != me and (piece := part[begin : begin + slot]):
-                    at = base + (me * members + member) * slot
-                    memory[at : at + len(piece)] = piece
+            for number, data in writes:
+                piece, at = data[begin : begin + slot], base + number * slot
+                memory[at : at + len(piece)] = piece
             fence()
             sequence.meet()
             fence()
-            for member, target in enumerate(targets):
-                if member != me and (room := target[begin : begin + slot]):
-                    at = base + (member * members + me) * slot
-                    room[:] = memory[at : at + len(room)]
-            fence()
+            for number, room in reads:
+                piece, at = room[begin : begin + slot], base + number * slot
+                piece[:] = memory[at : at + len(piece)]
+            fence()  # read before this rank says so
 
 
 class _Piece:

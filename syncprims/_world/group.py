@@ -174,9 +174,9 @@ class Group:
     ) -> Any:
         """As :func:`syncprims.all_reduce`, among the members."""
         op = reduction.check_op(op)
-        note = self._rounds.note("all_reduce", name, op=op)
-        limit = self._seconds(timeout)
-        return objects.all_reduce(self._rounds, note, value, op, out, limit)
+        rounds = self._rounds
+        note = rounds.note("all_reduce", name, op=op)
+        return objects.all_reduce(rounds, note, value, op, out, self._seconds(timeout))
 
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""

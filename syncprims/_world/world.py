@@ -275,29 +275,8 @@ def join_world(world: World) -> None:
         host = backend.host or identify_host()
     payload = json.dumps([mine, [host, top.local_rank, top.node_rank], trace]).encode()
     note = Note(rounds.note("init").label, payload=payload)
-    try:
-        notes = rounds.meet(note, world.settings.join_timeout)
-    except SyncTimeout as error:
-        place = world._backend.meeting_place
-        where = f" in {place}" if place else ""
-        more = (
-            f"This rank waits with backend {world.backend_name!r}{where}, run id "
-            f"{top.run_id!r}: a rank that was started with others never meets it."
-        )
-        error.args = (f"{error}\n{more}",)
-        raise
-    joined = [json.loads(other.payload) for other in notes]
-    for fact, value in mine.items():
-        values = [facts[fact] for facts, *_ in joined]
-        if any(other != value for other in values):
-            shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
-            raise ConfigurationError(
-                f"the ranks disagree about {fact}, at {note.label}: {shown}; start all ranks "
-                f"from one installation with the same settings",
-                rank=world.rank,
-                call=str(note.label),
-                arrived=list(range(world.world_size)),
-            )
+    joined = [json.loads(other.payload) for other in _meet_first(world, rounds, note)]
+    _check_agreement(world, note, [facts for facts, *_ in joined])
     nodes = number_nodes([SaidPlace(*said) for _, said, _ in joined])
     world._nodes = [node for node, _ in nodes]
     world.topology = place_on_nodes(top, nodes)
@@ -307,6 +286,36 @@ def join_world(world: World) -> None:
         recorder.topology = world.topology
         # One name for all: that of the first rank that has one.
         recorder.open(next(run for *_, run in joined if run is not None))
+
+
+def _meet_first(world: World, rounds: Rounds, note: Note) -> Sequence[Note]:
+    """Return the notes of all ranks; the error of a timeout says where this rank waits."""
+    try:
+        return rounds.meet(note, world.settings.join_timeout)
+    except SyncTimeout as error:
+        place = world._backend.meeting_place
+        where = f" in {place}" if place else ""
+        more = (
+            f"This rank waits with backend {world.backend_name!r}{where}, run id "
+            f"{world.topology.run_id!r}: a rank that was started with others never meets it."
+        )
+        error.args = (f"{error}\n{more}",)
+        raise
+
+
+def _check_agreement(world: World, note: Note, of_ranks: Sequence[dict[str, Any]]) -> None:
+    """Accept facts that are the same on all ranks."""
+    for fact, value in of_ranks[world.rank].items():
+        values = [facts[fact] for facts in of_ranks]
+        if any(other != value for other in values):
+            shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
+            raise ConfigurationError(
+                f"the ranks disagree about {fact}, at {note.label}: {shown}; start all ranks "
+                f"from one installation with the same settings",
+                rank=world.rank,
+                call=str(note.label),
+                arrived=list(range(world.world_size)),
+            )
 
 
 def announce(world: World, key: object, what: str | None) -> None:

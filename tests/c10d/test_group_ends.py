@@ -80,7 +80,8 @@ def test_groups_made_and_destroyed_hold_nothing(world: Ranks, count: int) -> Non
             return before, after, resident() - memory
 
     for before, after, grown in world.run(program):
-        assert after == before
+        assert after[1:] == before[1:]
+        assert after[0] <= before[0] + 1  # the pipe that wakes the other rank is opened when needed
         assert grown < 8 << 20
 
 
