@@ -105,11 +105,13 @@ class Channel:
         """Leave the board; the other rank cannot wait for what is left in the queue."""
         if self._queue:
             rank, label = self.rounds.rank, self._queue[0].note.label
-            text = (
+            error = PeerLost(
                 f"rank {rank} has destroyed its process group before {label} was over; call wait() "
-                f"on the handle of every isend() and irecv() before destroy_process_group()"
+                f"on the handle of every isend() and irecv() before destroy_process_group()",
+                rank=rank,
+                call=str(label),
+                missing=[rank],
             )
-            error = PeerLost(text, rank=rank, call=str(label), missing=[rank])
             self.rounds.abort(dump(error))
         self._background.keep(self, unfinished=False)
         close_rounds(self._world, self.rounds, why)
