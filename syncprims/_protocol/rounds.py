@@ -411,7 +411,7 @@ class Rounds:
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
         pause = self._first_look
-        # Where time is virtual, a wait without a deadline lasts for ever.
+        # Where time is virtual, a wait without a deadline lasts forever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
         board.waits_until = deadline
         board.publish_wait(WaitView(number, begin, not at_board))

@@ -3,7 +3,7 @@
 A tensor travels in pieces, each of them a round. The sender may be some rounds ahead, so a send is
 over when all of its pieces are posted, and its tensor may be changed. What finds no room waits in a
 queue, and every later wait of this rank goes on with it: in a collective, in another transfer, in a
-store. So no rank waits for ever for a transfer that the other side has started.
+store. So no rank waits forever for a transfer that the other side has started.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import Work
 
 from syncprims._data.arrays import raw
+from syncprims._world.group import rounds_of
 from syncprims._world.world import background_of, open_rounds, wait_any
 from syncprims.errors import SyncError
 from syncprims.interface import Label, Note
@@ -311,7 +312,7 @@ class PointToPoint:
         wait_any(self._world, [one.rounds for one in channels], ready, timeout)
 
     def _now(self) -> float:
-        return self._world.group._rounds.board.now()  # pyright: ignore[reportPrivateUsage]
+        return rounds_of(self._world.group).board.now()
 
     def _left(self, timeout: float | None, waited: float) -> float | None:
         return None if timeout is None else max(0.0, timeout - waited)
