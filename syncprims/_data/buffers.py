@@ -15,8 +15,8 @@ from syncprims._protocol.rounds import RoundSequence
 from syncprims.interface import Note
 
 from .arrays import empty_array, flat, is_array, raw
+from .plane import DataPlane
 from .reduction import combine
-from .transport_choice import find_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -204,7 +204,7 @@ def _run(
 def _find_transport(rounds: Rounds, note: Note) -> Transport | None:
     """Return what carries arrays; if there is no space for it, the others get a `PeerFailed`."""
     try:
-        return find_transport(rounds)
+        return DataPlane.of(rounds).transport()
     except BaseException as error:
         rounds.fail(note.label, error)
         raise

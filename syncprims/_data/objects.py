@@ -14,7 +14,6 @@ from .arrays import Spec, fits, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
 from .plane import DataPlane
 from .transport import Operand, Transport
-from .transport_choice import find_transport
 
 if TYPE_CHECKING:
     from syncprims._protocol.rounds import Rounds
@@ -86,7 +85,7 @@ def _needed_transport(rounds: Rounds) -> Transport:
 
     :raises OSError: if there is no room for a window.
     """
-    transport = find_transport(rounds)
+    transport = DataPlane.of(rounds).transport()
     assert transport is not None, "all members have one, or none has"
     return transport
 
@@ -111,7 +110,7 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> _Package:
     transport = None
     payload = _encode(rounds, label, obj, out_of_band=arrays)
     if arrays or _is_large(rounds, payload):
-        transport = find_transport(rounds)
+        transport = DataPlane.of(rounds).transport()
     if arrays and transport is None:
         return _Package(_encode(rounds, label, obj), [], None)
     return _Package(payload, arrays, transport)

@@ -16,10 +16,14 @@ from syncprims.interface import Label, Note
 
 from . import codec
 from .layouts import Layout, key_of, make_layout, read_layout
+from .shared_memory import SharedMemoryTransport
+from .transport import DeviceTransport, EngineTransport
 
 if TYPE_CHECKING:
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Window
+
+    from .transport import Transport
 
 _MOST_KNOWN, _MOST_NOTES = 4096, 256  # layouts, and notes of each
 #: Bytes in all slots up to which one round is faster than dividing the work of a reduction: with up
@@ -69,6 +73,19 @@ class DataPlane:
         if self._window is None:
             self._window = self._board.window()
         return self._window
+
+    def transport(self) -> Transport | None:
+        """Return what carries large arrays between all members, if anything does.
+
+        :raises OSError: if there is no space for a window.
+        """
+        board = self._board
+        host: Transport | None = None
+        if (window := self.window()) is not None:
+            host = SharedMemoryTransport(window)
+        elif board.engine is not None:
+            host = EngineTransport(board.engine)
+        return host and DeviceTransport(host, board.device_engine)
 
     def place(self, layout: Layout) -> Window | None:
         """Return where the slots of a layout are; None if notes carry them.

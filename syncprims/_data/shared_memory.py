@@ -100,26 +100,12 @@ class SharedMemoryTransport(Transport):
 
     def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
         """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time."""
-        memory, fence = self._window
-        me, members = sequence.index, len(rooms)
-        data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
-        slot = _piece_size(len(data), self._half // members)
-        board = sequence.rounds.board
-        sequence.collect_until(board.posted)
+        me, data = sequence.index, raw(flat(mine))
+        targets = [None if room is None else raw(flat(room)) for room in rooms]
         if (own := targets[me]) is not None:
             own[:] = data
-        for begin in range(0, len(data), slot):
-            base = self._half * (board.posted + 1 & 1)
-            piece = data[begin : begin + slot]
-            memory[base + me * slot : base + me * slot + len(piece)] = piece
-            fence()
-            sequence.meet()
-            fence()
-            for member, target in enumerate(targets):
-                if target is not None and member != me:
-                    at = base + member * slot
-                    target[begin : begin + len(piece)] = memory[at : at + len(piece)]
-            fence()
+        others = [(i, t) for i, t in enumerate(targets) if t is not None and i != me]
+        self._carry(sequence, len(data), len(rooms), [(me, data)], others)
 
     def exchange(
         self,
@@ -129,32 +115,48 @@ class SharedMemoryTransport(Transport):
         sizes: Sequence[Sequence[int]],
     ) -> None:
         """Fill ``rooms[i]`` with the part that member i has for this one, in pieces as `gather`."""
-        memory, fence = self._window
         me, members = sequence.index, len(rooms)
         mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
         targets[me][:] = mine[me]
-        longest = (
-            max(size for i, row in enumerate(sizes) for j, size in enumerate(row) if i != j)
-            if members > 1
-            else 0
+        others = [member for member in range(members) if member != me]
+        longest = max(
+            (size for i, row in enumerate(sizes) for j, size in enumerate(row) if i != j), default=0
         )
-        slot = _piece_size(longest, self._half // members**2)
+        sent = [(me * members + i, mine[i]) for i in others]
+        received = [(i * members + me, targets[i]) for i in others]
+        self._carry(sequence, longest, members**2, sent, received)
+
+    def _carry(
+        self,
+        sequence: RoundSequence,
+        longest: int,
+        slots: int,
+        sent: Sequence[tuple[int, memoryview]],
+        received: Sequence[tuple[int, memoryview]],
+    ) -> None:
+        """Write what is sent into its slots and fill what is received from its own, in pieces.
+
+        Each comes with the number of its slot. The longest of all members decides how many pieces
+        there are.
+        """
+        memory, fence = self._window
+        slot = _piece_size(longest, self._half // slots)
         board = sequence.rounds.board
         sequence.collect_until(board.posted)
         for begin in range(0, longest, slot):
             base = self._half * (board.posted + 1 & 1)
-            for member, part in enumerate(mine):
-                if member != me and (piece := part[begin : begin + slot]):
-                    at = base + (me * members + member) * slot
+            for number, data in sent:
+                if piece := data[begin : begin + slot]:
+                    at = base + number * slot
                     memory[at : at + len(piece)] = piece
             fence()
             sequence.meet()
             fence()
-            for member, target in enumerate(targets):
-                if member != me and (room := target[begin : begin + slot]):
-                    at = base + (member * members + me) * slot
-                    room[:] = memory[at : at + len(room)]
-            fence()
+            for number, room in received:
+                if piece := room[begin : begin + slot]:
+                    at = base + number * slot
+                    piece[:] = memory[at : at + len(piece)]
+            fence()  # read before this rank says so
 
 
 class _Piece:
