@@ -21,9 +21,9 @@ def register() -> None:
         return
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     if os.environ.get("SYNCPRIMS_SERVE_TORCH") == "1":
-        from syncprims.c10d.serving import start_serving
+        from syncprims.c10d.torch_internals import replace_group_maker
 
-        start_serving()
+        replace_group_maker()
 
 
 def _create(options: Any, backend_options: object = None) -> Any:

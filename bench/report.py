@@ -29,6 +29,7 @@ SECTIONS = {
     "alone": Section("essentials"),
     "control": Section("control", "control_plane", "local_lines"),
     "waiting": Section("waiting"),
+    "watched": Section("watched"),
     "data": Section("bulk"),
     "resources": Section("resources"),
     "startup": Section("startup"),

@@ -21,6 +21,7 @@ class Scale:
     control: tuple[int, ...]  #: ranks
     waiting: tuple[int, ...]  #: ranks
     waiting_runs: tuple[int, int]  #: of the bare loops, and of whole libraries
+    watched: tuple[int, int]  #: ranks, turns
     hosts: tuple[int, ...]  #: ranks on two pretended hosts
     data: Sequence[tuple[int, Sequence[int]]]  #: ranks, sizes in bytes
     data_runs: int
@@ -52,6 +53,7 @@ FULL = Scale(
     control=(2, 4, 8),
     waiting=(2, 4, 8, 16),
     waiting_runs=(3, 10),
+    watched=(4, 9),
     hosts=(2, 4),
     data=((2, (*_SIZES, 256 * MB)), (4, (*_SIZES, 256 * MB)), (8, _SIZES)),
     data_runs=2,
@@ -73,6 +75,7 @@ QUICK = Scale(
     control=(2,),
     waiting=(2,),
     waiting_runs=(1, 1),
+    watched=(2, 1),
     hosts=(2,),
     data=((2, (4, 64 * KB, 64 * MB)),),
     data_runs=1,

@@ -144,11 +144,18 @@ class PeerLost(SyncError, ConnectionError):
     """A rank is gone: killed, or finished while others still wait for it."""
 
     @classmethod
-    def before_first_call(cls, rank: int, how: str, *, waiting: int, call: str) -> PeerLost:
-        """Return the error that `rank` never joined, and ended; rank `waiting` waits in `call`."""
+    def before_start(
+        cls, rank: int, how: str, joined: bool, *, waiting: int, call: str
+    ) -> PeerLost:
+        """Return the error that `rank` has ended, and rank `waiting` waits for it to join.
+
+        :param joined: it has joined an earlier world of the run, as one that waited in vain.
+        :param call: that starts the world of the one that waits.
+        """
         ended = f"ended ({how})" if how else "ended"
+        ended = f"joined and {ended}" if joined else f"{ended} before its first call"
         return cls(
-            f"rank {rank} {ended} before its first call, while rank {waiting} is in {call}\n"
+            f"rank {rank} {ended}, while rank {waiting} is in {call}\n"
             f"Look at the output of rank {rank}. If it ended as it should, it made fewer calls "
             f"than the others: look for a branch or an early return that differs between ranks.",
             rank=rank,

@@ -286,6 +286,9 @@ class Board(ABC):
     #: Set by the core while it waits for the first of several notes, here or at other boards: the
     #: call that waits.
     waits_any: str = ""
+    #: Set by the core: how many rounds beyond :attr:`posted` this rank will post without another
+    #: call of the user, once there is room for them.
+    promised: int = 0
 
     def __init__(self, members: Sequence[int], name: str = "") -> None:
         self.members = tuple(members)  #: world ranks, ascending

@@ -37,7 +37,7 @@ from syncprims.interface import Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
 from .description import BoardDescription, WorldDescription, describe_board, describe_world
-from .early_ends import EarlyEnd, early_ends, record_early_end, remove_early_ends
+from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import FILE as LIVENESS
 from .liveness import Liveness, examine_from_outside, joined, world_size_of
@@ -101,23 +101,23 @@ class FileBackend(Backend):
     @classmethod
     def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
         """Record in the directory of the run that a rank has ended, or is about to."""
-        end = EarlyEnd.own() if how is None else EarlyEnd.seen(how)
-        if end is None:
+        record = RankRecord.ending() if how is None else RankRecord.seen(how)
+        if record is None:
             return
         with _opened_run(topology, settings) as (base, run):
-            record_early_end(run, topology.rank, end)
+            record_rank(run, topology.rank, record)
             ranks = topology.local_world_size
-            if how is None and len(early_ends(run)) == (
+            if how is None and len(read_records(run)) == (
                 topology.world_size if ranks < 1 else ranks
             ):
-                remove_early_ends(run)  # no rank of this host is left to read them
+                remove_records(run)  # no rank of this host is left to read them
                 _remove_ended(base, run)
 
     @classmethod
     def remove_run(cls, topology: Topology, settings: Settings) -> None:
         """Remove the directory of the run, and what its ranks have left there."""
         with _opened_run(topology, settings) as (base, run):
-            remove_early_ends(run)
+            remove_records(run)
             _remove_ended(base, run)
 
     @property
@@ -236,8 +236,8 @@ class FileBackend(Backend):
         try:
             yield
         except OSError as error:
-            if isinstance(error, SyncError):
-                raise
+            if isinstance(error, SyncError) or error.errno is None:
+                raise  # a signal handler has raised it, if it has no number
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 count = self.topology.world_size
                 raise BackendUnavailable(
@@ -305,6 +305,11 @@ class FileBackend(Backend):
         except BaseException:
             directory.close()
             raise
+        launched = self.settings.error_file is not None  # by `syncprims run`
+        record = RankRecord.joining() if launched else None
+        if record is not None:
+            with contextlib.suppress(OSError, SyncError):  # it only helps to word an error
+                record_rank(run, top.rank, record)
         with contextlib.suppress(OSError, SyncError):  # then the next rank does it
             _remove_ended(self._base, run, keep=name)
 
@@ -404,8 +409,8 @@ def _opened_run(
         yield base, run
 
 
-def find_early_ends(topology: Topology, settings: Settings) -> dict[int, str]:
-    """Return how the ranks ended that are known to have ended before they joined this run."""
+def find_early_ends(topology: Topology, settings: Settings) -> dict[int, EarlyEnd]:
+    """Return how the ranks ended that this run has a record of."""
     if topology.run_id is None:  # then no rank has recorded its end
         return {}
     path = _run_path(topology, settings)
@@ -415,8 +420,8 @@ def find_early_ends(topology: Topology, settings: Settings) -> dict[int, str]:
         contextlib.closing(PrivateDirectory.open(path.parent)) as base,
         contextlib.closing(base.sub(path.name, create=False)) as run,
     ):
-        ends = {rank: end.describe() for rank, end in early_ends(run).items()}
-        return {rank: how for rank, how in ends.items() if how is not None}
+        ends = {rank: record.find_end() for rank, record in read_records(run).items()}
+        return {rank: end for rank, end in ends.items() if end is not None}
 
 
 def base_path(settings: Settings) -> Path:
@@ -496,8 +501,10 @@ def _process_of(run: PrivateDirectory, number: int, rank: int) -> ProcessIdentit
 def _remove_ended(base: PrivateDirectory, run: PrivateDirectory, keep: str | None = None) -> None:
     """Remove the worlds in which no rank lives, and with the last one the run's directory."""
     left = False
-    ends = early_ends(run)
-    needed = not all(end.is_void() for end in ends.values())  # by ranks that may still come
+    records = read_records(run)
+    valid = [record for record in records.values() if not record.is_void()]
+    needed = bool(valid)  # by ranks that may still come
+    kept = any(record.is_kept for record in valid)
     for number in _worlds(run):
         name = _world_name(number)
         with contextlib.closing(run.sub(name)) as world:
@@ -506,11 +513,11 @@ def _remove_ended(base: PrivateDirectory, run: PrivateDirectory, keep: str | Non
             left = True
         else:
             run.remove_tree(name)
-            needed = needed and len(alive.keys() | ends.keys()) != world_size
+            needed = needed and (kept or len(alive.keys() | records.keys()) != world_size)
     if left:
         return
     if not needed:
-        remove_early_ends(run)
+        remove_records(run)
     if base.remove_directory(run.path.name):
         base.remove(run.path.name + _LOCK)
 

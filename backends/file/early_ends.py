@@ -1,10 +1,13 @@
-"""Records of ranks whose process ended before it joined, for the ranks that wait for it.
+"""Records of ranks whose process ended, for the ranks that wait for them to join.
 
-A rank that has joined has a slot, which shows how it ends. Before that, only its launcher knows the
-rank: `syncprims run` records the end of each rank. Under another launcher, a rank that ends without
-a call records that itself. A reader has to check such a record, since a run id may be used again,
-and since any program that a rank starts inherits the variables of the rank. The record counts only
-if writer and reader run the same program, have the same parent, and lived at the same time.
+A rank that has joined a world has a slot there, which shows how it ends. In a world that it has not
+joined, only its launcher knows the rank: `syncprims run` records the end of each rank. For that, a
+rank under `syncprims run` records that it has joined: its world may be removed before it ends.
+
+Under another launcher, a rank that ends without a call records that itself. A reader has to check
+such a record, since a run id may be used again, and since any program that a rank starts inherits
+the variables of the rank. The record counts only if writer and reader run the same program, have
+the same parent, and lived at the same time.
 """
 
 from __future__ import annotations
@@ -22,92 +25,125 @@ from syncprims.errors import SyncError, describe_exit
 from .processes import ProcessIdentity, ProcessWatch, stat_fields
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .private_dir import PrivateDirectory
 
-_PREFIX = "ended-"  # then the rank
-_TIME_TO_END = 0.2  # seconds for a process that has recorded its own end
+_PREFIX = "rank-"  # then its number
+_TICKS = os.sysconf("SC_CLK_TCK")  # in a second
+_TIME_TO_END = 5.0  # seconds for a process that has recorded its own end; then it may run on
 
 
 class EarlyEnd(NamedTuple):
+    """How a rank ended that another one waits for."""
+
+    how: str  #: empty if only the fact is known
+    joined: bool  #: an earlier world of the run
+
+
+class RankRecord(NamedTuple):
     """One record."""
 
     launcher: list[int]  #: the identity of the process that has started the rank
-    how: str | None  #: the process ended, if the launcher is the writer
-    process: list[int]  #: else the identity of the process,
-    program: str  #: what it runs,
-    time: int  #: and when it was about to end, in clock ticks since boot
+    how: str | None = None  #: the process ended, if the launcher is the writer
+    joined: bool = False  #: the rank has joined a world; its launcher will record how it ends
+    process: Sequence[int] = ()  #: else the identity of the process,
+    program: str = ""  #: what it runs,
+    time: int = 0  #: and when it was about to end, in clock ticks since boot
 
     @classmethod
-    def seen(cls, how: str) -> EarlyEnd:
-        """Return the record of a process that this one has started."""
-        return cls([*ProcessIdentity.own()], how, [], "", 0)
+    def seen(cls, how: str) -> RankRecord:
+        """Return the record of a process that this one has started, and that has ended."""
+        return cls([*ProcessIdentity.own()], how)
 
     @classmethod
-    def own(cls) -> EarlyEnd | None:
-        """Return the record of this process; None where the system knows too little."""
+    def joining(cls) -> RankRecord | None:
+        """Return the record that this process joins; None where the system knows too little."""
+        launcher = _own_launcher()
+        return None if launcher is None else cls(launcher, joined=True)
+
+    @classmethod
+    def ending(cls) -> RankRecord | None:
+        """Return the record that this process ends; None where the system knows too little."""
         launcher = _own_launcher()
         if launcher is None:
             return None
-        now = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-        return cls(launcher, None, [*ProcessIdentity.own()], _own_program(), now)
+        process = [*ProcessIdentity.own()]
+        return cls(launcher, process=process, program=_own_program(), time=_now())
 
-    def describe(self) -> str | None:
-        """Return how the process ended; None if the record need not be of this run."""
+    @property
+    def is_kept(self) -> bool:
+        """Whether the launcher removes it: no rank has to."""
+        return self.joined or self.how is not None
+
+    def find_end(self) -> EarlyEnd | None:
+        """Return how the process ended; None if that is not known, or need not be of this run."""
         if self.how is not None:
-            return self.how
+            return EarlyEnd(self.how, self.joined)
+        if self.joined:
+            return None
         one_launch = self.launcher == _own_launcher() and self.program == _own_program()
         if not one_launch or self.time < ProcessIdentity.own().started:
             return None
         watch = ProcessWatch(ProcessIdentity(*self.process))
         try:
-            watch.has_ended(_TIME_TO_END)
+            if (
+                watch.fd >= 0
+                and not watch.has_ended()
+                and _now() - self.time < _TIME_TO_END * _TICKS
+            ):
+                return None  # it is about to, and then its exit code is known
             status = watch.exit_status()
         finally:
             watch.close()
-        return "" if status is None else describe_exit(status)
+        return EarlyEnd("" if status is None else describe_exit(status), joined=False)
 
     def is_void(self) -> bool:
         """Return whether the launcher is gone: no rank that it has started needs the record."""
         return ProcessIdentity(*self.launcher).is_gone(ProcessIdentity.own().namespace)
 
 
-def record_early_end(run: PrivateDirectory, rank: int, end: EarlyEnd) -> None:
-    """Record in the directory of a run how the process of `rank` has ended; under its lock."""
+def record_rank(run: PrivateDirectory, rank: int, record: RankRecord) -> None:
+    """Write the record of `rank` into the directory of a run; under its lock."""
     name = f"{_PREFIX}{rank}"
-    run.write(f"{name}.new", json.dumps(end).encode())
+    earlier = _read(run, name)
+    if earlier is not None and earlier.joined and not earlier.is_void():
+        record = record._replace(joined=True)
+    run.write(f"{name}.new", json.dumps(record).encode())
     os.rename(f"{name}.new", name, src_dir_fd=run.fd, dst_dir_fd=run.fd)
 
 
-def describe_early_end(world: PrivateDirectory, rank: int) -> str | None:
-    """Return how the process of `rank` ended, of the run that `world` belongs to; None if unknown.
-
-    It is empty if only the fact is known, and not the manner.
-    """
-    end = _read(world, f"../{_PREFIX}{rank}")
-    return None if end is None else end.describe()
+def find_early_end(world: PrivateDirectory, rank: int) -> EarlyEnd | None:
+    """Return how `rank` ended, of the run that `world` belongs to; None if that is not known."""
+    record = _read(world, f"../{_PREFIX}{rank}")
+    return None if record is None else record.find_end()
 
 
-def early_ends(run: PrivateDirectory) -> dict[int, EarlyEnd]:
+def read_records(run: PrivateDirectory) -> dict[int, RankRecord]:
     """Return the records in the directory of a run, by rank."""
-    found: dict[int, EarlyEnd] = {}
+    found: dict[int, RankRecord] = {}
     for name in run.names():
         rank = name.removeprefix(_PREFIX)
-        if rank != name and rank.isdecimal() and (end := _read(run, name)) is not None:
-            found[int(rank)] = end
+        if rank != name and rank.isdecimal() and (record := _read(run, name)) is not None:
+            found[int(rank)] = record
     return found
 
 
-def remove_early_ends(run: PrivateDirectory) -> None:
+def remove_records(run: PrivateDirectory) -> None:
     """Remove all records in the directory of a run; under its lock."""
     for name in run.names():
         if name.startswith(_PREFIX):
             run.remove(name)
 
 
-def _read(directory: PrivateDirectory, name: str) -> EarlyEnd | None:
+def _read(directory: PrivateDirectory, name: str) -> RankRecord | None:
     with contextlib.suppress(OSError, SyncError, ValueError, TypeError):
-        return EarlyEnd(*json.loads(directory.read(name)))
+        return RankRecord(*json.loads(directory.read(name)))
     return None
+
+
+def _now() -> int:
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS)
 
 
 def _own_launcher() -> list[int] | None:

@@ -27,7 +27,7 @@ from syncprims import errors
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
 from .claims import Claims
-from .early_ends import describe_early_end
+from .early_ends import find_early_end
 from .memory import (
     RECORD_HEAD,
     await_record,
@@ -185,8 +185,10 @@ class Liveness:
         gone = ended or (rank != self.rank and self._records.is_free(rank))
         after = self._read_state(rank)
         if after == _EMPTY:
-            how = describe_early_end(self.directory, rank)
-            return ("unknown", "", b"") if how is None else ("lost", how, b"")
+            end = find_early_end(self.directory, rank)
+            if end is None:
+                return "unknown", "", b""
+            return "finished" if end.joined else "lost", end.how, b""
         if after == _FAILED:
             return "failed", "", self._read_text(rank, _FAILURE_AT, _FAILURE_SIZE)
         if after == _FINISHED:

@@ -151,7 +151,7 @@ class PrivateDirectory:
                 raise _not_ours(path)
             mode = stat.S_IMODE(found.st_mode)
             if mode & 0o077:
-                # A user who may only read a file can still hold its lock for ever.
+                # A user who may only read a file can still hold its lock forever.
                 raise ConfigurationError(
                     f"{path} has mode {mode:04o}, which lets others in: they could hold its lock, "
                     f"or read what ranks send each other; remove it, or run `chmod 600 {path}`"
@@ -236,7 +236,12 @@ class PrivateDirectory:
         return os.fstat(self.fd).st_nlink == 0
 
     def explained(self, error: OSError, action: str, name: str) -> OSError:
-        """Return `error`, which came while `action` was done at `name`, with what to do."""
+        """Return `error`, which came while `action` was done at `name`, with what to do.
+
+        :raises OSError: `error` itself, if it is not the system's: a signal handler raised it.
+        """
+        if error.errno is None:  # as a TimeoutError of the program
+            raise error
         if isinstance(error, FileNotFoundError):
             return self.removed(action, name)
         cure = "free some space, or set SYNCPRIMS_DIR to a place with more"

@@ -199,9 +199,12 @@ class Rendezvous:
         ends = find_early_ends(self._top, self._settings)
         lost = [rank for rank in self._ask(self._find_missing) if rank in ends] if ends else []
         if lost:
-            error = PeerLost.before_first_call(
-                lost[0],
-                ends[lost[0]],
+            joined = self._ask(lambda store: [rank for rank in lost if self._has_come(store, rank)])
+            rank = min(lost, key=lambda rank: (rank in joined, rank))  # first what is the cause
+            error = PeerLost.before_start(
+                rank,
+                ends[rank].how,
+                rank in joined,
                 waiting=self._top.rank,
                 call=self._settings.first_call or "init",
             )
@@ -243,7 +246,7 @@ class Rendezvous:
         None if another process has this rank now. An epoch is closed once all ranks are in it, and
         then belongs to their world. So a second world of the same processes opens the next.
         """
-        latest = store.add(f"{self._prefix}/incarnations/{self._top.rank}", not self._incarnation)
+        latest = store.add(self._incarnations_of(self._top.rank), not self._incarnation)
         if self._incarnation not in (0, latest):
             return None
         self._incarnation = latest
@@ -260,6 +263,13 @@ class Rendezvous:
                 result = json.dumps([secrets.token_hex(8), _by_host(entries), incarnations])
                 store.compare_set(f"{epoch}result", "", result)
         return epoch
+
+    def _incarnations_of(self, rank: int) -> str:
+        return f"{self._prefix}/incarnations/{rank}"
+
+    def _has_come(self, store: Any, rank: int) -> bool:
+        """Return whether a process of `rank` has entered any epoch."""
+        return bool(store.check([self._incarnations_of(rank)]))
 
     def _look(self, store: Any) -> bytes:
         """Return how the epoch has ended, empty if it has not; confirm its result, or void it."""

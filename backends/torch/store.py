@@ -1,7 +1,7 @@
 """The rendezvous store of a run: where it is, who serves it, and the connections to it.
 
 A store's client waits inside C++: no signal, no deadline and no death reaches it there, and on a
-link that was cut it waits for ever. So only a :class:`StoreLink`'s own thread ever waits for the
+link that was cut it waits forever. So only a :class:`StoreLink`'s own thread ever waits for the
 store. The rank waits for that thread as it waits for everything else: with a deadline, and
 interruptibly.
 """

@@ -17,13 +17,11 @@ from syncprims.interface import Label, Note
 from . import codec
 from .layouts import Layout, key_of, make_layout, read_layout
 from .shared_memory import SharedMemoryTransport
-from .transport import DeviceTransport, EngineTransport
+from .transport import DeviceTransport, EngineTransport, Transport
 
 if TYPE_CHECKING:
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Window
-
-    from .transport import Transport
 
 _MOST_KNOWN, _MOST_NOTES = 4096, 256  # layouts, and notes of each
 #: Bytes in all slots up to which one round is faster than dividing the work of a reduction: with up
@@ -45,6 +43,7 @@ class DataPlane:
         self._small = board.small_window
         self._small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
         self._window: Window | None = None
+        self._transport: Transport | None = None
         self._layouts: dict[Any, Layout | None] = {}
         self._described: dict[bytes, Layout] = {}
         #: Whether all members are known to have the window.
@@ -75,17 +74,18 @@ class DataPlane:
         return self._window
 
     def transport(self) -> Transport | None:
-        """Return what carries large arrays between all members, if anything does.
+        """Return what carries arrays between all members; all have one, or none has.
 
         :raises OSError: if there is no space for a window.
         """
-        board = self._board
-        host: Transport | None = None
-        if (window := self.window()) is not None:
-            host = SharedMemoryTransport(window)
-        elif board.engine is not None:
-            host = EngineTransport(board.engine)
-        return host and DeviceTransport(host, board.device_engine)
+        if self._transport is None:
+            host: Transport | None = None
+            if (window := self.window()) is not None:
+                host = SharedMemoryTransport(window)
+            elif self._board.engine is not None:
+                host = EngineTransport(self._board.engine)
+            self._transport = host and DeviceTransport(host, self._board.device_engine)
+        return self._transport
 
     def place(self, layout: Layout) -> Window | None:
         """Return where the slots of a layout are; None if notes carry them.

@@ -8,6 +8,7 @@ any call.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from .arrays import flat, is_array, raw
@@ -64,7 +65,7 @@ class SharedMemoryTransport(Transport):
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
 
-        In the round of piece k, members say that their part of it is there, and that they have
+        In the round of piece k, members say that their items of it are there, and that they have
         reduced their part of piece k - 1.
         """
         fence, board = self._window.fence, sequence.rounds.board
@@ -100,12 +101,13 @@ class SharedMemoryTransport(Transport):
 
     def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
         """Fill ``rooms[i]`` with the `mine` of member number i, a piece of all at a time."""
-        me, data = sequence.index, raw(flat(mine))
-        targets = [None if room is None else raw(flat(room)) for room in rooms]
+        me, members = sequence.index, len(rooms)
+        data, targets = raw(flat(mine)), [None if r is None else raw(flat(r)) for r in rooms]
         if (own := targets[me]) is not None:
             own[:] = data
-        others = [(i, t) for i, t in enumerate(targets) if t is not None and i != me]
-        self._carry(sequence, len(data), len(rooms), [(me, data)], others)
+        reads = [(i, room) for i, room in enumerate(targets) if room is not None and i != me]
+        slot = _piece_size(len(data), self._half // members)
+        self._pass_pieces(sequence, [(me, data)], reads, len(data), slot)
 
     def exchange(
         self,
@@ -118,44 +120,41 @@ class SharedMemoryTransport(Transport):
         me, members = sequence.index, len(rooms)
         mine, targets = [raw(flat(p)) for p in parts], [raw(flat(r)) for r in rooms]
         targets[me][:] = mine[me]
-        others = [member for member in range(members) if member != me]
-        longest = max(
-            (size for i, row in enumerate(sizes) for j, size in enumerate(row) if i != j), default=0
-        )
-        sent = [(me * members + i, mine[i]) for i in others]
-        received = [(i * members + me, targets[i]) for i in others]
-        self._carry(sequence, longest, members**2, sent, received)
+        others = [i for i in range(members) if i != me]
+        writes = [(me * members + i, mine[i]) for i in others]
+        reads = [(i * members + me, targets[i]) for i in others]
+        # The same on all members, since all make the same rounds.
+        pairs = itertools.permutations(range(members), 2)
+        longest = max((sizes[i][j] for i, j in pairs), default=0)
+        slot = _piece_size(longest, self._half // members**2)
+        self._pass_pieces(sequence, writes, reads, longest, slot)
 
-    def _carry(
+    def _pass_pieces(
         self,
         sequence: RoundSequence,
+        writes: Sequence[tuple[int, memoryview]],
+        reads: Sequence[tuple[int, memoryview]],
         longest: int,
-        slots: int,
-        sent: Sequence[tuple[int, memoryview]],
-        received: Sequence[tuple[int, memoryview]],
+        slot: int,
     ) -> None:
-        """Write what is sent into its slots and fill what is received from its own, in pieces.
+        """Write the bytes of `writes`, and fill those of `reads`, in rounds of a piece of each.
 
-        Each comes with the number of its slot. The longest of all members decides how many pieces
-        there are.
+        Each comes with the number of its slot in a half of the window, which has `slot` bytes.
         """
         memory, fence = self._window
-        slot = _piece_size(longest, self._half // slots)
         board = sequence.rounds.board
         sequence.collect_until(board.posted)
         for begin in range(0, longest, slot):
             base = self._half * (board.posted + 1 & 1)
-            for number, data in sent:
-                if piece := data[begin : begin + slot]:
-                    at = base + number * slot
-                    memory[at : at + len(piece)] = piece
+            for number, data in writes:
+                piece, at = data[begin : begin + slot], base + number * slot
+                memory[at : at + len(piece)] = piece
             fence()
             sequence.meet()
             fence()
-            for number, room in received:
-                if piece := room[begin : begin + slot]:
-                    at = base + number * slot
-                    piece[:] = memory[at : at + len(piece)]
+            for number, room in reads:
+                piece, at = room[begin : begin + slot], base + number * slot
+                piece[:] = memory[at : at + len(piece)]
             fence()  # read before this rank says so
 
 

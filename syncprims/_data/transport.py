@@ -68,7 +68,7 @@ class EngineTransport(Transport):
     """Carries arrays of the hosts' memory through an engine.
 
     Rounds before and after show that all are there and that all have the data: an engine by itself
-    would wait for a dead peer for ever.
+    would wait for a dead peer forever.
     """
 
     def __init__(self, engine: Engine) -> None:

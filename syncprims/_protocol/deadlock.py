@@ -124,7 +124,7 @@ class DeadlockDetector:
                 "at": _place(board),
                 "members": errors.format_ranks(board.members),
                 "here": call,
-                "posted": {_group(b): b.posted for b in self._boards},
+                "posted": {_group(b): b.posted + b.promised for b in self._boards},
             }
         )
         word_of = functools.cache(self._read)

@@ -196,8 +196,9 @@ class Snapshot:
 
     def _lost(self, rank: int, status: Status) -> PeerLost:
         if self._starts and status.rounds < self._number:
-            return PeerLost.before_first_call(
-                rank, status.detail, waiting=self._rank, call=self.call
+            joined = status.state == "finished"
+            return PeerLost.before_start(
+                rank, status.detail, joined, waiting=self._rank, call=self.call
             )
         if status.state == "finished":
             count = status.rounds - self._own

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from syncprims.interface import Board, Label, Settings
 
+    from .background import Background
     from .deadlock import DeadlockDetector
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Rounds:
         rank: int,
         settings: Settings,
         deadlocks: DeadlockDetector,
+        background: Background,
         local_rank: int,
         own: int = 0,
     ) -> None:
@@ -84,6 +86,7 @@ class Rounds:
         self._first_look = math.inf if board.virtual_time else _FIRST_LOOK * scale
         self._longest_pause = _LONGEST_PAUSE * scale
         self._deadlocks = deadlocks
+        self._background, self._tasks = background, background.tasks
         self._pending: dict[int, PendingRound] = {}  # by the number of the round
         self.note = NoteCache().note  #: see there for what it asks of its caller
         self.inside_main_first = 0  # how many such blocks this rank is in, as the first
@@ -160,7 +163,7 @@ class Rounds:
             limit = self._first_look
             if timeout is not None and timeout < limit:
                 limit = min(timeout, self.settings.warn_after)
-            notes = board.collect(limit)
+            notes = self._collect(limit) if self._tasks else board.collect(limit)
             found = notes
             if notes is not None:
                 for other in notes:
@@ -351,7 +354,13 @@ class Rounds:
         limit = self._first_look
         if timeout is not None and timeout < limit:
             limit = min(timeout, self.settings.warn_after)
-        return self._check(self.board.collect(limit), limit, timeout)
+        return self._check(self._collect(limit), limit, timeout)
+
+    def _collect(self, limit: float) -> Sequence[Note] | None:
+        """Return as :meth:`Board.collect`, and go on meanwhile with what is under way."""
+        if self._tasks:
+            return self._background.collect(self.board, limit)
+        return self.board.collect(limit)
 
     def _check(
         self, notes: Sequence[Note] | None, waited: float, timeout: float | None
@@ -361,7 +370,7 @@ class Rounds:
         if notes is None:
             begin = board.waiting_since if board.virtual_time else board.now() - waited
             self._wait_is_long(waited)
-            notes = self.wait(board.collect, timeout, begin)
+            notes = self.wait(self._collect, timeout, begin)
         number = board.collected
         first = notes[0]
         for note in notes:
@@ -402,7 +411,7 @@ class Rounds:
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
         pause = self._first_look
-        # Where time is virtual, a wait without a deadline lasts for ever.
+        # Where time is virtual, a wait without a deadline lasts forever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
         board.waits_until = deadline
         board.publish_wait(WaitView(number, begin, not at_board))

@@ -4,7 +4,7 @@ Written through mapped memory: what a rank has recorded is there whatever ends i
 call, a thread or a moment to flush. Disk space is reserved before it is mapped, so that a
 full disk is an error at that point, which stops the record and nothing else. The file is a ring of
 segments, each of which can be read without the others: so it never grows beyond its limit, names
-that are made from a counter take no memory for ever, and what is damaged costs one segment.
+that are made from a counter take no memory forever, and what is damaged costs one segment.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def find_file_system(path: Path) -> str | None:
 
 
 def free_port() -> int:
-    """Return a TCP port of this host that nobody listens on now."""
+    """Return a TCP port of this host on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

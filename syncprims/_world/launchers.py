@@ -536,7 +536,7 @@ def _is_inside(
         return b.world_size == 1 and outer is _MPICH
     if (inner, outer) == (_FLUX, _MPICH):  # Flux sets PMI's variables itself
         return False
-    has_agent = inner.agent in environ  # then nobody has set its variables by hand
+    has_agent = inner.agent in environ  # then its variables were not set by hand
     if outer in (_OURS, _TORCHRUN):  # which start ranks, and no other launchers in several tasks
         return b.world_size == 1 and (has_agent or outer.agent not in environ)
     if b.world_size == 1 or b.world_size == a.num_nodes:

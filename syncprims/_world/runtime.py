@@ -321,7 +321,7 @@ def find_world() -> World | None:
     return _get_state().running
 
 
-def is_placed() -> bool:
+def names_backend() -> bool:
     """Return whether the environment names a backend: the first call starts the world with it."""
     return bool(_get_state().environ.get("SYNCPRIMS_BACKEND"))
 
@@ -344,7 +344,7 @@ def join_as(variables: Mapping[str, str]) -> World:
         raise
 
 
-def keep(name: object, thing: object) -> None:
+def keep_until_exit(name: object, thing: object) -> None:
     """Keep the first `thing` of this name until the process ends."""
     _get_state().kept.setdefault(name, thing)
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncprims import errors
+from syncprims._protocol.background import Background
 from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import Rounds, RoundSequence
@@ -65,6 +66,7 @@ class World:
         self._end = end  # called by the end of a `with` block
         self._backend = backend
         self._deadlocks = DeadlockDetector(backend)
+        self._background = Background(backend)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._kept_boards: dict[tuple[int, ...], Board] = {}  # of closed groups
         self._named: list[Rounds] = []  # at boards of their own, beside those of groups
@@ -163,7 +165,9 @@ class World:
         board = kept or open_board(self._backend, members, name)
         # The first round of all ranks is the start, which no user has asked for.
         own = int(len(members) == self.world_size and not name)
-        facts = board, self.rank, self.settings, self._deadlocks, self.local_rank, own
+        facts = (
+            board, self.rank, self.settings, self._deadlocks, self._background, self.local_rank, own
+        )  # fmt: skip
         if self._recorder is None:
             return Rounds(*facts)
         from syncprims._protocol.traced_rounds import TracedRounds
@@ -210,6 +214,11 @@ def close_rounds(world: World, rounds: Rounds) -> None:
     world._backend.close_board(rounds.board)
 
 
+def background_of(world: World) -> Background:
+    """Return what every wait of this rank goes on with."""
+    return world._background
+
+
 def wait_any(
     world: World,
     rounds: Sequence[Rounds],
@@ -217,7 +226,7 @@ def wait_any(
     timeout: float | None,
     call: str = "a wait for any rank",
 ) -> bool:
-    """Return as :meth:`Backend.wait_any` of the world's backend.
+    """Return as :meth:`Backend.wait_any` of the world's backend; transfers go on meanwhile.
 
     :param call: that waits, as messages show it.
     """
@@ -225,7 +234,7 @@ def wait_any(
     for board in boards:
         board.waits_any = call
     try:
-        return world._backend.wait_any(boards, ready, timeout)
+        return world._background.wait_any(boards, ready, timeout)
     finally:
         for board in boards:
             board.waits_any = ""
@@ -256,29 +265,8 @@ def join_world(world: World) -> None:
         host = backend.host or identify_host()
     payload = json.dumps([mine, [host, top.local_rank, top.node_rank], trace]).encode()
     note = Note(rounds.note("init").label, payload=payload)
-    try:
-        notes = rounds.meet(note, world.settings.join_timeout)
-    except SyncTimeout as error:
-        place = world._backend.meeting_place
-        where = f" in {place}" if place else ""
-        more = (
-            f"This rank waits with backend {world.backend_name!r}{where}, run id "
-            f"{top.run_id!r}: a rank that was started with others never meets it."
-        )
-        error.args = (f"{error}\n{more}",)
-        raise
-    joined = [json.loads(other.payload) for other in notes]
-    for fact, value in mine.items():
-        values = [facts[fact] for facts, *_ in joined]
-        if any(other != value for other in values):
-            shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
-            raise ConfigurationError(
-                f"the ranks disagree about {fact}, at {note.label}: {shown}; start all ranks "
-                f"from one installation with the same settings",
-                rank=world.rank,
-                call=str(note.label),
-                arrived=list(range(world.world_size)),
-            )
+    joined = [json.loads(other.payload) for other in _meet_first(world, rounds, note)]
+    _check_agreement(world, note, [facts for facts, *_ in joined])
     nodes = number_nodes([SaidPlace(*said) for _, said, _ in joined])
     world._nodes = [node for node, _ in nodes]
     world.topology = place_on_nodes(top, nodes)
@@ -288,6 +276,36 @@ def join_world(world: World) -> None:
         recorder.topology = world.topology
         # One name for all: that of the first rank that has one.
         recorder.open(next(run for *_, run in joined if run is not None))
+
+
+def _meet_first(world: World, rounds: Rounds, note: Note) -> Sequence[Note]:
+    """Return the notes of all ranks; the error of a timeout says where this rank waits."""
+    try:
+        return rounds.meet(note, world.settings.join_timeout)
+    except SyncTimeout as error:
+        place = world._backend.meeting_place
+        where = f" in {place}" if place else ""
+        more = (
+            f"This rank waits with backend {world.backend_name!r}{where}, run id "
+            f"{world.topology.run_id!r}: a rank that was started with others never meets it."
+        )
+        error.args = (f"{error}\n{more}",)
+        raise
+
+
+def _check_agreement(world: World, note: Note, of_ranks: Sequence[dict[str, Any]]) -> None:
+    """Accept facts that are the same on all ranks."""
+    for fact, value in of_ranks[world.rank].items():
+        values = [facts[fact] for facts in of_ranks]
+        if any(other != value for other in values):
+            shown = ", ".join(f"rank {rank}: {v!r}" for rank, v in enumerate(values))
+            raise ConfigurationError(
+                f"the ranks disagree about {fact}, at {note.label}: {shown}; start all ranks "
+                f"from one installation with the same settings",
+                rank=world.rank,
+                call=str(note.label),
+                arrived=list(range(world.world_size)),
+            )
 
 
 def announce(world: World, key: object, what: str | None) -> None:

@@ -2,8 +2,8 @@
 
 A tensor travels in pieces, each of them a round. The sender may be some rounds ahead, so a send is
 over when all of its pieces are posted, and its tensor may be changed. What finds no room waits in a
-queue of its rank, and every later wait of the rank goes on with that. So ranks that first send to
-each other and then receive do not wait for ever, as long as they wait for what they have started.
+queue, and every later wait of this rank goes on with it: in a collective, in another transfer, in a
+store. So no rank waits forever for a transfer that the other side has started.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import Work
 
 from syncprims._data.arrays import raw
-from syncprims._world.world import open_rounds, wait_any
+from syncprims._world.group import rounds_of
+from syncprims._world.world import background_of, open_rounds, wait_any
 from syncprims.errors import SyncError
 from syncprims.interface import Label, Note
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch.futures import Future
 
+    from syncprims._protocol.background import Background
     from syncprims._protocol.rounds import PendingRound, Rounds
     from syncprims._world.world import World
     from syncprims.interface import Window
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 _INLINE = 1024  # bytes that travel in a note where there is a window
 _NOTE_LIMIT = 64 * 1024  # bytes of a piece where notes go through a store
 _MOST_NOTES = 4096
-_LOOK_EVERY = 0.25  # seconds between two looks at whether the other ranks live
 
 
 class Transfer:
@@ -59,8 +60,12 @@ class Transfer:
 class Channel:
     """One direction and tag between this rank and another one."""
 
-    def __init__(self, rounds: Rounds, src: int, dst: int, tag: int) -> None:
+    def __init__(
+        self, rounds: Rounds, background: Background, src: int, dst: int, tag: int
+    ) -> None:
         self.rounds = rounds
+        self._background = background
+        self._moving = False  # a step is under way
         self.src, self.dst, self.tag = src, dst, tag
         self.sends = rounds.rank == src
         self._peer = dst if self.sends else src
@@ -93,15 +98,12 @@ class Channel:
         transfer = Transfer(self, note[1], data)
         self._queue.append(transfer)
         self._timeout = timeout
-        self.advance()
+        self.rounds.board.promised += transfer.pieces
+        if not self.move():
+            self._background.keep(self, unfinished=True)
         return transfer
 
     # -- going on -------------------------------------------------------------------------------
-
-    @property
-    def waits_for_room(self) -> bool:
-        """Whether something waits in the queue."""
-        return bool(self._queue)
 
     def has_note(self) -> bool:
         """Return whether the other rank has posted to the oldest round that is not collected."""
@@ -117,29 +119,49 @@ class Channel:
             "finished",
         )
 
-    def advance(self) -> bool:
-        """Go on without waiting; return whether anything was left to do and has been done."""
-        moved = False
-        while self._queue or self._under_way:
-            if self._queue and self._has_room():
-                self._post()
-            elif self._under_way and self.has_note():
-                self._collect()
-            else:
-                break
-            moved = True
-        return moved
+    def can_move(self) -> bool:
+        """Return whether there is a step that needs no waiting."""
+        return not self._moving and (self._can_post() or self._can_collect())
+
+    def move(self) -> bool:
+        """Take all steps that need no waiting, and return whether there were any."""
+        with self._background.lock:
+            if not self.can_move():
+                return False
+            self._moving = True
+        try:
+            while True:
+                if self._can_post():
+                    self._post()
+                elif self._can_collect():
+                    self._collect()
+                else:
+                    return True
+        finally:
+            self._rest()
 
     def go_on(self) -> None:
         """Take the next step of this channel, and wait for the other rank if it needs that."""
-        if self._queue and self._has_room():
-            self._post()
-        else:
-            self._collect()
+        with self._background.lock:
+            self._moving = True
+        try:
+            if self._can_post():
+                self._post()
+            else:
+                self._collect()
+        finally:
+            self._rest()
 
-    def _has_room(self) -> bool:
+    def _rest(self) -> None:
+        self._background.keep(self, unfinished=bool(self._queue))
+        self._moving = False
+
+    def _can_post(self) -> bool:
         board = self.rounds.board
-        return board.posted - board.collected < board.depth
+        return bool(self._queue) and board.posted - board.collected < board.depth
+
+    def _can_collect(self) -> bool:
+        return bool(self._under_way) and self.has_note()
 
     def _post(self) -> None:
         transfer = self._queue[0]
@@ -147,6 +169,7 @@ class Channel:
 
         def post() -> PendingRound:
             note = self._note_of(transfer, rounds.board.posted + 1)
+            rounds.board.promised -= 1
             return rounds.post_deferred(note, self._timeout)
 
         self._under_way.append((transfer, rounds.atomic_call(label, post)))
@@ -212,7 +235,8 @@ class PointToPoint:
             a, b = self._ranks[src], self._ranks[dst]
             name = f"{self._board}: rank {a} to rank {b}, tag {tag}"
             rounds = open_rounds(self._world, sorted((a, b)), name, BETWEEN)
-            channel = self._channels[src, dst, tag] = Channel(rounds, a, b, tag)
+            channel = Channel(rounds, background_of(self._world), a, b, tag)
+            self._channels[src, dst, tag] = channel
         return channel
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Any:
@@ -245,7 +269,7 @@ class PointToPoint:
 
         def settled() -> bool:
             ended = [one.has_ended() for one in channels.values()]
-            return sender() is not None or all(ended) or self._advance()
+            return sender() is not None or all(ended)
 
         begin = self._now()
         while (found := sender()) is None:
@@ -268,36 +292,19 @@ class PointToPoint:
     # -- waiting --------------------------------------------------------------------------------
 
     def finish(self, transfer: Transfer) -> None:
-        """Return when a transfer is over; the others go on meanwhile, as far as they can."""
-        channel = transfer.channel
+        """Return when a transfer is over."""
         while not transfer.done:
-            waiting = [one for one in self._channels.values() if one.waits_for_room]
-            if all(one is channel for one in waiting):
-                channel.go_on()
-            elif not self._advance():
-                watched = [channel, *waiting]
-
-                def settled(watched: list[Channel] = watched) -> bool:
-                    return any(one.has_note() or one.has_ended() for one in watched)
-
-                self._wait(watched, settled, _LOOK_EVERY)
-                ended = [one for one in watched if one.has_ended() and not one.has_note()]
-                if ended:
-                    ended[0].go_on()  # which raises
+            transfer.channel.go_on()
 
     def poll(self, transfer: Transfer) -> bool:
         """Return whether a transfer is over, after all have gone on as far as they can."""
-        if not transfer.done:
-            self._advance()
+        channel = transfer.channel
+        channel.move()
         if not transfer.done:
             # Where one rank runs at a time, the others get their turn.
-            self._wait([transfer.channel], transfer.channel.has_note, 0.0)
-            self._advance()
+            self._wait([channel], channel.has_note, 0.0)
+            channel.move()
         return transfer.done
-
-    def _advance(self) -> bool:
-        moved = [channel.advance() for channel in self._channels.values()]  # all of them
-        return any(moved)
 
     def _wait(
         self, channels: Sequence[Channel], ready: Callable[[], bool], timeout: float | None
@@ -305,7 +312,7 @@ class PointToPoint:
         wait_any(self._world, [one.rounds for one in channels], ready, timeout)
 
     def _now(self) -> float:
-        return self._world.group._rounds.board.now()  # pyright: ignore[reportPrivateUsage]
+        return rounds_of(self._world.group).board.now()
 
     def _left(self, timeout: float | None, waited: float) -> float | None:
         return None if timeout is None else max(0.0, timeout - waited)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from syncprims._world.runtime import find_world
 from syncprims._world.world import open_rounds
 from syncprims.errors import RankMismatch, WorldClosed
 
-from .membership import GroupWorld, join_group_world
+from .group_world import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
 from .tensors import OutputTensor, describe, items_of
 from .torch_internals import (
@@ -29,7 +29,7 @@ from .torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from datetime import timedelta
 
     from syncprims.interface import Note
@@ -221,8 +221,61 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _note(
         self, kind: str, what: str | None = None, root: int | None = None, op: str | None = None
     ) -> Note:
-        src = None if root is None else self._ranks[root]
-        return self._rounds.note(kind, what, src, op)
+        known = root is None or 0 <= root < len(self._ranks)
+        src = self._ranks[root] if root is not None and known else None
+        note = self._rounds.note(kind, what, src, op)
+        if not known:
+            self._refuse(note, f"root {root} is no rank of a group of {len(self._ranks)} ranks")
+        return note
+
+    def _refuse(self, note: Note, why: str) -> NoReturn:
+        """Raise that a call of this rank is impossible; the others get a `PeerFailed`."""
+        error = ValueError(f"{note.label}: {why}")
+        self._rounds.fail(note.label, error)
+        raise error
+
+    def _check(
+        self,
+        note: Note,
+        one: torch.Tensor,
+        each: Sequence[torch.Tensor],
+        of_size: Collection[int] | None = None,
+    ) -> None:
+        """Accept a tensor for each rank, of the dtype of `one`; of its size, too, for `of_size`.
+
+        These are group ranks, by default all.
+        """
+        if len(each) != len(self._ranks):
+            self._refuse(
+                note,
+                f"the number of tensors given is {len(each)}, and the group has "
+                f"{len(self._ranks)} ranks; give one for each",
+            )
+        for rank, other in enumerate(each):
+            sized = of_size is None or rank in of_size
+            if other.dtype != one.dtype or (sized and other.numel() != one.numel()):
+                self._refuse(
+                    note,
+                    f"the tensor for rank {self._ranks[rank]} is {describe([other])}, and that of "
+                    f"the call is {describe([one])}; give tensors of one "
+                    f"{'size and dtype' if sized else 'dtype'}",
+                )
+
+    def _check_op(self, note: Note, op: str, tensor: torch.Tensor) -> None:
+        """Accept an operation that can reduce the items of `tensor`."""
+        if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
+            self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
+
+    def _check_whole(self, note: Note, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Accept a tensor `whole` that is as large as one like `part` for each rank."""
+        size = len(self._ranks) * part.numel()
+        if (whole.numel(), whole.dtype) != (size, part.dtype):
+            self._refuse(
+                note,
+                f"the tensor of one rank is {describe([part])}, and that of all "
+                f"{len(self._ranks)} ranks is {describe([whole])}; give one of {size} items of "
+                f"that dtype",
+            )
 
     def _by_index(self, of_ranks: Sequence[Any]) -> Sequence[Any]:
         """Return what is in the order of group ranks in the order of the board."""
@@ -286,6 +339,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         sparse = any(one.is_sparse for one in tensors)
         what = ("sparse " if sparse else "") + describe(tensors)
         note = self._note(kind, what, root, op)
+        for one in tensors:
+            self._check_op(note, op, one)
         if sparse:
             self._reduce_sparse(note, tensors, op, opts)
             return
@@ -335,7 +390,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Fill ``outputs[rank]`` with all inputs of that rank."""
         for number, mine in enumerate(inputs):
             note = self._note("all_gather_coalesced", describe([mine]))
-            self._gather(note, mine, [of_rank[number] for of_rank in outputs], opts)
+            rooms = [of_rank[number] for of_rank in outputs if number < len(of_rank)]
+            self._gather(note, mine, rooms, opts)
         return finished_work(outputs)
 
     def _gather(
@@ -350,28 +406,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         buffers.gather(self._rounds, note, items_of(mine), self._by_index(items), self._limit(opts))
         for place in places:
             place.finish()
-
-    def _check(self, note: Note, one: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Accept a tensor for each rank, each as large as `one`.
-
-        :raises ValueError: if there is none or it has another size; the others get a `PeerFailed`.
-        """
-        error: ValueError | None = None
-        if len(others) != len(self._ranks):
-            error = ValueError(
-                f"{note.label}: {len(others)} tensors are given, and the group has "
-                f"{len(self._ranks)} ranks; give one for each"
-            )
-        for rank, other in enumerate(others):
-            if error is None and (other.numel(), other.dtype) != (one.numel(), one.dtype):
-                error = ValueError(
-                    f"{note.label}: the tensor for rank {self._ranks[rank]} is "
-                    f"{describe([other])}, and that of the call is {describe([one])}; give tensors "
-                    f"of one size and dtype"
-                )
-        if error is not None:
-            self._rounds.fail(note.label, error)
-            raise error
 
     @_recorded("_all_gather_base", 1)
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:
@@ -391,10 +425,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _gather_single(
         self, note: Note, output: torch.Tensor, mine: torch.Tensor, opts: Any
     ) -> None:
+        self._check_whole(note, mine, output)
         place, size = OutputTensor(output), mine.numel()
         rooms = [place.items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
-        if len(place.items) != size * len(self._ranks):
-            self._check(note, mine, [output])  # which fails
         buffers.gather(self._rounds, note, items_of(mine), self._by_index(rooms), self._limit(opts))
         place.finish()
 
@@ -436,11 +469,12 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
         """Fill the outputs with the reduction of what all members have for this rank."""
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
+        given = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
+        op, factor = reduction_of(given)
         for parts, output in _pairs(inputs, outputs):
-            self._reduce_scatter(
-                "reduce_scatter", output, [items_of(one) for one in parts], parts, op, opts
-            )
+            note = self._note("reduce_scatter", describe(parts), None, op)
+            self._check(note, output, parts, of_size=[self._me])
+            self._reduce_scatter(note, output, [items_of(i) for i in parts], op, factor, opts)
         return finished_work(outputs)
 
     @_recorded("_reduce_scatter_base", 1)
@@ -461,26 +495,24 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter_single(
         self, kind: str, output: torch.Tensor, mine: torch.Tensor, opts: Any
     ) -> None:
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        items, count = items_of(mine), len(self._ranks)
-        size = len(items) // count
-        parts = [items[k * size : (k + 1) * size] for k in range(count)]
-        self._reduce_scatter(kind, output, parts, [mine], op, opts)
+        op, factor = reduction_of(getattr(opts, "reduceOp", dist.ReduceOp.SUM))
+        note = self._note(kind, describe([mine]), None, op)
+        self._check_whole(note, output, mine)
+        items, size = items_of(mine), output.numel()
+        parts = [items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
+        self._reduce_scatter(note, output, parts, op, factor, opts)
 
     def _reduce_scatter(
         self,
-        kind: str,
+        note: Note,
         output: torch.Tensor,
         parts: list[Any],
-        tensors: Sequence[torch.Tensor],
-        given: Any,
+        op: str,
+        factor: Any,
         opts: Any,
     ) -> None:
-        op, factor = reduction_of(given)
-        note = self._note(kind, describe(tensors), None, op)
+        self._check_op(note, op, output)
         place = OutputTensor(output)
-        if len(parts) != len(self._ranks) or len(parts[self._me]) != len(place.items):
-            self._check(note, output, tensors if len(tensors) > 1 else [])  # which fails
         if op == "premul_sum":
             op, parts = "sum", [part * factor for part in parts]
         buffers.reduce_scatter(
@@ -501,13 +533,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Send the parts of `mine` to the members, and fill `output` with theirs."""
         note = self._note("all_to_all_single", str(mine.dtype)[6:])
+        if output.dtype != mine.dtype:
+            self._refuse(note, f"the output is of {str(output.dtype)[6:]}; give one of that dtype")
         place, items = OutputTensor(output), items_of(mine)
         try:
             parts = _split(items, mine, input_sizes, len(self._ranks), "input")
             rooms = _split(place.items, output, output_sizes, len(self._ranks), "output")
         except ValueError as error:
-            self._rounds.fail(note.label, error)
-            raise
+            self._refuse(note, str(error))
         self._exchange(note, parts, rooms, opts)
         place.finish()
         return finished_work([output])
@@ -516,6 +549,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Send the inputs to the members, and fill the outputs with theirs."""
         note = self._note("all_to_all", str(inputs[0].dtype)[6:])
+        for tensors in inputs, outputs:
+            self._check(note, inputs[0], tensors, of_size=())
         places = [OutputTensor(one) for one in outputs]
         self._exchange(note, [items_of(i) for i in inputs], [one.items for one in places], opts)
         for place in places:
@@ -544,17 +579,26 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- point to point -------------------------------------------------------------------------
 
+    def _peer(self, what: str, rank: int) -> int:
+        """Accept a group rank.
+
+        :raises ValueError: if there is none of that number.
+        """
+        if not 0 <= rank < len(self._ranks):
+            raise ValueError(f"{what}={rank} is no rank of a group of {len(self._ranks)} ranks")
+        return rank
+
     @_recorded("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor; the `Work` is over when it may be changed."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.send(tensor, dst, tag, self._timeout)
+        return self._point_to_point.send(tensor, self._peer("dst", dst), tag, self._timeout)
 
     @_recorded("recv")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive into a tensor; the `Work` is over when it is filled."""
         (tensor,) = _listed(tensors)
-        return self._point_to_point.receive(tensor, src, tag, self._timeout)
+        return self._point_to_point.receive(tensor, self._peer("src", src), tag, self._timeout)
 
     @_recorded("recvAnySource")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:

@@ -31,19 +31,25 @@ C = TypeVar("C", bound=type)
 NAME = "syncprims"  #: of the backend, as in ``init_process_group("syncprims")``
 _DEVICES = ("cpu", "cuda")
 
-#: Frames of these stand between the user's line and a collective: torch, and the frameworks that
-#: are installed beside it.
+#: Frames of these stand between the user's line and a collective: torch, the frameworks that are
+#: installed beside it, and what marks functions of torch as deprecated.
 _PACKAGES = os.path.dirname(os.path.dirname(torch.__file__))  # noqa: PTH120
-BETWEEN = tuple(
-    os.path.join(_PACKAGES, name) + os.sep  # noqa: PTH118
-    for name in (
-        "torch",
-        "accelerate",
-        "transformers",
-        "lightning",
-        "lightning_fabric",
-        "pytorch_lightning",
-    )
+_STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
+BETWEEN = (
+    *(
+        os.path.join(_PACKAGES, name) + os.sep  # noqa: PTH118
+        for name in (
+            "torch",
+            "accelerate",
+            "transformers",
+            "lightning",
+            "lightning_fabric",
+            "pytorch_lightning",
+        )
+    ),
+    os.path.join(_PACKAGES, "typing_extensions.py"),  # noqa: PTH118
+    os.path.join(_STANDARD, "warnings.py"),  # noqa: PTH118
+    os.path.join(_STANDARD, "_py_warnings.py"),  # noqa: PTH118
 )
 
 #: Methods of a process group that have several names: torch's C++ code calls the new ones from 2.12
@@ -220,6 +226,19 @@ def replace_group_maker() -> Callable[[], None]:
         module.default_pg_nccl_timeout = of_nccl
 
     return undo
+
+
+@contextlib.contextmanager
+def serve_every_backend() -> Generator[None]:
+    """Serve, within the block, every process group of this process, for any backend it names.
+
+    ``torch.distributed.get_backend`` returns the name that the program asked for.
+    """
+    undo = replace_group_maker()
+    try:
+        yield
+    finally:
+        undo()
 
 
 def replace_rendezvous(

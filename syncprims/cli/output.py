@@ -180,7 +180,7 @@ class Sink:
             self._stream.buffer.write(data)
             self._stream.flush()
         except Exception as error:
-            # It is raised at the end: if nobody read any more, the ranks would block.
+            # It is raised at the end: if the output were no longer read, the ranks would block.
             self.error = self.error or error
 
 

@@ -21,7 +21,7 @@ class FaultTarget:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Suspend the rank for ever."""
+        """Suspend the rank forever."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def sleep(self, seconds: float) -> None:

@@ -45,9 +45,9 @@ class JournalWriter(Observer):
         """Write the call."""
         self._write("call", pickle.dumps(call))
 
-    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
+    def on_rounds(self, rank: int, members: Sequence[int], board: str, number: int) -> None:
         """Write the number of the round."""
-        self._write("post", call.members, call.board, number)
+        self._write("rounds", members, board, number)
 
     def on_fault(self, rank: int, fault: Fault) -> None:
         """Write which fault it is."""
@@ -150,7 +150,7 @@ class Journal:
         match event, facts:
             case "call", (call,):
                 outcome.calls.append(_load_call(call))
-            case "post", (members, board, number):
+            case "rounds", (members, board, number):
                 self.posted[members, board] = number
             case "fault", (int(number),):
                 fault = self._faults[number]

@@ -67,7 +67,7 @@ class RankOutcome:
     #: all except that of the start
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     waits: RecordedCall | None = None  #: where it waits, or waited without result
-    waits_any: str = ""  #: the call in which it waits, or waited in vain, for any of several notes
+    waits_any: str = ""  #: the call that waits for any of several notes, or waited without result
     consequence: bool = False  #: its error only reports that of another rank
     torn: bool = False  #: it has seen a group break, and may have handled that
     struck: list[Fault] = field(default_factory=list[Fault])

@@ -27,8 +27,11 @@ class Observer:
     def on_call(self, rank: int, call: RecordedCall) -> None:
         """Notice that `rank` is about to post."""
 
-    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
-        """Notice that `rank` has posted to round `number` of the board."""
+    def on_post(self, rank: int, call: RecordedCall) -> None:
+        """Notice that `rank` has posted a note."""
+
+    def on_rounds(self, rank: int, members: Sequence[int], board: str, number: int) -> None:
+        """Notice that `rank` has posted to round `number` of the board, or will without a call."""
 
     def on_fault(self, rank: int, fault: Fault) -> None:
         """Notice that a fault is about to strike `rank`."""
@@ -169,7 +172,13 @@ class ProbedBoard(Board):
             self._recorded = inner.posted + 1
             probe.record_call(self._last)
         inner.post(note)
-        probe.observer.on_post(probe.rank, self._last, self.earlier + inner.posted)
+        probe.observer.on_post(probe.rank, self._last)
+        self._report_rounds()
+
+    def _report_rounds(self) -> None:
+        inner, probe = self.inner, self._probe
+        number = self.earlier + inner.posted + inner.promised
+        probe.observer.on_rounds(probe.rank, self._members, inner.name, number)
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Collect; the observer is asked meanwhile whether the round can never complete."""
@@ -215,6 +224,18 @@ class ProbedBoard(Board):
     @waits_any.setter
     def waits_any(self, call: str) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.inner.waits_any = call
+
+    @property
+    def promised(self) -> int:
+        """How many more rounds this rank will post without another call."""
+        return self.inner.promised
+
+    @promised.setter
+    def promised(self, count: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        more = count > self.inner.promised
+        self.inner.promised = count
+        if more:
+            self._report_rounds()
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""

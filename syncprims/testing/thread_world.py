@@ -86,9 +86,8 @@ class ThreadWorld(Observer):
             self._break_standstill,
             self._torch.enter if self._torch else None,
         )
-        self.shared_worlds: list[
-            Any
-        ] = []  # one, unless the program ends its world and starts another
+        # One, unless the program ends its world and starts another.
+        self.shared_worlds: list[Any] = []
         self._worlds_begun = [0] * spec.ranks
         self._outcomes = [RankOutcome(rank) for rank in range(spec.ranks)]
         self._run = WorldRun(self._outcomes, spec.faults, spec.seed)
@@ -132,7 +131,7 @@ class ThreadWorld(Observer):
 
     # -- a rank -----------------------------------------------------------------------------------
 
-    def on_post(self, rank: int, call: RecordedCall, number: int) -> None:
+    def on_post(self, rank: int, call: RecordedCall) -> None:
         """Record the order of all posts."""
         if call.label.kind != JOIN:
             self._run.trace.append((rank, call))

@@ -4,7 +4,7 @@ When one rank raises, the others raise errors that report it. So the ranks' exce
 type, not by time: a *consequence* reports another rank, and everything else is a *cause*. Causes
 are raised, and consequences are noted on them.
 
-A world in which ranks wait for ever has consequences only. There are two cases, and both end as one
+A world in which ranks wait forever has consequences only. There are two cases, and both end as one
 `DeadlockError`, which shows where every rank is:
 
 - A rank waits for one that has ended, such as one that skipped a barrier. Its board reports that

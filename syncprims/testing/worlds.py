@@ -135,31 +135,29 @@ def explore(
     if strategy == "pct" and not spec.seed.depth:  # PCT has to know how many steps there are
         pct = spec.seed._replace(depth=depth, steps=run_once(spec).steps)
         spec = dataclasses.replace(spec, seed=pct)
+    run = run_once(spec)
+    _compare(run, run_once(spec))
     paths: set[int] = set()
     missed = spec.faults  # under every schedule
     shortest: tuple[int, Exception] | None = None  # steps, failure
     tried = failures = steps = 0
-    run = run_once(spec)  # the first schedule is run twice
-    while tried < schedules:
-        seed_here = spec.seed._replace(number=spec.seed.number + tried)
-        earlier, run = run, run_once(dataclasses.replace(spec, seed=seed_here))
-        if not tried:
-            _compare(earlier, run)
+    while True:
         tried += 1
         steps = max(steps, run.steps)
         paths.add(hash(tuple(run.path())))
         missed = [fault for fault in missed if fault in run.missed]
         replay = test_context.get().replay(run.seed)
-        try:
-            results = results_of(run, replay)
-            if check is not None:
-                check(results)
-        except Exception as error:
+        error = _find_failure(run, replay, check)
+        if error is not None:
             failures += 1
             if failures == 1:
                 schedules = min(schedules, tried + _FURTHER)
             if shortest is None or run.steps < shortest[0]:
                 shortest = run.steps, add_note(error, replay)
+        if tried == schedules:
+            break
+        following = spec.seed._replace(number=spec.seed.number + tried)
+        run = run_once(dataclasses.replace(spec, seed=following))
     if shortest is not None:
         raise add_note(
             shortest[1],
@@ -167,6 +165,20 @@ def explore(
         )
     check_faults_struck(run, missed)
     return Explored(tried, len(paths), steps)
+
+
+def _find_failure(
+    run: WorldRun, replay: str, check: Callable[[list[Any]], object] | None
+) -> Exception | None:
+    """Return what the world, or the check of its results, has raised."""
+    __tracebackhide__ = True
+    try:
+        results = results_of(run, replay)
+        if check is not None:
+            check(results)
+    except Exception as error:
+        return error
+    return None
 
 
 def _compare(one: WorldRun, other: WorldRun) -> None:

@@ -358,7 +358,7 @@ class AccumulationWindow:
     def _note_leftovers(self) -> None:
         """Remember what is in ``.grad`` before the window's first backward pass.
 
-        Nobody has cleared it after an earlier step: it stays as it is when the window is scaled.
+        It was not cleared after an earlier step: it stays as it is when the window is scaled.
         """
         found = ((p, p.grad) for p in self.parameters if p.grad is not None)
         self._leftovers = [(p, gradient, gradient.detach().clone()) for p, gradient in found]

@@ -122,7 +122,66 @@ def test_a_rank_that_is_refused_tells_the_others(world: Ranks) -> None:
     refused, told = world.outcomes(run)
     assert isinstance(refused, ValueError)
     assert isinstance(told, sp.PeerFailed)
-    assert "1 tensors are given, and the group has 2 ranks" in str(told)
+    assert "the number of tensors given is 1, and the group has 2 ranks" in str(told)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+DOUBLE = torch.float64
+IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
+    (lambda: dist.all_gather([ones(3), ones(4)], ones(4)), r"for rank 0 is float32\[3\]"),
+    (lambda: dist.all_gather([ones(4)] * 3, ones(4)), "given is 3, and the group has 2"),
+    (lambda: dist.all_gather_coalesced([[ones(2)] * 2, [ones(2)]], [ones(2)] * 2), "given is 1"),
+    (lambda: dist.all_gather_into_tensor(ones(5), ones(4)), "give one of 8 items"),
+    (lambda: dist.all_gather_into_tensor(ones(8, dtype=DOUBLE), ones(4)), r"is float64\[8\]"),
+    (lambda: dist.reduce_scatter(ones(3), [ones(3)]), "given is 1, and the group has 2"),
+    (lambda: dist.reduce_scatter_tensor(ones(3), ones(7)), "give one of 6 items"),
+    (lambda: dist.reduce_scatter_tensor(ones(3), ones(6, dtype=DOUBLE)), r"is float64\[6\]"),
+    (lambda: dist.all_to_all([ones(4)] * 2, [ones(4)]), "given is 1, and the group has 2"),
+    (lambda: dist.all_to_all_single(ones(5), ones(4)), "of 5 rows cannot be split evenly"),
+    (lambda: dist.broadcast(ones(4), 7), "root 7 is no rank of a group of 2 ranks"),
+    (lambda: dist.all_reduce(ones(4), dist.ReduceOp.BAND), "bits of integers and bools"),
+    (lambda: dist.reduce_scatter_tensor(ones(2), ones(4), dist.ReduceOp.BXOR), "bits of integers"),
+]
+
+
+@several(2)
+def test_calls_that_are_impossible(world: Ranks) -> None:
+    def run() -> None:
+        with process_group():
+            for call, why in IMPOSSIBLE:
+                with pytest.raises(ValueError, match=rf"{Path(__file__).name}:\d+\).*{why}"):
+                    call()
+                dist.barrier()  # all have raised it, and are in step
+
+    world.run(run)
+
+
+@several(2)
+def test_transfers_with_ranks_that_do_not_exist(world: Ranks) -> None:
+    def run() -> None:
+        with process_group():
+            for rank in 7, -1:
+                with pytest.raises(ValueError, match=f"dst={rank} is no rank of a group of 2"):
+                    dist.send(ones(1), rank)
+                with pytest.raises(ValueError, match=f"src={rank} is no rank of a group of 2"):
+                    dist.recv(ones(1), rank)
+
+    world.run(run)
+
+
+@several(2)
+def test_an_impossible_call_of_one_rank(world: Ranks) -> None:
+    def run() -> None:
+        with process_group():
+            size = 3 - sp.get_rank()
+            with pytest.raises((ValueError, sp.PeerFailed), match="give one of 4 items"):
+                dist.reduce_scatter_tensor(torch.empty(size), torch.ones(6))
+            dist.barrier()
+
+    world.run(run)
 
 
 @several(2)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
+PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 #: What each part of ``syncprims/`` may import beside itself: all parts before it.
 LAYERS = ["errors", "interface", "_protocol", "_data", "_world", "_api", ""]
 #: What stands on the layers, and which internals it may import. ``""`` is what users import.
@@ -217,10 +218,19 @@ def test_the_package_list_is_the_tree() -> None:
     assert tool["package-dir"] == {"syncprims.backends": "backends"}
 
 
-def test_the_page_names_every_folder_and_no_file_that_does_not_exist() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_no_file_of_the_code_that_does_not_exist(page: Path) -> None:
+    text = page.read_text()
+    known = set(re.findall("<!-- file: (.*?) -->", text))  # what its reader writes
+    known |= {test.name for test in (ROOT / "tests").rglob("test_*.py")}
+    named = set(re.findall(r"`([\w/.-]+\.py)`", text)) - known
+    named |= set(re.findall(r"`((?:syncprims|backends|tests)/[\w/.]*)`", text))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_page_names_every_folder() -> None:
     page = (ROOT / "docs/concepts/architecture.md").read_text()
     named = set(re.findall(r"`((?:syncprims|backends|tests)/[\w/.]*)`", page))
-    assert [name for name in named if not (ROOT / name).exists()] == []
     folders = {path.parent.relative_to(ROOT) for path in SOURCES.values()}
     assert {f"{folder}/" for folder in folders} <= named
 

@@ -77,13 +77,64 @@ def test_the_error_has_its_facts(launches: Launches) -> None:
     assert done.code == 0, done.err
 
 
+@pytest.mark.parametrize(
+    "backend", ["file", pytest.param("torch", marks=needs_torch)], ids=["file", "torch"]
+)
+def test_a_late_rank_is_told_the_cause(launches: Launches, backend: str, tmp_path: Path) -> None:
+    """Rank 1 has joined and was told; rank 0 joins after that."""
+    done = launches.run(
+        f"""
+        if get_rank() == 2: sys.exit()
+        while is_main() and not os.path.exists({str(tmp_path / "told")!r}): time.sleep(0.01)
+        try:
+            barrier("saved")
+        finally:
+            open({str(tmp_path / "told")!r}, "w").close()
+        """,
+        *("--backend", backend),
+    )
+    text = "PeerLost: rank 2 ended (exit code 0) before its first call, while rank"
+    assert f"[rank 0] syncprims.{text} 0 is in barrier" in done.err
+    assert f"[rank 1] syncprims.{text} 1 is in barrier" in done.err
+
+
+GIVES_UP = """
+def give_up():
+    try:
+        barrier("saved", timeout=1)
+    except SyncTimeout:
+        open({sign!r}, "w").close()
+        sys.exit(0)
+
+if not is_main(): give_up()
+while not os.path.exists({sign!r}): time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    "backend", ["file", pytest.param("torch", marks=needs_torch)], ids=["file", "torch"]
+)
+def test_a_rank_that_has_joined_has_made_a_call(
+    launches: Launches, backend: str, tmp_path: Path
+) -> None:
+    source = GIVES_UP.format(sign=str(tmp_path / "given up")) + "barrier('saved')\n"
+    done = launches.run(source, "--backend", backend, n=2)
+    assert "PeerLost: rank 1 joined and ended (exit code 0), while rank 0 is in barrier" in done.err
+
+
+def test_a_rank_of_an_earlier_world_has_made_a_call(launches: Launches) -> None:
+    done = launches.run("with init(): barrier()\nif is_main(): init(); barrier('saved')\n", n=2)
+    assert "PeerLost: rank 1 joined and ended (exit code 0), while rank 0 is in init" in done.err
+
+
 # -- without our launcher -------------------------------------------------------------------------
 
 
 def test_a_rank_records_its_own_end(scripts: Scripts, meeting_place: Path) -> None:
     ended = scripts.run("if rank == 0: barrier('saved')\n")
     assert [one.code for one in ended] == [1, 0, 0]
-    assert "PeerLost: rank 1 ended (exit code 0) before its first call" in ended[0].err
+    told = ended[0].err.partition("PeerLost: ")[2]
+    assert told[7:].startswith("ended (exit code 0) before its first call"), told  # rank 1 or 2
     assert "while rank 0 is in barrier 'saved' (script.py:4)" in ended[0].err
     assert ended[0].seconds < 25  # of 30 s to join
     assert not any(meeting_place.iterdir())
@@ -158,6 +209,21 @@ def test_ranks_of_torchrun_record_their_own_end(
     assert time.monotonic() - begin < 120
     assert "before its first call, while rank 0 is in barrier 'saved'" in done.stderr
     assert "rank 1 ended" in done.stderr
+
+
+@needs_torch
+def test_a_rank_that_has_joined_at_a_store_has_made_a_call(
+    launches: Launches, meeting_place: Path, tmp_path: Path
+) -> None:
+    launches.write(GIVES_UP.format(sign=str(tmp_path / "given up")) + "barrier('saved')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(launches.script)],
+        env={**launches.environ, "SYNCPRIMS_BACKEND": "torch", "SYNCPRIMS_DIR": str(meeting_place)},
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 1 joined and ended" in done.stderr
 
 
 def test_a_world_of_one_leaves_no_record(tmp_path: Path) -> None:

@@ -45,16 +45,11 @@ def sample(count: int) -> Callable[[list[Place]], list[Disturbance]]:
 
 
 def every(places: list[Place]) -> list[Disturbance]:
-    """Choose all places: once with one that passes all handlers, once with others, and twice."""
-    once = [Disturbance(place) for place in places]
-    other = [Disturbance(place, 0, random.choice(ERRORS[1:])) for place in places]
-    return once + other + with_a_second(places)
-
-
-def with_a_second(places: list[Place]) -> list[Disturbance]:
-    """Choose all places, with a second exception soon after."""
+    """Choose all places: once with one exception, and once with a second one soon after."""
     return [
-        Disturbance(place, random.randint(1, _HANDLING), random.choice(ERRORS)) for place in places
+        Disturbance(place, again, random.choice(ERRORS))
+        for place in places
+        for again in (0, random.randint(1, _HANDLING))
     ]
 
 
@@ -63,14 +58,27 @@ def test_an_exception_anywhere_is_never_a_wrong_value(call: str) -> None:
     assert disturb_threads(call, sample(12)) == []
 
 
+@pytest.mark.parametrize("backend", ["file", "torch"])
 @pytest.mark.parametrize(
     "call",
     ["barrier", "broadcast array", "all_gather pickle", "all_reduce array", "lagging check"],
 )
 def test_an_exception_anywhere_in_a_process_is_never_a_wrong_value(
-    call: str, meeting_place: Path
+    call: str, backend: str, meeting_place: Path
 ) -> None:
-    assert disturb_processes(Ranks(Kind("file", 2), meeting_place), call, sample(10)) == []
+    assert disturb_processes(Ranks(Kind(backend, 2), meeting_place), call, sample(10)) == []
+
+
+def test_an_exception_while_a_file_is_written_is_not_changed(meeting_place: Path) -> None:
+    """A TimeoutError is an OSError, as a full disk is."""
+
+    def choose(places: list[Place]) -> list[Disturbance]:
+        writing = [place for place in places if place.function == "PrivateDirectory.write"]
+        return [Disturbance(place, 0, TimeoutError) for place in writing]
+
+    assert (
+        disturb_processes(Ranks(Kind("file", 2), meeting_place), "all_gather array", choose) == []
+    )
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -100,5 +108,4 @@ def test_an_exception_at_every_instruction_of_processes(
 ) -> None:
     world = Ranks(Kind(backend.split()[-1], 2), meeting_place, patience=1800)
     variables = {"SYNCPRIMS_TRACE": str(tmp_path / "trace")} if "traced" in backend else {}
-    found = disturb_processes(world, call, lambda all_: sample(len(all_))(all_), **variables)
-    assert found == []
+    assert disturb_processes(world, call, every, **variables) == []

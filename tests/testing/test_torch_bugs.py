@@ -188,21 +188,13 @@ def check(error: BaseException, expected: Expected) -> None:
 
 
 @several_bugs
-def test_a_bug_is_named_under_every_schedule(expected: Expected) -> None:
-    for seed in range(4):
+@pytest.mark.parametrize("schedules", [4, pytest.param(1000, marks=pytest.mark.soak)])
+def test_a_bug_is_named_under_every_schedule(expected: Expected, schedules: int) -> None:
+    for seed in range(schedules):
         with pytest.raises(expected.error) as caught:
             run_world(in_program(expected.bug), RANKS, torch=True, seed=seed)
         check(caught.value, expected)
     assert run_world(sound, RANKS, torch=True) == [16.0] * RANKS
-
-
-@pytest.mark.soak
-@several_bugs
-def test_a_bug_is_named_under_a_thousand_schedules(expected: Expected) -> None:
-    for seed in range(1000):
-        with pytest.raises(expected.error) as caught:
-            run_world(in_program(expected.bug), RANKS, torch=True, seed=seed)
-        check(caught.value, expected)
 
 
 @pytest.mark.parametrize(

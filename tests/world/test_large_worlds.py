@@ -9,6 +9,7 @@ import pytest
 
 import syncprims as sp
 from syncprims import errors
+from syncprims._protocol.background import Background
 from syncprims._protocol.deadlock import DeadlockDetector
 from syncprims._protocol.rounds import Rounds
 from syncprims._world.registry import load_backend
@@ -52,6 +53,7 @@ class Place:
     """A board of `members`, as far as it matters here."""
 
     collected = 1
+    promised = 0
     name = ""
 
     def __init__(self, members: Sequence[int], posted: int) -> None:
@@ -131,7 +133,7 @@ def test_many_ranks_look_at_each_other_less_often(seats: list[Any]) -> None:
     looks: dict[int, int] = {}
     for count in (2, 16, 128):
         board = LateBoard(range(count))
-        rounds = Rounds(board, 0, Settings(), DeadlockDetector(seats[0]), 0)
+        rounds = Rounds(board, 0, Settings(), DeadlockDetector(seats[0]), Background(seats[0]), 0)
         rounds.meet(Note(Label("barrier")))
         looks[count] = board.looks
     assert looks[2] == looks[16] > 10

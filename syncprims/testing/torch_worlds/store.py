@@ -155,7 +155,7 @@ class WorldStore(dist.Store):  # type: ignore[misc]
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Ignore the time limit of other stores: a wait in vain is found without one."""
+        """Ignore the time limit of other stores: a wait that cannot end is found without one."""
 
     def _has(self, keys: Sequence[str]) -> bool:
         values = self._table.read()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-EarlyEnd: Any = import_module("syncprims.backends.file.early_ends").EarlyEnd
+RankRecord: Any = import_module("syncprims.backends.file.early_ends").RankRecord
 ProcessIdentity: Any = import_module("syncprims.backends.file.processes").ProcessIdentity
 
 
@@ -19,7 +19,7 @@ def test_a_record_is_void_when_the_launcher_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
         identity = ProcessIdentity.of(launcher.pid)
         assert identity is not None
-        end = EarlyEnd.seen("exit code 0")._replace(launcher=[*identity])
+        end = RankRecord.seen("exit code 0")._replace(launcher=[*identity])
         assert not end.is_void()
         launcher.kill()
         os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
@@ -30,7 +30,7 @@ def test_a_record_is_void_when_the_launcher_has_ended() -> None:
 def test_without_proc_a_record_is_never_void(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system does not say whether the launcher lives: so it may."""
     monkeypatch.setattr(ProcessIdentity, "of", _unknown)
-    assert not EarlyEnd.seen("exit code 0").is_void()
+    assert not RankRecord.seen("exit code 0").is_void()
 
 
 def _unknown(pid: int) -> None:

@@ -11,10 +11,10 @@ from syncprims._world.runtime import (
     current,
     find_world,
     get_settings,
-    is_placed,
     join_as,
-    keep,
+    keep_until_exit,
     leave_group_world,
+    names_backend,
 )
 from syncprims.errors import ConfigurationError, SyncTimeout
 
@@ -53,7 +53,7 @@ def join_group_world(store: Any, rank: int, world_size: int) -> GroupWorld:
     world, started = find_world(), False
     if world is None:
         started = True
-        world = current() if is_placed() else _start(store, rank, world_size)
+        world = current() if names_backend() else _start(store, rank, world_size)
     if (world.rank, world.world_size) != (rank, world_size):
         found = GroupWorld(world, started=started)
         found.end()
@@ -75,7 +75,7 @@ def _keep_server(store: Any) -> None:
     """
     backing = find_backing_store(store)
     if isinstance(backing, dist.TCPStore):
-        keep((backing.host, backing.port), backing)
+        keep_until_exit((backing.host, backing.port), backing)
 
 
 def _start(store: Any, rank: int, world_size: int) -> World:

@@ -1,0 +1,101 @@
+"""What a rank goes on with whenever it waits: transfers that still need its notes.
+
+A send whose data does not fit at once needs this rank again, and so does a receive of such data.
+The other rank may wait for that while this one waits in another call: a collective, another
+transfer, a store. So every wait of a world goes on with all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from syncprims.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from syncprims.interface import Backend, Board, Note
+
+
+class Task(Protocol):
+    """Something that is not over, and takes its steps without waiting."""
+
+    def can_move(self) -> bool:
+        """Return whether there is a step to take now. Any thread may ask."""
+        ...
+
+    def move(self) -> bool:
+        """Take all steps that need no waiting, and return whether there were any."""
+        ...
+
+
+class Background:
+    """The tasks of one rank in one world."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.tasks: dict[Task, None] = {}  #: empty nearly always
+        #: Held while a task takes a step: several threads of this rank may wait.
+        self.lock = threading.RLock()
+
+    def keep(self, task: Task, *, unfinished: bool) -> None:
+        """Go on with `task` in later waits, or no more."""
+        if unfinished:
+            self.tasks[task] = None
+        else:
+            self.tasks.pop(task, None)
+
+    def move(self) -> bool:
+        """Take all steps that need no waiting, and return whether there were any.
+
+        A task that fails is given up here; the call that waits for it raises the error.
+        """
+        moved = False
+        for task in tuple(self.tasks):
+            try:
+                moved = task.move() or moved
+            except SyncError:
+                self.keep(task, unfinished=False)
+        return moved
+
+    def collect(self, board: Board, limit: float) -> Sequence[Note] | None:
+        """Return as ``board.collect(limit)``, and go on with all tasks meanwhile."""
+        notes = board.collect(0.0)
+        if notes is None:
+            if not self.wait_any([board], lambda: _is_settled(board), limit):
+                return None
+            notes = board.collect(0.0)
+        return notes
+
+    def wait_any(
+        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None
+    ) -> bool:
+        """Return as :meth:`Backend.wait_any`, and go on with all tasks meanwhile."""
+        if not self.tasks:
+            return self._backend.wait_any(boards, ready, timeout)
+
+        def can_move() -> bool:
+            return any(task.can_move() for task in tuple(self.tasks))
+
+        now = boards[0].now
+        end = None if timeout is None else now() + timeout
+        while not ready():
+            left = None if end is None else max(0.0, end - now())
+            moves = self._backend.wait_any(boards, lambda: ready() or can_move(), left)
+            if not (self.move() or ready()) and (not moves or left == 0.0):
+                return False  # the time is up, or a board is broken
+        return True
+
+
+def _is_settled(board: Board) -> bool:
+    """Return whether the oldest uncollected round is complete, or never will be."""
+    if board.verdict() is not None:
+        return True
+    seen = [board.status(member) for member in board.members]
+    missing = [status.state for status in seen if status.rounds <= board.collected]
+    return (
+        not missing
+        or "finished" in missing
+        or any(status.state in ("lost", "failed") for status in seen)
+    )
