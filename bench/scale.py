@@ -20,7 +20,7 @@ class Scale:
     seconds: float  #: per figure of the control plane
     control: tuple[int, ...]  #: ranks
     waiting: tuple[int, ...]  #: ranks
-    waiting_runs: int
+    waiting_runs: tuple[int, int]  #: of the bare loops, and of whole libraries
     watched: tuple[int, int]  #: ranks, turns
     hosts: tuple[int, ...]  #: ranks on two pretended hosts
     data: Sequence[tuple[int, Sequence[int]]]  #: ranks, sizes in bytes
@@ -53,7 +53,7 @@ FULL = Scale(
     seconds=0.3,
     control=(2, 4, 8),
     waiting=(2, 4, 8, 16),
-    waiting_runs=10,
+    waiting_runs=(3, 10),
     watched=(4, 9),
     hosts=(2, 4),
     data=((2, (*_SIZES, 256 * MB)), (4, (*_SIZES, 256 * MB)), (8, _SIZES)),
@@ -76,7 +76,7 @@ QUICK = Scale(
     seconds=0.02,
     control=(2,),
     waiting=(2,),
-    waiting_runs=1,
+    waiting_runs=(1, 1),
     watched=(2, 1),
     hosts=(2,),
     data=((2, (4, 64 * KB, 64 * MB)),),

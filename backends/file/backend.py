@@ -364,8 +364,9 @@ def _locked(
     others wait. These find that their lock file has no name any more, and begin again.
     """
     lock = name + _LOCK
-    fd = _acquire(base, lock, timeout)
+    held: list[int] = []  # the descriptor of the lock file, wherever an exception comes
     try:
+        _acquire(base, lock, timeout, held)
         try:
             if probe:
                 refuse_useless_locks(base, lock)
@@ -376,30 +377,34 @@ def _locked(
         with contextlib.closing(run):
             yield run
     finally:
-        # To close is not enough: a child that another thread has forked shares the descriptor.
-        with contextlib.suppress(OSError):
-            filelock.unlock_descriptor(fd)
-        os.close(fd)
+        try:
+            # To close is not enough: a child that another thread has forked shares the descriptor.
+            for fd in held:
+                with contextlib.suppress(OSError):
+                    filelock.unlock_descriptor(fd)
+        finally:
+            _close_all(held)
 
 
-def _acquire(base: PrivateDirectory, lock: str, timeout: float) -> int:
-    """Return a descriptor of the file `lock`, locked; it keeps its name while it is locked."""
+def _close_all(held: list[int]) -> None:
+    while held:
+        os.close(held.pop())
+
+
+def _acquire(base: PrivateDirectory, lock: str, timeout: float, held: list[int]) -> None:
+    """Lock the file `lock`, which keeps its name while it is locked; its descriptor is `held`."""
     deadline = time.monotonic() + timeout
     while True:
-        fd = base.open_file(lock, os.O_RDWR | os.O_CREAT)
-        held = False
+        held.append(base.open_file(lock, os.O_RDWR | os.O_CREAT))
         try:
-            held = filelock.lock_descriptor(fd, blocking=False) and os.fstat(fd).st_nlink > 0
+            if filelock.lock_descriptor(held[0], blocking=False) and os.fstat(held[0]).st_nlink:
+                return
         except (NotImplementedError, OSError) as error:
             raise BackendUnavailable(
                 f"{base.path / lock} cannot be locked: {error}. Set SYNCPRIMS_DIR to a directory "
                 f"on a local file system with working locks"
             ) from error
-        finally:
-            if not held:
-                os.close(fd)
-        if held:
-            return fd
+        _close_all(held)
         if time.monotonic() > deadline:
             raise BackendUnavailable(
                 f"another process has held {base.path / lock} for {timeout:g} s, where "

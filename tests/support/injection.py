@@ -57,12 +57,13 @@ class Place(NamedTuple):
     function: str
     line: int  #: of the function
     offset: int
+    name: str  #: of the instruction
 
     def __str__(self) -> str:
         return f"{Path(self.file).name}:{self.function}+{self.offset}"
 
 
-NOWHERE = Place("", "", 0, 0)
+NOWHERE = Place("", "", 0, 0, "")
 
 
 class Injector:
@@ -117,7 +118,7 @@ class Injector:
     def _is_in(self, code: CodeType) -> bool:
         """Return whether the place is in this function."""
         assert self._place is not None
-        file, function, line, _ = self._place
+        file, function, line, *_ = self._place
         return code.co_firstlineno == line and (code.co_filename, code.co_qualname) == (
             file,
             function,
@@ -126,8 +127,9 @@ class Injector:
     def _visit(self, frame: FrameType) -> None:
         code = frame.f_code
         rounds = self._rounds
+        name = dis.opname[code.co_code[frame.f_lasti]]
         if not rounds._calls and rounds.board.posted > self._posted:
-            self.after_end.add(dis.opname[code.co_code[frame.f_lasti]])
+            self.after_end.add(name)
             return
         if self.raised:
             self._since += 1
@@ -135,7 +137,7 @@ class Injector:
                 self.raised = 2
                 raise self._error("again")
             return
-        place = Place(code.co_filename, code.co_qualname, code.co_firstlineno, frame.f_lasti)
+        place = Place(code.co_filename, code.co_qualname, code.co_firstlineno, frame.f_lasti, name)
         if place == self._place:
             self.raised = 1
             raise self._error("once")
@@ -303,7 +305,9 @@ def run_disturbed(call: Call, disturb: Disturb, entered: Entered, rank: int, bas
                     value = disturb(lambda: call.make(1))
                 else:
                     value = call.make(number)
-            except _ENDS:
+            except _ENDS as error:
+                if isinstance(error, sp.BackendUnavailable):
+                    return f"call {number} of rank {rank} raised {error}"  # a lock was not freed
                 if attempt:
                     return ""  # torn
                 continue

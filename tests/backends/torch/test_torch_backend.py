@@ -210,15 +210,16 @@ def test_who_never_came_is_named(meeting_place: Path, signs: Signs) -> None:
 def test_who_ended_while_it_joined_is_not_said_to_have_never_joined(
     meeting_place: Path, signs: Signs
 ) -> None:
-    def die() -> None:  # while this rank waits for rank 2
+    def die(_: Any) -> None:  # once this rank has entered, while it waits for rank 2
         signs.give("dead")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def program() -> Any:
+        from importlib import import_module
+
         if sp.get_rank() == 1:
-            handler = logging.Handler()
-            handler.emit = lambda record: die()  # type: ignore[method-assign]
-            logging.getLogger("syncprims").addHandler(handler)
+            rendezvous = import_module("syncprims.backends.torch.rendezvous").Rendezvous
+            rendezvous._await_result = die
         if sp.get_rank() == 2:
             signs.wait("dead")
         with pytest.raises(sp.SyncTimeout) as caught:
@@ -227,8 +228,7 @@ def test_who_ended_while_it_joined_is_not_said_to_have_never_joined(
         return caught.value.missing, "\n  rank 1 ended or stopped while it joined\n" in text
 
     world = Ranks(Kind("torch", 3, hosts=3), meeting_place)
-    times = {"SYNCPRIMS_JOIN_TIMEOUT": "8", "SYNCPRIMS_WARN_AFTER": "0.3"}
-    first, dead, last = world.outcomes(program, start=False, **times)
+    first, dead, last = world.outcomes(program, start=False, SYNCPRIMS_JOIN_TIMEOUT="8")
     assert isinstance(dead, Died)
     assert (first, last) == (([1], True), ([1], True))
 
