@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support import torch_programs as programs
@@ -46,7 +47,11 @@ def pipeline_hangs_on_gloo() -> bool:
 
 
 @pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
-def test_a_program_gives_the_numbers_of_gloo(program: Callable[[], programs.Numbers]) -> None:
+def test_a_program_gives_the_numbers_of_gloo(
+    program: Callable[[], programs.Numbers], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The first import of torch's compiler sets it for good.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     name = program.__name__
     # To import a library here would change the environment, and a folder of tests has the name of
     # one: only what is installed counts.
