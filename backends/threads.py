@@ -85,6 +85,7 @@ class _SharedBoard:
         self.last: dict[int, Label] = {}  # of the last note of each member
         self.rounds: dict[int, dict[int, Note]] = {}  # number -> rank -> note
         self.readers: dict[int, int] = {}  # number -> how many have collected it
+        self.left = 0  # members that make no more calls here
         self.aborted_at = math.inf
         self.verdict: bytes | None = None
         memory = memoryview(bytearray(2 * len(members) * _SMALL_SLOT))
@@ -128,9 +129,13 @@ class ThreadBackend(Backend):
         return ThreadBoard(members, name, self.topology.rank, self._world, closed)
 
     def close_board(self, board: Board) -> bool:
-        """Forget the board: its members meet at a new one."""
+        """Leave the board; its members meet at a new one."""
         closed = self._closed.get((board.members, board.name), 0)
-        self._world.boards.pop((board.members, board.name, closed), None)
+        key = board.members, board.name, closed
+        shared = self._world.boards[key]
+        shared.left += 1
+        if shared.left == len(board.members):
+            del self._world.boards[key]
         self._closed[board.members, board.name] = closed + 1
         return True
 

@@ -111,7 +111,7 @@ def run(ranks: int, way: str, seconds: float, *, sessions: bool) -> dict[str, fl
     if sessions and os.getsid(0) != os.getpid():
         os.setsid()
     wait: Callable[[], None] = getattr(barrier, f"by_{way}")
-    rounds = 200
+    rounds = 20
     barrier.by_pipe()  # all have started
     figures: dict[str, float] = {}
     while True:

@@ -66,6 +66,19 @@ DATA = {
     },
 }
 
+#: Operation of torch.distributed -> call.
+C10D = {
+    "barrier": "dist.barrier()",
+    "all_reduce 4": "dist.all_reduce, 4 B",
+    "all_reduce 1024": "dist.all_reduce, 1 KB",
+    "all_reduce 65536": "dist.all_reduce, 64 KB",
+    "all_reduce 1048576": "dist.all_reduce, 1 MB",
+    "objects": "dist.all_gather_object",
+    "transfer 65536": "dist.send and dist.recv, 64 KB, there and back",
+    "DDP 2.1 M": "a step of DDP, 2.1 M parameters",
+    "DDP 25 M": "a step of DDP, 25 M parameters",
+}
+
 
 def named(size: float) -> str:
     """Return a number of bytes as text, with its unit."""
@@ -140,6 +153,17 @@ _ARRAYS = tuple(
     )
 )  # fmt: skip
 
+_C10D = tuple(
+    Row(f"`syncprims.c10d`: {call}", "c10d", operation, _PAIR, "us", (aim,))
+    for operation, call in C10D.items()
+    for aim in [
+        Aim("Gloo", at_least=5) if operation == "barrier"
+        else Aim("Gloo", at_least=2) if operation == "objects"
+        else Aim("Gloo", at_least=1) if operation.startswith("all_reduce")
+        else Aim("Gloo", at_most=1.05)
+    ]
+)  # fmt: skip
+
 ROWS = (
     Row("`import syncprims`, on top of a bare interpreter", "alone", "import", (1,), "ms",
         (Aim(at_most=25),), shown=("torch", "Accelerate")),
@@ -183,6 +207,13 @@ ROWS = (
         (Aim(at_most=50),), shown=("Gloo",)),
     Row("the same, every processor busy", "kills", "every processor busy, p99", (3,), "ms",
         (Aim(at_most=50),)),
+    *_C10D,
+    Row("a passing DDP test, ranks in threads", "c10d", "a passing DDP test", (4,), "ms",
+        (Aim(at_most=50),), "in threads"),
+    Row("a passing DDP test, ranks in processes", "c10d", "a passing DDP test", (4,), "ms",
+        (Aim(at_most=400),), "in processes"),
+    *(Row(f"`torch.distributed`: {fault} is named on all ranks", "c10d", fault, (4,), "ms",
+          (Aim(at_most=100),)) for fault in ("a kill", "a skipped call", "a wrong shape")),
     Row("`accumulate` context, per step", "training", "context", (1,), "us", (Aim(at_most=3),),
         shown=("Accelerate",)),
     Row("`save_model`, 1 GiB, over a plain write", "checkpoints", "of a plain write", (1,), "x",

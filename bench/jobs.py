@@ -106,6 +106,25 @@ FIRST_BARRIER = {
 }
 
 
+def _c10d(start: list[str], backend: str) -> Callable[[int], list[str]]:
+    return lambda ranks: [*start, str(ranks), _script("peer_c10d"), backend]
+
+
+#: One program of torch.distributed, on two backends.
+C10D = {
+    "syncprims": Kind(
+        _c10d([sys.executable, "-m", "syncprims", "run", "-n"], "syncprims"), ("torch",)
+    ),
+    "Gloo": Kind(
+        _c10d(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
+            "gloo",
+        ),
+        ("torch",),
+    ),
+}
+
+
 class NoFigures(Exception):
     """A library could not be measured; the text says why."""
 

@@ -35,6 +35,7 @@ SECTIONS = {
     "startup": Section("startup"),
     "kills": Section("death", "section"),
     "worlds": Section("worlds"),
+    "c10d": Section("c10d"),
     "training": Section("overhead"),
     "checkpoints": Section("checkpoints"),
     "torchrun": Section("control", "under_torchrun", "torchrun_lines", "TORCH.md"),

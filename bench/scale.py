@@ -20,7 +20,7 @@ class Scale:
     seconds: float  #: per figure of the control plane
     control: tuple[int, ...]  #: ranks
     waiting: tuple[int, ...]  #: ranks
-    waiting_runs: int
+    waiting_runs: tuple[int, int]  #: of the bare loops, and of whole libraries
     watched: tuple[int, int]  #: ranks, turns
     hosts: tuple[int, ...]  #: ranks on two pretended hosts
     data: Sequence[tuple[int, Sequence[int]]]  #: ranks, sizes in bytes
@@ -31,6 +31,7 @@ class Scale:
     startup: tuple[int, ...]  #: ranks
     kills: int  #: per case
     worlds: tuple[int, int]  #: number of tests: ours, peers
+    c10d: tuple[int, ...]  #: ranks of torch.distributed
     turns: int  #: turns of the training step
     checkpoint: tuple[int, int]  #: rounds, width of the model: 64 x width x width bytes
     forecast: int  #: most hosts
@@ -52,7 +53,7 @@ FULL = Scale(
     seconds=0.3,
     control=(2, 4, 8),
     waiting=(2, 4, 8, 16),
-    waiting_runs=10,
+    waiting_runs=(3, 10),
     watched=(4, 9),
     hosts=(2, 4),
     data=((2, (*_SIZES, 256 * MB)), (4, (*_SIZES, 256 * MB)), (8, _SIZES)),
@@ -63,6 +64,7 @@ FULL = Scale(
     startup=(4, 16, 64),
     kills=100,
     worlds=(50, 3),
+    c10d=(2, 4),
     turns=400,
     checkpoint=(3, 4096),
     forecast=10_000,
@@ -74,7 +76,7 @@ QUICK = Scale(
     seconds=0.02,
     control=(2,),
     waiting=(2,),
-    waiting_runs=1,
+    waiting_runs=(1, 1),
     watched=(2, 1),
     hosts=(2,),
     data=((2, (4, 64 * KB, 64 * MB)),),
@@ -85,6 +87,7 @@ QUICK = Scale(
     startup=(2,),
     kills=3,
     worlds=(5, 1),
+    c10d=(2,),
     turns=20,
     checkpoint=(1, 256),
     forecast=64,

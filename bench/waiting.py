@@ -46,25 +46,28 @@ def measure(scale: Scale) -> dict[str, Any]:
     seen = Seen()
     for place, neighbours in PLACES.items():
         for ranks in scale.waiting:
-            for _ in range(scale.waiting_runs):
+            for run in range(max(scale.waiting_runs)):
+                bare, whole = (run < runs for runs in scale.waiting_runs)
+                names = [*(WAYS if bare else ()), *(_WHOLE if whole else ())]
                 with busy(neighbours):
-                    _measure_all(seen, ranks, place, scale.seconds)
+                    for name in names:
+                        _measure_one(seen, ranks, place, name, scale.seconds)
     return {**seen.stored(), "runs": scale.waiting_runs, "processors": os.cpu_count()}
 
 
-def _measure_all(seen: Seen, ranks: int, place: str, seconds: float) -> None:
-    plans = {name: {"way": way, "sessions": own} for name, (way, own) in WAYS.items()}
-    for name, kind in (*((name, "bare barrier") for name in plans), *_WHOLE.items()):
-        print(f"barrier {place}, {ranks} ranks: {name}", file=sys.stderr, flush=True)
-        plan: dict[str, object] = {**plans.get(name, {}), "seconds": seconds}
-        if kind == "syncprims":
-            plan |= {"what": "barrier"}
-        try:
-            found = jobs.start(kind, ranks, plan)
-        except jobs.NoFigures as error:
-            seen.lack(ranks, name, (place,), str(error))
-            continue
-        seen.add(ranks, name, {place: found["barrier"]})
+def _measure_one(seen: Seen, ranks: int, place: str, name: str, seconds: float) -> None:
+    print(f"barrier {place}, {ranks} ranks: {name}", file=sys.stderr, flush=True)
+    plan: dict[str, object] = {"seconds": seconds}
+    if name in WAYS:
+        kind, (plan["way"], plan["sessions"]) = "bare barrier", WAYS[name]
+    elif (kind := _WHOLE[name]) == "syncprims":
+        plan["what"] = "barrier"
+    try:
+        found = jobs.start(kind, ranks, plan)
+    except jobs.NoFigures as error:
+        seen.lack(ranks, name, (place,), str(error))
+        return
+    seen.add(ranks, name, {place: found["barrier"]})
 
 
 #: Beside these: whole libraries, as they are started.
@@ -74,15 +77,16 @@ _WHOLE = {"syncprims run": "syncprims", "pthread, in C": "pthread"}
 def lines(data: Mapping[str, Any]) -> list[str]:
     """Return the section of the results page."""
     seen = Seen.restored(data)
+    bare, whole = data["runs"]
     columns = [f"{place}, {ranks} ranks" for ranks in seen.ranks() for place in PLACES]
     found = [
         "",
         "## Ways of waiting in a barrier",
         "",
-        f"Microseconds, {data['processors']} processors, median and range of {data['runs']} runs.",
-        "The first rows are bare loops in Python: a store, a look, and the wait. Linux schedules",
-        "each session as a group (sched_autogroup), and a yield does not pass the processor on to",
-        "a rank of another group.",
+        f"Microseconds, {data['processors']} processors, median and range. The first rows are bare",
+        f"loops in Python, {bare} runs: a store, a look, and the wait. The last two are whole",
+        f"libraries, {whole} runs. Linux schedules each session as a group (sched_autogroup), and",
+        "a yield does not pass the processor on to a rank of another group.",
         *head("by", *columns),
     ]
     for name in (*WAYS, *_WHOLE):

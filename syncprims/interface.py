@@ -420,10 +420,11 @@ class Backend(ABC):
         """
 
     def close_board(self, board: Board) -> bool:
-        """Release what `board` holds, and return True; no member makes another call at it.
+        """Release what this rank holds of `board`, and return True; it makes no other call there.
 
-        Called on every member after a last round. :meth:`board` then returns a new one for the same
-        members. Optional: by default nothing happens, and the same board is used again.
+        Others may still collect earlier rounds: what the members share ends with the last one that
+        calls this. :meth:`board` then returns a new one for the same members. Optional: by default
+        nothing happens, and the same board is used again.
         """
         return False
 

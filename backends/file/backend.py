@@ -36,7 +36,14 @@ from syncprims.errors import (
 from syncprims.interface import Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
-from .description import BoardDescription, WorldDescription, describe_board, describe_world
+from .description import (
+    BoardDescription,
+    WorldDescription,
+    describe_board,
+    describe_world,
+    forget_board,
+    is_part_of,
+)
 from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import FILE as LIVENESS
@@ -130,7 +137,7 @@ class FileBackend(Backend):
         return self.open_board(members, name, self.file_of(members, name), members, members)
 
     def close_board(self, board: Board) -> bool:
-        """Unmap the board and remove its files."""
+        """Unmap the board; the last member that does it removes its files."""
         self.release(board.members, board)
         return True
 
@@ -141,19 +148,23 @@ class FileBackend(Backend):
         return board_file(members, name, closed) if closed else first
 
     def release(self, members: Sequence[int], board: Board) -> None:
-        """Close `board`, this host's part of that of `members`, and remove the files of both.
+        """Close `board`, this host's part of that of `members`.
 
-        A member that is still in the last round keeps what it has mapped.
+        The last rank of this host removes the files of both: others may still have to read them.
         """
         assert isinstance(board, SharedMemoryBoard)
         self._boards.remove(board)
         board.close()
-        file, directory = self.file_of(members, board.name), self.liveness.directory
+        file = self.file_of(members, board.name)
         self._closed[board_file(members, board.name)] += 1
-        with contextlib.suppress(OSError):  # then they are removed with the world
-            for found in directory.names():
-                if found == file or found.startswith(f"{file}-"):
-                    directory.remove(found)
+        # Without room or lock they are removed with the world.
+        with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
+            directory.write(f"{file}-left-{board.rank}", b"")
+            found = [name for name in directory.names() if is_part_of(file, name)]
+            if sum(name.startswith(f"{file}-left-") for name in found) == len(board.members):
+                for name in found:
+                    directory.remove(name)
+                forget_board(directory, file)
 
     def open_board(
         self,

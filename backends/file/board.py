@@ -230,8 +230,6 @@ class SharedMemoryBoard(Board):
             seen = memory[row]
             if seen == all_equal:
                 notes: tuple[Note, ...] | None = (note,) * count
-                if begin:
-                    policy.record(time.monotonic() - begin, weight=4)
             elif seen[::_WIDTH] == all_here:
                 notes = self.notes(number)
             elif looks == _LOOKS or (not looks and (policy.sleeps or self._waiting_for == number)):
@@ -245,6 +243,8 @@ class SharedMemoryBoard(Board):
             # The notes first, then the intents: abort.py says why.
             if notes is None or memory[intents] != self._no_intents:
                 break
+            if begin:
+                policy.record(time.monotonic() - begin, weight=4)
             self.collected = number
             if self._spilled or number == 1:
                 self._tidy(number)
@@ -467,7 +467,7 @@ class SharedMemoryBoard(Board):
         """Return the memory that arrays pass through; the first call creates it."""
         if self._window is None:
             file, count = f"{self._file}-window", len(self.members)
-            self._window = open_window(self._liveness.directory, self._liveness.claims, file, count)
+            self._window = open_window(self._liveness.directory, file, count)
         return self._window
 
     def close(self) -> None:

@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .private_dir import PrivateDirectory
 
-_FILE = "claims"
 _MOST = 1 << 20  # bytes: thousands of claims, where a run makes a few
 
 
 class Claims:
-    """The claims of the world in `directory`."""
+    """The claims in a file of `directory`."""
 
-    def __init__(self, directory: PrivateDirectory) -> None:
-        """Open the file, creating it if it is not there.
+    def __init__(self, directory: PrivateDirectory, file: str = "claims") -> None:
+        """Open `file`, by default that of the world, creating it if it is not there.
 
         :raises ConfigurationError: if it is something else.
         """
-        self._fd = directory.open_file(_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._fd = directory.open_file(file, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
     def claim(self, name: str, word: str) -> str:
         """Make `name` stand for `word` unless it is taken; return what it stands for.

@@ -51,6 +51,23 @@ def describe_board(directory: PrivateDirectory, name: str, description: BoardDes
     _add(directory, [name, *description])
 
 
+def is_part_of(board: str, name: str) -> bool:
+    """Return whether `name` is that of the board, or of something that belongs to it."""
+    return name == board or name.startswith(f"{board}-")
+
+
+def forget_board(directory: PrivateDirectory, name: str) -> None:
+    """Remove what the file says of the board `name`. The caller holds the run's lock.
+
+    :raises OSError: if there is no space for a new file; the old one stays.
+    """
+    new = f"{FILE}.new"
+    lines = directory.read(FILE).splitlines(keepends=True)
+    kept = [line for line in lines if not is_part_of(name, json.loads(line)[0])]
+    directory.write(new, b"".join(kept))
+    os.replace(new, FILE, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)  # readers take no lock
+
+
 def _add(directory: PrivateDirectory, fields: list[Any]) -> None:
     line = json.dumps(fields).encode() + b"\n"
     with os.fdopen(directory.open_file(FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:

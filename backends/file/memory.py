@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 from syncprims.errors import ConfigurationError
 from syncprims.interface import Board, WaitView, Window
 
+from .claims import Claims
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from .claims import Claims
     from .private_dir import PrivateDirectory
 
 #: A member posts at most `depth` notes ahead of what it has collected. So a rank that has collected
@@ -322,7 +323,7 @@ def make_window_fence() -> Callable[[], object]:
     return int if os.uname().machine in ("x86_64", "i686") else Fence()
 
 
-def open_window(directory: PrivateDirectory, claims: Claims, name: str, count: int) -> Window:
+def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
     """Map the window of a board with `count` members, the file `name` of `directory`.
 
     Arrays pass through it in pieces. So it stays in the processors' caches, and its size does not
@@ -338,10 +339,11 @@ def open_window(directory: PrivateDirectory, claims: Claims, name: str, count: i
         raise directory.explained(error, "opening the memory for arrays", name) from error
     try:
         # All members use one size: the one that the first of them has allocated.
-        agreed = claims.claimed(f"{name}-size")
-        if agreed is None:
-            size = str(_allocate_window(fd, directory, name, count))
-            agreed = claims.claim(f"{name}-size", size)
+        with contextlib.closing(Claims(directory, f"{name}-claims")) as claims:
+            agreed = claims.claimed("size")
+            if agreed is None:
+                size = str(_allocate_window(fd, directory, name, count))
+                agreed = claims.claim("size", size)
         if os.fstat(fd).st_size < int(agreed):  # to touch what is missing would kill the process
             raise ConfigurationError(
                 f"{directory.path / name} has been cut off; end what is left of the run"

@@ -533,13 +533,13 @@ class Rounds:
 
         def closed() -> SyncError:
             if not standing:  # the first attempt was interrupted
-                standing.append(self._abort(verdict))
+                standing.append(self.abort(verdict))
             return errors.load(standing[0])
 
         self.closed = closed
         closed()
 
-    def _abort(self, verdict: bytes) -> bytes:
+    def abort(self, verdict: bytes) -> bytes:
         """Abort the board at this rank's oldest incomplete round; return the verdict that stands.
 
         What cannot be reported here, the others learn when this process ends.

@@ -156,7 +156,7 @@ class World:
         group = self._groups.pop(members)
         rounds = rounds_of(group)
         close_group(group, partial(_group_closed, members))
-        self._deadlocks.remove(rounds.board)
+        _release(self, rounds)
         if not self._backend.close_board(rounds.board):
             self._kept_boards[members] = rounds.board
 
@@ -207,11 +207,21 @@ def open_rounds(
     return rounds
 
 
-def close_rounds(world: World, rounds: Rounds) -> None:
-    """Release a board of :func:`open_rounds` after its last round."""
+def close_rounds(world: World, rounds: Rounds, why: Callable[[], SyncError]) -> None:
+    """Release a board of :func:`open_rounds`, where this rank's later calls raise ``why()``."""
+    rounds.close(why)
     world._named.remove(rounds)
-    world._deadlocks.remove(rounds.board)
+    _release(world, rounds)
     world._backend.close_board(rounds.board)
+
+
+def _release(world: World, rounds: Rounds) -> None:
+    """Forget rounds whose last one is over."""
+    world._deadlocks.remove(rounds.board)
+    if world._recorder is not None:
+        traced: Any = rounds
+        traced.end()
+        world._traced.remove(traced)
 
 
 def background_of(world: World) -> Background:

@@ -15,8 +15,8 @@ from torch.distributed import Work
 
 from syncprims._data.arrays import raw
 from syncprims._world.group import rounds_of
-from syncprims._world.world import background_of, open_rounds, wait_any
-from syncprims.errors import SyncError
+from syncprims._world.world import background_of, close_rounds, open_rounds, wait_any
+from syncprims.errors import PeerLost, SyncError, dump
 from syncprims.interface import Label, Note
 
 from .tensors import OutputTensor, items_of
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
     from torch.futures import Future
 
-    from syncprims._protocol.background import Background
     from syncprims._protocol.rounds import PendingRound, Rounds
     from syncprims._world.world import World
     from syncprims.interface import Window
@@ -60,12 +59,12 @@ class Transfer:
 class Channel:
     """One direction and tag between this rank and another one."""
 
-    def __init__(
-        self, rounds: Rounds, background: Background, src: int, dst: int, tag: int
-    ) -> None:
+    def __init__(self, world: World, rounds: Rounds, src: int, dst: int, tag: int) -> None:
         self.rounds = rounds
-        self._background = background
+        self._world = world
+        self._background = background_of(world)
         self._moving = False  # a step is under way
+        self._seen = 0  # rounds to which the other rank has posted, at least
         self.src, self.dst, self.tag = src, dst, tag
         self.sends = rounds.rank == src
         self._peer = dst if self.sends else src
@@ -99,16 +98,30 @@ class Channel:
         self._queue.append(transfer)
         self._timeout = timeout
         self.rounds.board.promised += transfer.pieces
-        if not self.move():
-            self._background.keep(self, unfinished=True)
+        self.move()
         return transfer
+
+    def close(self, why: Callable[[], SyncError]) -> None:
+        """Leave the board; the other rank cannot wait for what is left in the queue."""
+        if self._queue:
+            rank, label = self.rounds.rank, self._queue[0].note.label
+            text = (
+                f"rank {rank} has destroyed its process group before {label} was over; call wait() "
+                f"on the handle of every isend() and irecv() before destroy_process_group()"
+            )
+            error = PeerLost(text, rank=rank, call=str(label), missing=[rank])
+            self.rounds.abort(dump(error))
+        self._background.keep(self, unfinished=False)
+        close_rounds(self._world, self.rounds, why)
 
     # -- going on -------------------------------------------------------------------------------
 
     def has_note(self) -> bool:
         """Return whether the other rank has posted to the oldest round that is not collected."""
         board = self.rounds.board
-        return board.status(self._peer).rounds > board.collected
+        if self._seen <= board.collected:
+            self._seen = board.status(self._peer).rounds
+        return self._seen > board.collected
 
     def has_ended(self) -> bool:
         """Return whether the other rank will post no more, or this board is broken."""
@@ -124,19 +137,28 @@ class Channel:
         return not self._moving and (self._can_post() or self._can_collect())
 
     def move(self) -> bool:
-        """Take all steps that need no waiting, and return whether there were any."""
+        """Take all steps of the queue that need no waiting, and return whether there were any."""
+        return self._move(collects=False)
+
+    def take(self) -> None:
+        """Take all steps that need no waiting."""
+        self._move(collects=True)
+
+    def _move(self, *, collects: bool) -> bool:
         with self._background.lock:
-            if not self.can_move():
+            if self._moving:
                 return False
             self._moving = True
+        moved = False
         try:
             while True:
                 if self._can_post():
                     self._post()
-                elif self._can_collect():
+                elif (collects or self._queue) and self._can_collect():
                     self._collect()
                 else:
-                    return True
+                    return moved
+                moved = True
         finally:
             self._rest()
 
@@ -178,6 +200,7 @@ class Channel:
             self._queue.popleft()
             if self.sends:
                 transfer.done = True
+                transfer.data = memoryview(b"")  # the tensor is not needed any more
 
     def _note_of(self, transfer: Transfer, number: int) -> Note:
         """Return the note of a piece; its bytes are in the window if they are many."""
@@ -235,7 +258,7 @@ class PointToPoint:
             a, b = self._ranks[src], self._ranks[dst]
             name = f"{self._board}: rank {a} to rank {b}, tag {tag}"
             rounds = open_rounds(self._world, sorted((a, b)), name, BETWEEN)
-            channel = Channel(rounds, background_of(self._world), a, b, tag)
+            channel = Channel(self._world, rounds, a, b, tag)
             self._channels[src, dst, tag] = channel
         return channel
 
@@ -289,6 +312,12 @@ class PointToPoint:
     def _self_channel(self, tag: int) -> _SelfChannel:
         return self._to_self.setdefault(tag, _SelfChannel())
 
+    def close(self, why: Callable[[], SyncError]) -> None:
+        """Make every later call raise ``why()``; what no rank can finish fails on the others."""
+        for channel in self._channels.values():
+            channel.close(why)
+        self._channels.clear()
+
     # -- waiting --------------------------------------------------------------------------------
 
     def finish(self, transfer: Transfer) -> None:
@@ -299,11 +328,11 @@ class PointToPoint:
     def poll(self, transfer: Transfer) -> bool:
         """Return whether a transfer is over, after all have gone on as far as they can."""
         channel = transfer.channel
-        channel.move()
+        channel.take()
         if not transfer.done:
             # Where one rank runs at a time, the others get their turn.
             self._wait([channel], channel.has_note, 0.0)
-            channel.move()
+            channel.take()
         return transfer.done
 
     def _wait(

@@ -10,8 +10,8 @@ import torch
 from syncprims._data import buffers, objects
 from syncprims._data.transport import Operand
 from syncprims._world.runtime import find_world
-from syncprims._world.world import open_rounds
-from syncprims.errors import RankMismatch, WorldClosed
+from syncprims._world.world import close_rounds, open_rounds
+from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
 
 from .group_world import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
@@ -109,6 +109,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         board = f"group {self._name}" + (f" again {earlier}" if earlier else "")
         self._rounds = open_rounds(home.world, members, board, BETWEEN)
         self._point_to_point = PointToPoint(home.world, board, ranks, options.group_rank)
+        self._left = False
         self._timeout: float | None = None
         self.set_timeout(options.timeout)
 
@@ -186,7 +187,16 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout = self._seconds(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group; the world ends with it, if the default group has started that."""
+        """Leave the group; the world ends with it, if the default group has started that.
+
+        What the members share ends with the last one that leaves.
+        """
+        world, rounds = self._home.world, self._rounds
+        if find_world() is world and not self._left:
+            self._left = True
+            why = functools.partial(_destroyed, self._name, self._ranks)
+            self._point_to_point.close(why)
+            close_rounds(world, rounds, why)
         self._home.end()
 
     abort = shutdown
@@ -605,6 +615,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Receive into a tensor from the first rank that sends with this tag."""
         (tensor,) = _listed(tensors)
         return self._point_to_point.receive_from_any(tensor, tag, self._timeout)
+
+
+def _destroyed(name: str, ranks: Sequence[int]) -> SyncError:
+    return WorldClosed(
+        f"process group {name!r} of ranks {name_ranks(ranks)} is destroyed: make its calls before "
+        f"destroy_process_group()"
+    )
 
 
 def _listed(tensors: Any) -> list[Any]:

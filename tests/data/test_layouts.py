@@ -107,6 +107,23 @@ def test_tensors_of_one_shape_are_alike_whatever_their_history(world: Ranks) -> 
 
 
 @several()
+def test_a_ranks_settings_of_numpy_do_not_matter_and_stay(world: Ranks) -> None:
+    def program() -> None:
+        n = sp.get_world_size()
+        action: Any = "raise" if sp.is_main() else "ignore"
+        with np.errstate(all=action):
+            for kind in (np.float16, np.float32, np.float64):
+                huge = np.full(3, np.finfo(kind).max)
+                expected = huge if n == 1 else np.full(3, np.inf, kind)
+                assert np.array_equal(sp.all_reduce(huge), expected)
+                odd = np.array([np.inf, -np.inf, np.nan], kind)
+                assert np.isnan(sp.all_reduce(odd * (1 if sp.is_main() else -1))[2])
+            assert np.geterr() == dict.fromkeys(("divide", "over", "under", "invalid"), action)
+
+    world.run(program)
+
+
+@several()
 def test_a_slow_reader_never_reads_the_next_call(world: Ranks) -> None:
     """One rank is slow to read, and the others write the values of later calls."""
 

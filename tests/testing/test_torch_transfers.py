@@ -6,6 +6,7 @@ on with it in threads of its own, so that these programs are correct.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,8 @@ def store_wait() -> None:
 
 def groups() -> list[Any]:
     world: Any = sp.current()
-    return world.extras.setdefault("test groups", [])
+    found: list[Any] = world.extras.setdefault("test groups", [])
+    return found
 
 
 MEETINGS = [
@@ -125,7 +127,7 @@ def test_a_rank_that_waits_elsewhere_goes_on_with_its_transfers(
     program: Callable[..., None], kind: Any
 ) -> None:
     for meet in MEETINGS if kind == "threads" else (barrier_of_other_group, store_wait):
-        run_world(lambda meet=meet: program(meet, 1, MANY), 2, torch=True, kind=kind)
+        run_world(functools.partial(program, meet, 1, MANY), 2, torch=True, kind=kind)
 
 
 @pytest.mark.parametrize("program", [sends_of_one_rank, receives_of_one_rank])

@@ -64,6 +64,40 @@ def test_the_contract_holds_across_hosts(hosts: int, tmp_path: Path) -> None:
             }
 
 
+_PROCESS_GROUPS = """
+import torch
+import torch.distributed as dist
+import syncprims.c10d
+
+seen = []
+for turn in range(2):
+    dist.init_process_group("syncprims")
+    total = torch.full((100_000,), float(rank))
+    dist.all_reduce(total)
+    room = torch.zeros(70_000)
+    sent = dist.isend(torch.full((70_000,), float(rank)), (rank + 2) % 4)
+    dist.recv(room, (rank + 2) % 4)
+    sent.wait()
+    objects = [None] * 4
+    dist.all_gather_object(objects, {"rank": rank})
+    board = type(current().group._rounds.board).__name__
+    seen.append([total.unique().tolist(), room.unique().tolist(), objects, board])
+    dist.destroy_process_group()
+report("end", json.dumps(seen))
+"""
+
+
+def test_process_groups_find_the_other_hosts_through_their_store(tmp_path: Path) -> None:
+    with network(2, 2, tmp_path) as net:
+        net.run(_PROCESS_GROUPS)
+        ended = net.wait()
+        assert [end.code for end in ended] == [0, 0], ended
+        objects = [{"rank": rank} for rank in range(4)]
+        for rank in range(4):
+            turn = [[6.0], [(rank + 2) % 4], objects, "TwoLevelBoard"]
+            assert json.loads(net.report_of(rank)) == [turn, turn]
+
+
 # -- what goes wrong ------------------------------------------------------------------------------
 
 _WAIT = """
