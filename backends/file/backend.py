@@ -400,6 +400,8 @@ def _acquire(base: PrivateDirectory, lock: str, timeout: float, held: list[int])
             if filelock.lock_descriptor(held[0], blocking=False) and os.fstat(held[0]).st_nlink:
                 return
         except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is None:
+                raise  # a signal handler has raised it
             raise BackendUnavailable(
                 f"{base.path / lock} cannot be locked: {error}. Set SYNCPRIMS_DIR to a directory "
                 f"on a local file system with working locks"

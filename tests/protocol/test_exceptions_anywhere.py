@@ -85,7 +85,8 @@ def test_an_exception_while_a_file_is_written_is_not_changed(meeting_place: Path
 def test_a_signal_handler_that_raises_frees_the_lock_of_the_run(meeting_place: Path) -> None:
     def choose(places: list[Place]) -> list[Disturbance]:
         locking = [place for place in places if place.function in ("_acquire", "_locked")]
-        return [Disturbance(place) for place in locking if place.name in INTERRUPTIBLE]
+        where = [place for place in locking if place.name in INTERRUPTIBLE]
+        return [Disturbance(place, 0, error) for place in where for error in ERRORS[:2]]
 
     assert disturb_processes(Ranks(Kind("file", 2), meeting_place), "group", choose) == []
 

@@ -87,6 +87,11 @@ class Injector:
         self._posted = 0
         self.after_end: set[str] = set()  #: instructions between the end of a call and its return
 
+    @property
+    def is_as_from_a_handler(self) -> bool:
+        """Whether it raises once, where Python runs signal handlers."""
+        return self._place is not None and self._place.name in INTERRUPTIBLE and not self._again
+
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Return ``call()``, and raise within it only."""
         self._rounds = sp.current().group._rounds  # pyright: ignore[reportPrivateUsage]
@@ -306,7 +311,8 @@ def run_disturbed(call: Call, disturb: Disturb, entered: Entered, rank: int, bas
                 else:
                     value = call.make(number)
             except _ENDS as error:
-                if isinstance(error, sp.BackendUnavailable):
+                own = isinstance(disturb, Injector) and disturb.is_as_from_a_handler
+                if own and isinstance(error, sp.BackendUnavailable):
                     return f"call {number} of rank {rank} raised {error}"  # a lock was not freed
                 if attempt:
                     return ""  # torn
