@@ -400,7 +400,8 @@ class Backend(ABC):
         """Record that the process of this rank has ended, for those that wait for it to join.
 
         `how` it ended, as ``exit code 0``, is what a launcher knows. None says that this process is
-        about to end, and has never joined. Optional: without it they wait until a timeout.
+        about to end, and has had no world; ``settings.first_call`` is the call that waited for one
+        in vain, if there was one. Optional: without it they wait until a timeout.
         """
 
     @classmethod  # noqa: B027 - optional

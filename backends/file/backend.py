@@ -108,7 +108,8 @@ class FileBackend(Backend):
     @classmethod
     def record_end(cls, topology: Topology, settings: Settings, how: str | None) -> None:
         """Record in the directory of the run that a rank has ended, or is about to."""
-        record = RankRecord.ending() if how is None else RankRecord.seen(how)
+        joined = bool(settings.first_call)
+        record = RankRecord.ending(joined) if how is None else RankRecord.seen(how)
         if record is None:
             return
         with _opened_run(topology, settings) as (base, run):
@@ -519,23 +520,18 @@ def _process_of(run: PrivateDirectory, number: int, rank: int) -> ProcessIdentit
 def _remove_ended(base: PrivateDirectory, run: PrivateDirectory, keep: str | None = None) -> None:
     """Remove the worlds in which no rank lives, and with the last one the run's directory."""
     left = False
-    records = read_records(run)
-    valid = [record for record in records.values() if not record.is_void()]
-    needed = bool(valid)  # by ranks that may still come
-    kept = any(record.is_kept for record in valid)
     for number in _worlds(run):
         name = _world_name(number)
         with contextlib.closing(run.sub(name)) as world:
-            alive, world_size = joined(world), world_size_of(world)
-        if name == keep or any(alive.values()):
+            alive = any(joined(world).values())
+        if name == keep or alive:
             left = True
         else:
             run.remove_tree(name)
-            needed = needed and (kept or len(alive.keys() | records.keys()) != world_size)
     if left:
         return
-    if not needed:
-        remove_records(run)
+    if all(record.is_void() for record in read_records(run).values()):
+        remove_records(run)  # else ranks that may still come need them
     if base.remove_directory(run.path.name):
         base.remove(run.path.name + _LOCK)
 

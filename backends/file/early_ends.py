@@ -4,7 +4,7 @@ A rank that has joined a world has a slot there, which shows how it ends. In a w
 joined, only its launcher knows the rank: `syncprims run` records the end of each rank. For that, a
 rank under `syncprims run` records that it has joined: its world may be removed before it ends.
 
-Under another launcher, a rank that ends without a call records that itself. A reader has to check
+Under another launcher, a rank that ends without a world records that itself. A reader has to check
 such a record, since a run id may be used again, and since any program that a rank starts inherits
 the variables of the rank. The record counts only if writer and reader run the same program, have
 the same parent, and lived at the same time.
@@ -46,8 +46,8 @@ class RankRecord(NamedTuple):
 
     launcher: list[int]  #: the identity of the process that has started the rank
     how: str | None = None  #: the process ended, if the launcher is the writer
-    joined: bool = False  #: the rank has joined a world; its launcher will record how it ends
-    process: Sequence[int] = ()  #: else the identity of the process,
+    joined: bool = False  #: the rank has joined a world
+    process: Sequence[int] = ()  #: if it records its own end: the identity of the process,
     program: str = ""  #: what it runs,
     time: int = 0  #: and when it was about to end, in clock ticks since boot
 
@@ -63,25 +63,20 @@ class RankRecord(NamedTuple):
         return None if launcher is None else cls(launcher, joined=True)
 
     @classmethod
-    def ending(cls) -> RankRecord | None:
+    def ending(cls, joined: bool) -> RankRecord | None:
         """Return the record that this process ends; None where the system knows too little."""
         launcher = _own_launcher()
         if launcher is None:
             return None
         process = [*ProcessIdentity.own()]
-        return cls(launcher, process=process, program=_own_program(), time=_now())
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the launcher removes it: no rank has to."""
-        return self.joined or self.how is not None
+        return cls(launcher, None, joined, process, _own_program(), _now())
 
     def find_end(self) -> EarlyEnd | None:
         """Return how the process ended; None if that is not known, or need not be of this run."""
         if self.how is not None:
             return EarlyEnd(self.how, self.joined)
-        if self.joined:
-            return None
+        if not self.process:
+            return None  # the launcher will say it
         one_launch = self.launcher == _own_launcher() and self.program == _own_program()
         if not one_launch or self.time < ProcessIdentity.own().started:
             return None
@@ -96,7 +91,7 @@ class RankRecord(NamedTuple):
             status = watch.exit_status()
         finally:
             watch.close()
-        return EarlyEnd("" if status is None else describe_exit(status), joined=False)
+        return EarlyEnd("" if status is None else describe_exit(status), self.joined)
 
     def is_void(self) -> bool:
         """Return whether the launcher is gone: no rank that it has started needs the record."""

@@ -73,6 +73,7 @@ class _State:
         self.world: World | None = None
         self.ended: Callable[[], SyncError] | None = None
         self.topology: Topology | None = None  # of a world that has ended
+        self.in_vain = ""  # the call that was to start a world, and could not
         self.starting = threading.RLock()  # two threads may make the first call
         self.aside: World | None = None  # the process's world, while threads are ranks
         self.thread_worlds = 0  # how many worlds of such ranks there are
@@ -470,7 +471,7 @@ def _start(
             _warn_of_half_a_world(state, topology)
         state.world, state.ended, state.topology = world, None, topology
         join_world(world)
-        state.topology = world.topology
+        state.topology, state.in_vain = world.topology, ""
         _check_process_group(state)
     except BaseException as error:
         # It never ran, and `init` may try again. But where ranks may have met already, a mere call
@@ -480,6 +481,7 @@ def _start(
             state.ended = state.topology = None
         else:
             _fail(state, error)
+            state.in_vain = first_call or "init"
         if state is _state:
             # What is raised here is shown as the errors of a running world are.
             _exit_hooks.install(brief=settings.error_file is not None)
@@ -588,8 +590,9 @@ _exit_hooks = ExitHooks(functools.partial(_end, _state), _on_fork)
 
 def _record_early_end(process: int) -> None:
     """Record that this process ends without having started a world, if it is a rank of several."""
-    environ = _state.environ
-    never_started = _state.topology is None and _state.running is None and _state.ended is None
+    environ, in_vain = _state.environ, _state.in_vain
+    ended = _state.topology is not None or _state.ended is not None
+    never_started = _state.running is None and (bool(in_vain) or not ended)
     # Our launcher sees the end itself, and a forked child is no rank.
     if not never_started or "SYNCPRIMS_ERROR_FILE" in environ or os.getpid() != process:
         return
@@ -598,7 +601,7 @@ def _record_early_end(process: int) -> None:
     with contextlib.suppress(Exception):  # the others wait until their timeout
         recorder, topology, settings = find_end_recorder(environ)
         if topology.run_id is not None:
-            recorder.record_end(topology, settings, None)
+            recorder.record_end(topology, settings._replace(first_call=in_vain), None)
 
 
 atexit.register(_record_early_end, os.getpid())

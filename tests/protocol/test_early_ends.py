@@ -140,6 +140,28 @@ def test_a_rank_records_its_own_end(scripts: Scripts, meeting_place: Path) -> No
     assert not any(meeting_place.iterdir())
 
 
+def test_a_rank_that_has_waited_in_vain_records_its_end(
+    scripts: Scripts, meeting_place: Path, tmp_path: Path
+) -> None:
+    ended = scripts.run(
+        f"""
+        signs = [{str(tmp_path)!r} + f"/gave-up-{{one}}" for one in (1, 2)]
+        if rank != 0:
+            try:
+                barrier("saved", timeout=0.3)
+            except SyncTimeout:
+                open(signs[rank - 1], "w").close()
+                sys.exit(4)
+        while not all(map(os.path.exists, signs)): time.sleep(0.01)
+        barrier("saved")
+        """
+    )
+    assert [one.code for one in ended] == [1, 4, 4]
+    told = ended[0].err.partition("PeerLost: ")[2]
+    assert told[7:].startswith("joined and ended (exit code 4), while rank 0 is in barrier"), told
+    assert not any(meeting_place.iterdir())
+
+
 def test_an_exit_code_is_known_if_it_can_be(scripts: Scripts) -> None:
     ended = scripts.run("if rank == 1: sys.exit(3)\nbarrier('saved')\n")
     assert [one.code for one in ended] == [1, 3, 1]
