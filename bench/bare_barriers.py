@@ -80,7 +80,8 @@ class Barrier:
         if self.is_full():
             for rank, (_, end) in enumerate(self.pipes):
                 if rank != self.rank:
-                    os.write(end, b"x")
+                    with contextlib.suppress(BlockingIOError):  # full: it wakes the rank anyway
+                        os.write(end, b"x")
             return
         end = self.pipes[self.rank][0]
         while not self.is_full():
