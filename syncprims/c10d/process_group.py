@@ -23,6 +23,7 @@ from .torch_internals import (
     dist,
     finished_work,
     is_profiling,
+    keep_from_compiler,
     recorded,
     reduction_of,
     with_old_names,
@@ -69,9 +70,13 @@ def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
 
 
 def _recorded(title: str, argument: int = 0) -> Callable[[M], M]:
-    """Show a method to the profilers of torch, with the shapes of one of its arguments."""
+    """Show a method to the profilers of torch, with the shapes of one of its arguments.
+
+    The compiler of torch does not trace it.
+    """
 
     def decorate(method: M) -> M:
+        @keep_from_compiler
         @functools.wraps(method)
         def call(self: SyncProcessGroup, *args: Any, **options: Any) -> Any:
             if not is_profiling():

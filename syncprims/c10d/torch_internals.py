@@ -13,7 +13,7 @@ import functools
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
 C = TypeVar("C", bound=type)
+M = TypeVar("M", bound="Callable[..., Any]")
 
 NAME = "syncprims"  #: of the backend, as in ``init_process_group("syncprims")``
 _DEVICES = ("cpu", "cuda")
@@ -152,6 +153,34 @@ def is_profiling() -> bool:
     """Return whether a profiler of torch records now (`torch.autograd._profiler_enabled`, 1.0)."""
     enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return enabled
+
+
+def keep_from_compiler(method: M) -> M:
+    """Return `method` as the compiler of torch leaves it alone, and all that it calls.
+
+    Within a region of `torch.compile` that compiler traces any Python function that C++ calls, and
+    fails at the attributes of a process group. `torch.compiler.disable` would import the compiler,
+    which takes a second. The frame of a code is left alone by `skip_code` (2.6), which later became
+    `set_code_exec_strategy` (2.13); the frames below it, where nothing is set to compile them.
+    """
+    internals: Any = torch
+    frames: Any = internals._C._dynamo.eval_frame
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        compiler = frames.set_eval_frame(None)
+        try:
+            return method(*args, **options)
+        finally:
+            frames.set_eval_frame(compiler)
+
+    code: Any = cast("Any", call).__code__
+    if hasattr(frames, "skip_code"):
+        frames.skip_code(code)
+    elif hasattr(frames, "set_code_exec_strategy"):  # else only `torch.compile` is affected
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    return cast("M", call)
 
 
 @contextlib.contextmanager

@@ -324,6 +324,17 @@ def plain_calls() -> Numbers:
     return values
 
 
+def compiled() -> Numbers:
+    """Train a DDP model that torch compiles; its groups are called from within that."""
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled_model: Any = torch.compile(model, backend="eager")
+    losses = train(compiled_model, optimizer)
+    finish()
+    return [*losses, total(model)]
+
+
 # -- libraries -------------------------------------------------------------------------------------
 
 
@@ -381,9 +392,42 @@ def lightning_fabric() -> Numbers:
     return values
 
 
+def transformers() -> Numbers:
+    """Train with the Trainer of transformers."""
+    from torch.utils.data import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    class Rows(Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.full((4,), index / 16), "labels": torch.tensor([index, 1.0])}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = make_model()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            found = self.body(x)
+            return {"loss": (found - labels).pow(2).mean(), "logits": found}
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=2, num_train_epochs=2, use_cpu=True, report_to=[],
+            save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        model = Model()
+        Trainer(model, arguments, train_dataset=Rows()).train()
+    values = [total(model), float(arguments.world_size)]
+    finish()
+    return values
+
+
 FSDP2 = ["fsdp2", "hsdp"]  #: that train with it
-LIBRARIES = ["accelerate", "lightning_fabric"]  #: that may be missing
+LIBRARIES = ["accelerate", "lightning_fabric", "transformers"]  #: that may be missing
 PROGRAMS = [
     plain_calls, ddp, ddp_unused, join, zero, fsdp1, fsdp2, hsdp, dtensor, tensor_parallel,
-    functional, pipeline, checkpoint, accelerate, lightning_fabric,
+    functional, pipeline, checkpoint, compiled, accelerate, lightning_fabric, transformers,
 ]  # fmt: skip
