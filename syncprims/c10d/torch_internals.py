@@ -94,6 +94,25 @@ def register_backend(create: Callable[..., Any]) -> None:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(_DEVICES))
 
 
+def notify_of_ends(cls: type[Any]) -> None:
+    """Make ``destroy_process_group`` call ``shutdown`` of groups of the class `cls`.
+
+    Newer versions do. That of 2.6 calls `_shutdown_backend`, which knows NCCL's groups only.
+    """
+    module = c10d()
+    original = getattr(module, "_shutdown_backend", None)
+    if original is None:
+        return
+
+    def shut_down(group: Any) -> None:
+        if isinstance(group, cls):
+            group.shutdown()
+        else:
+            original(group)
+
+    module._shutdown_backend = shut_down
+
+
 def with_old_names(cls: C) -> C:
     """Give the methods of a process group the names they have in older versions of torch, too."""
     for name, old in _OLD_NAMES.items():
