@@ -1,6 +1,6 @@
 """Measure what `syncprims who --watch 0.2` costs a loop of barriers that it looks at.
 
-python bench/measure.py --only watched
+    python bench/measure.py --only watched
 
 Jobs take turns, each in new processes: alone, watched, and beside a program that uses as much
 processor time as the watching, in the same rhythm, and reads nothing of the job. The watching must
@@ -10,6 +10,7 @@ cost no more than that program.
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -122,8 +123,8 @@ def lines(data: Mapping[str, Any]) -> list[str]:
     seen = Seen.restored(data)
     found: list[str] = []
     for ranks in seen.ranks():
-        looks = seen.figures(ranks, WATCHED, "look")
-        look = f" A look takes {short(looks[1])} ms." if looks else ""
+        used = seen.median(ranks, WATCHED, "look")
+        look = "" if used is None else f" A look takes {short(used)} ms."
         found += [
             "",
             f"## Barriers beside `syncprims who --watch {EVERY}` at {ranks} ranks",
@@ -137,6 +138,6 @@ def lines(data: Mapping[str, Any]) -> list[str]:
             if not times:
                 found.append(row(case, seen.why_not(ranks, case, "barrier"), "", ""))
                 continue
-            of_alone = f"{short(ratios[1])} ({span(ratios)})" if ratios else ""
-            found.append(row(case, short(times[1]), span(times), of_alone))
+            of_alone = f"{short(statistics.median(ratios))} ({span(ratios)})" if ratios else ""
+            found.append(row(case, short(statistics.median(times)), span(times), of_alone))
     return found

@@ -164,7 +164,9 @@ class NumberLayout(Layout):
         for body in found:
             if crc32(body) != next(found):
                 raise EncodingError(
-                    f"the {self._width} numbers of a rank do not have their checksum"
+                    f"the {self._width} numbers of a rank do not have their checksum: the memory "
+                    f"that the ranks share was damaged. Start the job again; if it happens again, "
+                    f"test the memory of this host"
                 )
             bodies.append(body)
         return numbers.unpack(b"".join(bodies))

@@ -179,11 +179,16 @@ def keep_from_compiler(method: M) -> M:
 
     Within a region of `torch.compile` that compiler traces any Python function that C++ calls, and
     fails at the attributes of a process group. `torch.compiler.disable` would import the compiler,
-    which takes a second. The frame of a code is left alone by `skip_code` (2.6), which later became
-    `set_code_exec_strategy` (2.13); the frames below it, where nothing is set to compile them.
+    which takes a second. `set_code_exec_strategy` (2.13) marks the code with all that it calls.
+    `skip_code` (2.6) marks its own frame only: there, no compiler is set for the frames below it.
     """
     internals: Any = torch
     frames: Any = internals._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        code: Any = cast("Any", method).__code__
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+        return method
 
     @functools.wraps(method)
     def call(*args: Any, **options: Any) -> Any:
@@ -193,12 +198,8 @@ def keep_from_compiler(method: M) -> M:
         finally:
             frames.set_eval_frame(compiler)
 
-    code: Any = cast("Any", call).__code__
-    if hasattr(frames, "skip_code"):
-        frames.skip_code(code)
-    elif hasattr(frames, "set_code_exec_strategy"):  # else only `torch.compile` is affected
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    if hasattr(frames, "skip_code"):  # else only `torch.compile` is affected
+        frames.skip_code(cast("Any", call).__code__)
     return cast("M", call)
 
 
