@@ -8,6 +8,7 @@ Tried with torch 2.6 and 2.13.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -351,7 +352,35 @@ PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
         lambda rank: None,
     ),
     ("torch.distributed.tensor._random", "_rng_tracker", lambda rank: None),
+    # `loss_parallel` changes it for the time of its block.
+    (
+        "torch.distributed.tensor.parallel.loss",
+        "DTensor._op_dispatcher._custom_op_handlers",
+        lambda rank: _handlers_without_loss(),
+    ),
+    # The first FSDP notes there what it does at the moment, and refuses to do that twice.
+    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", lambda rank: set()),
+    (
+        "torch.distributed.fsdp._debug_utils",
+        "SimpleProfiler.results",
+        lambda rank: collections.defaultdict(float),
+    ),
+    # Plans that a save keeps for the next one, by the class of the planner.
+    *(
+        ("torch.distributed.checkpoint.planner", f"SavePlanner._cached_{kept}", lambda rank: {})
+        for kept in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+    ),
 )
+
+
+def _handlers_without_loss() -> dict[Any, Any]:
+    """Return how DTensor computes its special operations outside of `loss_parallel`."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss
+
+    tensor, added = cast("Any", DTensor), cast("Any", loss).customized_loss_ops
+    handlers: dict[Any, Any] = tensor._op_dispatcher._custom_op_handlers
+    return {op: handler for op, handler in handlers.items() if op not in added}
 
 
 def forget_group_names() -> None:

@@ -22,7 +22,7 @@ import torch.distributed
 from torch import nn
 
 import syncprims as sp
-from syncprims.testing import DeadlockError, run_world
+from syncprims.testing import DeadlockError, run_world, sleep
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -413,6 +413,45 @@ def test_a_wait_in_the_store_ends_when_a_rank_fails(kind: Any) -> None:
 
     with pytest.raises(KeyError, match="the cause"):
         run_world(body, 2, torch=True, kind=kind)
+
+
+def poll(store: Any, how: str) -> bool:
+    """Return whether all three ranks have counted, as one of several calls says."""
+    if how == "get":
+        return int(store.get("count")) == 3
+    if how == "multi_get":
+        return int(store.multi_get(["count"])[0]) == 3
+    if how == "add":
+        return bool(store.add("count", 0) == 3)
+    if how == "compare_set":
+        return bool(store.compare_set("count", "no number", "0") == b"3")
+    return bool(store.check(["last"]))
+
+
+@pytest.mark.parametrize("how", ["get", "multi_get", "add", "compare_set", "check"])
+def test_a_rank_may_call_the_store_until_a_key_changes(how: str) -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        if store.add("count", 1) == 3:
+            store.set("last", "")
+        while not poll(store, how):
+            pass
+
+    run_world(body, 3, torch=True, timeout=10)
+
+
+def test_a_wait_for_a_receive_ends_at_its_own_timeout() -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            work = dist.irecv(torch.empty(3), 1)
+            with pytest.raises(sp.SyncTimeout, match=r"recv at .* timed out after 5\.0 s"):
+                work.wait(timedelta(seconds=5))
+        else:
+            sleep(60)
+
+    run_world(body, 2, torch=True)
 
 
 # -- many worlds -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ threads, what torch keeps for a process is kept for each rank (`rank_globals`).
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ class TorchThreads:
     """Serves ``torch.distributed`` in a world of threads."""
 
     def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
+        # Its functions keep the default group that there is when it is imported: no rank's own one.
+        importlib.import_module("torch.distributed.nn.functional")
         self._globals = RankGlobals(environs)
         self.enter = self._globals.enter  #: see there; called with each rank that gets the turn
 
