@@ -62,7 +62,7 @@ def _average(bucket: Sequence[nn.Parameter]) -> None:
     if mine:
         dense = [g.to_dense() if g.is_sparse else g for _, g in mine]
         torch._foreach_copy_([v for v, _ in mine], dense)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    present.copy_(torch.tensor(held))
+    present.copy_(torch.tensor(held, device=flat.device))
     all_reduce(flat, "mean", out=flat, name="gradients")
     somewhere = (present != 0).tolist()
     for p, view, here, there in zip(bucket, views, held, somewhere, strict=True):
