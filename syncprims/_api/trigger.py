@@ -13,7 +13,7 @@ from syncprims._data import codec
 from syncprims._protocol.call_site import is_users
 from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
-from syncprims._world.runtime import announce_activity, get_active_group, get_extras
+from syncprims._world.runtime import announce_activity, get_active_group, get_extras, is_active
 from syncprims.errors import signal_name
 from syncprims.interface import Note
 
@@ -80,7 +80,7 @@ class Trigger:
         if before is not None and repeat is not None and not self._set:
             code, at, _, again = repeat
             here = caller.f_code is code and caller.f_lasti == at
-            if here and get_active_group() is before[0] and again(before[1]):
+            if here and is_active(before[0]) and again(before[1]):
                 return False
         group = get_active_group()
         rounds = rounds_of(group)
