@@ -213,8 +213,10 @@ def get_extras() -> dict[str, Any]:
     :raises SyncError: as :func:`current`, after the end of a world.
     """
     state = _get_state()
-    if state.running is None and state.ended is not None:
-        raise state.ended()
+    if state.running is None:
+        _check_is_rank(state)
+        if state.ended is not None:
+            raise state.ended()
     return state.extras
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -112,6 +113,32 @@ def test_the_worlds_own_trigger(world: Ranks) -> None:
         return [*answers, sp.check_trigger(), sp.check_trigger()]
 
     assert world.run(program) == [[False, True, False]] * world.ranks
+
+
+def test_the_worlds_own_trigger_is_set_before_it_starts_and_not_after_its_end(
+    scripts: Scripts,
+) -> None:
+    ended = scripts.run(
+        """
+set_trigger("early")
+print(check_trigger())
+shutdown()
+try:
+    set_trigger("late")
+except WorldClosed:
+    init()
+print(check_trigger())
+"""
+    )
+    assert [one.out for one in ended] == ["True\nFalse\n"] * 3, [one.err for one in ended]
+
+
+def test_a_thread_that_is_no_rank_sets_no_trigger() -> None:
+    def program() -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(sp.ConfigurationError):
+            pool.submit(sp.set_trigger).result()
+
+    run_world(program, 2)
 
 
 #: Sends this process a signal while it loads the backend, and calls init().

@@ -86,6 +86,10 @@ def _refuse(pid: int, flags: int = 0) -> int:
 def test_a_rank_that_reads_all_files_of_its_world_lives_on(pair: Ranks, signs: Signs) -> None:
     """As a backup does. To close the file of the record locks frees those of the process."""
 
+    def on_warning(_: logging.LogRecord) -> bool:
+        signs.give("waited")
+        return False
+
     def program() -> Any:
         sp.barrier("start")
         if sp.get_rank() == 1:
@@ -94,7 +98,7 @@ def test_a_rank_that_reads_all_files_of_its_world_lives_on(pair: Ranks, signs: S
             signs.gather("read", "waited")
             os.kill(os.getpid(), signal.SIGKILL)
         signs.wait("read")
-        logging.getLogger("syncprims").addFilter(lambda _: signs.give("waited") or False)
+        logging.getLogger("syncprims").addFilter(on_warning)
         return lost("late")
 
     said = pair.outcomes(program, SYNCPRIMS_WARN_AFTER="0.3")[0]
