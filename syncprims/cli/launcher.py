@@ -127,15 +127,18 @@ def _answered_signals(run: _LaunchedRun) -> Generator[None]:
     SIGQUIT, which Ctrl-Backslash sends, prints what the ranks do. Ranks get SIGUSR1 and SIGUSR2.
     """
 
-    def show(*_: object) -> None:
-        print_table(run.run_id, sys.stderr)
+    def answer(signum: int, _: object) -> None:
+        if signum == signal.SIGQUIT:
+            print_table(run.run_id, sys.stderr)
+        else:
+            run.pass_on(signum)
 
-    handlers = {signal.SIGQUIT: show, signal.SIGUSR1: run.pass_on, signal.SIGUSR2: run.pass_on}
-    before = {signum: signal.getsignal(signum) for signum in handlers}
+    answered = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {signum: signal.getsignal(signum) for signum in answered}
     try:
-        for signum, handler in handlers.items():
+        for signum in answered:
             if before[signum] is not signal.SIG_IGN:
-                signal.signal(signum, handler)
+                signal.signal(signum, answer)
         yield
     finally:
         for signum, old in before.items():
@@ -323,7 +326,7 @@ class _LaunchedRun:
                 self._thread.join(timeout=GRACE)
             self._forget()
 
-    def pass_on(self, signum: int, _: object) -> None:
+    def pass_on(self, signum: int) -> None:
         """Send a signal to all ranks that run."""
         for one in self._ranks:
             if one.status is None:
