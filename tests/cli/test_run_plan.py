@@ -84,6 +84,8 @@ WRONG: list[tuple[list[str], dict[str, str], list[str]]] = [
      ["--backend file contradicts SYNCPRIMS_BACKEND=torch"]),
     (["-n", "2", "--mixed_precision", "bf16", "x"], {"SYNCPRIMS_MIXED_PRECISION": "fp16"},
      ["--mixed-precision bf16 contradicts SYNCPRIMS_MIXED_PRECISION=fp16"]),
+    (["-n", "2", "--serve-torch", "x"], {"SYNCPRIMS_SERVE_TORCH": "0"},
+     ["--serve-torch contradicts SYNCPRIMS_SERVE_TORCH=0"]),
     (["-n", "2", "--timeout", "5", "x"], {"SYNCPRIMS_TIMEOUT": "6"}, ["--timeout 5 contradicts"]),
     (["-n", "2", "--backend", "flie", "x"], {}, ["no backend named 'flie'"]),
     (["-n", "2", "--backend", "single", "x"], {}, ["world of one", "world_size=2"]),
