@@ -10,6 +10,7 @@ import math
 import os
 import stat
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -393,6 +394,23 @@ def test_the_default_device_is_for_the_programs_own_tensors(world: Ranks) -> Non
 
 
 @several(4)
+def test_what_is_no_group_is_refused(world: Ranks) -> None:
+    calls: list[Any] = [
+        sp.barrier, sp.main_first, sp.in_turn,
+        *(partial(call, 1) for call in (sp.broadcast, sp.all_gather, sp.all_reduce, sp.any_rank,
+                                        sp.all_ranks)), partial(sp.assert_same, 1, "one"),
+    ]  # fmt: skip
+
+    def program() -> None:
+        for call in calls:
+            for ranks in ([0], []):
+                with pytest.raises(TypeError, match=r"group= takes a Group, .* is a list"):
+                    call(group=ranks)
+        sp.barrier("still in step")
+
+    world.run(program)
+
+
 def test_a_closed_group_can_be_made_again(world: Ranks) -> None:
     def program() -> None:
         n, rank = sp.get_world_size(), sp.get_rank()
