@@ -14,13 +14,16 @@ _NAME = "syncprims"
 
 def register() -> None:
     """Register the backend; with ``SYNCPRIMS_SERVE_TORCH=1``, let it serve every process group."""
+    serve = os.environ.get("SYNCPRIMS_SERVE_TORCH") or "0"
+    if serve not in ("0", "1"):
+        raise ValueError(f"SYNCPRIMS_SERVE_TORCH={serve!r}: it takes 0 or 1")
     import torch.distributed
 
     dist: Any = torch.distributed
     if not dist.is_available() or hasattr(dist.Backend, _NAME.upper()):
         return
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    if os.environ.get("SYNCPRIMS_SERVE_TORCH") == "1":
+    if serve == "1":
         from syncprims.c10d.torch_internals import replace_group_maker
 
         replace_group_maker()

@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from syncprims._data.partition import split as split_items
-from syncprims._world.group import innermost_group
+from syncprims._protocol.validation import require
+from syncprims._world.group import Group, innermost_group
 from syncprims._world.runtime import current, get_active_group, get_host_number, get_topology
 from syncprims._world.world import get_node_group, make_group
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncprims._data.reduction import Op
-    from syncprims._world.group import Group, Seconds
+    from syncprims._world.group import Seconds
     from syncprims._world.sequential import InTurn, MainFirst
 
 T = TypeVar("T")
@@ -88,6 +89,12 @@ def is_last() -> bool:
 # -- collectives -----------------------------------------------------------------------------------
 
 
+def _checked(group: Group) -> Group:
+    """Return the group that a user has passed; raise TypeError if it is something else."""
+    require(group, Group, "group= takes a Group, such as group([0, 1])")
+    return group
+
+
 def group(ranks: Sequence[int]) -> Group:
     """Return the group of these world ranks. Every rank of the world calls it, members or not.
 
@@ -120,7 +127,7 @@ def barrier(
     :raises PeerLost: if a member died, or finished without this call.
     :raises PeerFailed: if a member raised; with its type, message and traceback.
     """
-    members = group or get_active_group(timeout)
+    members = get_active_group(timeout) if group is None else _checked(group)
     if name is None and timeout is None and not device:
         # As the Group's method does; without that call a barrier of one is twice as fast.
         if members._silent:
@@ -152,9 +159,8 @@ def broadcast(
     :raises ValueError: if `src` is no member, or `out` has another shape or dtype.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).broadcast(
-        obj, src, name=name, out=out, timeout=timeout
-    )
+    members = get_active_group(timeout) if group is None else _checked(group)
+    return members.broadcast(obj, src, name=name, out=out, timeout=timeout)
 
 
 def all_gather(
@@ -168,7 +174,8 @@ def all_gather(
     :raises EncodingError: if the object cannot travel; the others raise `PeerFailed`.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).all_gather(obj, name=name, timeout=timeout)
+    members = get_active_group(timeout) if group is None else _checked(group)
+    return members.all_gather(obj, name=name, timeout=timeout)
 
 
 @overload
@@ -225,9 +232,8 @@ def all_reduce(
     :raises TypeError: if `value` cannot be reduced; the others raise `PeerFailed`.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).all_reduce(
-        value, op, name=name, out=out, timeout=timeout
-    )
+    members = get_active_group(timeout) if group is None else _checked(group)
+    return members.all_reduce(value, op, name=name, out=out, timeout=timeout)
 
 
 def any_rank(
@@ -240,7 +246,8 @@ def any_rank(
     :param group: by default that of the ``with`` block, else all ranks.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).any_rank(flag, name=name, timeout=timeout)
+    members = get_active_group(timeout) if group is None else _checked(group)
+    return members.any_rank(flag, name=name, timeout=timeout)
 
 
 def all_ranks(
@@ -253,7 +260,8 @@ def all_ranks(
     :param group: by default that of the ``with`` block, else all ranks.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).all_ranks(flag, name=name, timeout=timeout)
+    members = get_active_group(timeout) if group is None else _checked(group)
+    return members.all_ranks(flag, name=name, timeout=timeout)
 
 
 def assert_same(
@@ -271,7 +279,8 @@ def assert_same(
     :raises RankMismatch: on all members otherwise, showing each rank's value.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    (group or get_active_group(timeout)).assert_same(value, name, timeout=timeout)
+    members = get_active_group(timeout) if group is None else _checked(group)
+    members.assert_same(value, name, timeout=timeout)
 
 
 def main_first(
@@ -301,7 +310,8 @@ def main_first(
                 f"ranks; give one of the two"
             )
         group = get_node_group(current(timeout))
-    return (group or get_active_group(timeout)).main_first(name=name, timeout=timeout)
+    members = get_active_group(timeout) if group is None else _checked(group)
+    return members.main_first(name=name, timeout=timeout)
 
 
 def in_turn(
@@ -316,7 +326,8 @@ def in_turn(
     :param group: by default that of the ``with`` block, else all ranks.
     :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`barrier`.
     """
-    return (group or get_active_group(timeout)).in_turn(name=name, timeout=timeout)
+    members = get_active_group(timeout) if group is None else _checked(group)
+    return members.in_turn(name=name, timeout=timeout)
 
 
 @overload

@@ -64,9 +64,9 @@ class _Choice(NamedTuple):
             mine, count = get_host_number("local_rank"), get_host_number("local_world_size")
         chosen = count - 1 if self.number is None else self.number
         if not 0 <= chosen < count:
-            where = "on this node" if self.local else "in this world"
+            where = "the node" if self.local else "the world"
             raise ValueError(
-                f"{self.call}({chosen}): there are {count} ranks {where}, 0 to {count - 1}"
+                f"{self.call}({chosen}): no such rank; {where} has ranks 0 to {count - 1}"
             )
         return chosen == mine
 

@@ -45,7 +45,8 @@ def _length(items: Any) -> int:
     kind = type(items).__name__
     if isinstance(items, str | bytes | bytearray):
         raise TypeError(f"split takes a sequence of items, not a {kind}: put it in a list")
-    if kind in ("set", "frozenset") or not hasattr(items, "__len__"):
+    ordered = hasattr(items, "__getitem__") or hasattr(items, "select")
+    if not (ordered and hasattr(items, "__len__")):  # a set, the keys of a dict, an iterator
         raise TypeError(
             f"a {kind} has no order and length to split by: give a list, tuple, range, dict of "
             f"sequences, array, tensor, or something with .select"

@@ -168,7 +168,7 @@ def _parse(path: Path) -> dict[str, Any]:
             f"{path}: a file that describes a run is called *.yaml, *.toml or *.json"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"{path} cannot be read: {error}; `syncprims config` writes such a file"
@@ -208,9 +208,16 @@ def render(values: Mapping[str, Any], suffix: str) -> str:
             lines += ["", f"# -- {section}"]
         lines.append(f"# {option.help}")
         if option.key in values:
-            # JSON is valid in YAML and TOML, too.
-            text = json.dumps(plain_value(option.key, values[option.key]), ensure_ascii=False)
-            lines.append(f"{option.key}{equals} {text}")
+            lines.append(
+                f"{option.key}{equals} {_quote(plain_value(option.key, values[option.key]))}"
+            )
         else:
             lines.append(f"#{option.key}{equals} {option.example}")
     return "\n".join(lines) + "\n"
+
+
+def _quote(value: Any) -> str:
+    """Return `value` as JSON that YAML and TOML read in the same way."""
+    text = json.dumps(value, ensure_ascii=False)
+    # Both refuse or change some characters that JSON allows, such as a line separator.
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import socket
 import sys
@@ -36,6 +37,7 @@ SETTINGS = (
     ("SYNCPRIMS_RUN_ID", "the launcher's"),
     ("SYNCPRIMS_HEARTBEAT", "10 s"),
     ("SYNCPRIMS_PICKLE", "1, pickle is allowed"),
+    ("SYNCPRIMS_STRICT", "0, lines of calls are not compared"),
     ("SYNCPRIMS_MIXED_PRECISION", "no"),
     ("SYNCPRIMS_SERVE_TORCH", "0, torch.distributed has the backend it asks for"),
     ("SYNCPRIMS_TRACE", "no trace"),
@@ -162,7 +164,7 @@ def _hosts(topology: Topology) -> str:
         topology.num_nodes,
     ):
         return "known once the ranks have met: the launcher does not say all"
-    return "as the launcher says; once the ranks have met, as they share hosts"
+    return "the launcher says so; once the ranks have met, it follows from who shares a host"
 
 
 def _store(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -218,13 +220,16 @@ def as_json(world: WorldPreview, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the same for programs; a variable that is not set is null."""
     names = [*_NAMES, *(name for launcher in LAUNCHERS for name in launcher.variables)]
     error = world.error
+    settings = None if world.settings is None else world.settings._asdict()
+    if settings is not None:  # JSON has no infinite numbers
+        settings = {key: "inf" if value == math.inf else value for key, value in settings.items()}
     return {
         "backend": world.backend,
         "chosen_by": world.chosen_by,
         "topology": world.topology._asdict() if world.topology is not None else None,
         "launchers": world.roles,
         "half_world": world.half or None,
-        "settings": world.settings._asdict() if world.settings is not None else None,
+        "settings": settings,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "variables": {name: environ.get(name) for name in dict.fromkeys(names)},
         "misspelt": find_misspelt(environ),

@@ -87,9 +87,10 @@ def words(value: object) -> tuple[str, ...]:
         raise InvalidValue(f"{value!r} is not a list")
     items: list[object] = list(value)  # pyright: ignore[reportUnknownArgumentType]
     for item in items:
-        if isinstance(item, (list, dict)) or item is None:
-            raise InvalidValue(f"{item!r} in it is not a word")
-    return tuple(str(item) for item in items)
+        # YAML reads a bare `no` as false and some words as dates: their text would be another one.
+        if isinstance(item, bool) or not isinstance(item, (str, int, float)):
+            raise InvalidValue(f"{item!r} in it is not a word; put quotes around each word")
+    return tuple(map(str, items))
 
 
 def switch(value: object) -> bool:
@@ -149,7 +150,8 @@ class Options:
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
         "N", ("-n",), example="4")
     oversubscribe: bool = _option(switch, RANKS,
-        "start more ranks than 64 and than 4 for each processor, which is refused otherwise")
+        "start as many ranks as asked for; otherwise more than 64 are refused if there are also "
+        "more than 4 for each processor")
     max_restarts: int | None = _option(integer(0, "a number of restarts"), RANKS,
         "how often to start all ranks again after one has failed (default: 0)", "N", example="0")
     backend: str | None = _option(word, BACKEND,

@@ -174,6 +174,10 @@ def _serve_torch(environ: Mapping[str, str]) -> str:
     """
     from importlib.metadata import entry_points  # slow to import, and rarely needed
 
+    if (ours := environ.get("SYNCPRIMS_SERVE_TORCH") or "1") != "1":
+        raise ConfigurationError(
+            f"--serve-torch contradicts SYNCPRIMS_SERVE_TORCH={ours}; drop one of them"
+        )
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         raise ConfigurationError(
             "--serve-torch contradicts TORCH_DEVICE_BACKEND_AUTOLOAD="

@@ -106,13 +106,18 @@ class TraceRun:
 def find_runs(directory: Path) -> list[Path]:
     """Return the folders of all runs in `directory`, which may be one itself; the latest is last.
 
-    :raises ConfigurationError: if there is none.
+    :raises ConfigurationError: if there is none, or the directory cannot be read.
     """
-    if not directory.is_dir():
+    try:
+        if not directory.is_dir():
+            raise ConfigurationError(
+                f"{directory} is no directory: give the one that SYNCPRIMS_TRACE named in the run"
+            )
+        folders = [directory, *(path for path in directory.iterdir() if path.is_dir())]
+    except OSError as error:
         raise ConfigurationError(
-            f"{directory} is no directory: give the one that SYNCPRIMS_TRACE named in the run"
-        )
-    folders = [directory, *(path for path in directory.iterdir() if path.is_dir())]
+            f"{directory} cannot be read: {error}; run the command as the user of the job"
+        ) from error
     runs = [folder for folder in folders if any(folder.glob("rank-*.trace"))]
     if not runs:
         raise ConfigurationError(
@@ -124,8 +129,11 @@ def find_runs(directory: Path) -> list[Path]:
 def _start_time(folder: Path) -> int:
     """Return the calendar time in ns at which a run began, from its first readable file."""
     for path in sorted(folder.glob("rank-*.trace")):
-        with path.open("rb") as file:
-            found = _facts(file.read(trace_file.START))
+        try:
+            with path.open("rb") as file:
+                found = _facts(file.read(trace_file.START))
+        except OSError:  # `read_run` reports it
+            continue
         if found is not None:
             return int(found[1].get("wall", 0))
     return 0

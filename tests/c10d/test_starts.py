@@ -32,6 +32,14 @@ needs_entry_point = pytest.mark.skipif(
 )
 
 
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from _syncprims_c10d import register
+
+    monkeypatch.setenv("SYNCPRIMS_SERVE_TORCH", "true")
+    with pytest.raises(ValueError, match="SYNCPRIMS_SERVE_TORCH='true': it takes 0 or 1"):
+        register()
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     path = tmp_path / "program.py"

@@ -127,6 +127,13 @@ def test_the_command_itself() -> None:
     assert call("--json", WORLD_SIZE="2").returncode == 2
 
 
+def test_infinite_seconds_are_valid_json() -> None:
+    environ = {"SYNCPRIMS_WARN_AFTER": "inf", "SYNCPRIMS_STRICT": "1"}
+    found = env.as_json(env.preview(environ), environ)
+    assert found["settings"]["warn_after"] == "inf"
+    assert json.loads(json.dumps(found, allow_nan=False))["variables"]["SYNCPRIMS_STRICT"] == "1"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -84,6 +84,8 @@ WRONG: list[tuple[list[str], dict[str, str], list[str]]] = [
      ["--backend file contradicts SYNCPRIMS_BACKEND=torch"]),
     (["-n", "2", "--mixed_precision", "bf16", "x"], {"SYNCPRIMS_MIXED_PRECISION": "fp16"},
      ["--mixed-precision bf16 contradicts SYNCPRIMS_MIXED_PRECISION=fp16"]),
+    (["-n", "2", "--serve-torch", "x"], {"SYNCPRIMS_SERVE_TORCH": "0"},
+     ["--serve-torch contradicts SYNCPRIMS_SERVE_TORCH=0"]),
     (["-n", "2", "--timeout", "5", "x"], {"SYNCPRIMS_TIMEOUT": "6"}, ["--timeout 5 contradicts"]),
     (["-n", "2", "--backend", "flie", "x"], {}, ["no backend named 'flie'"]),
     (["-n", "2", "--backend", "single", "x"], {}, ["world of one", "world_size=2"]),
@@ -231,7 +233,8 @@ EVERYTHING: dict[str, Any] = {
     "ranks": 4, "backend": "torch", "timeout": 60.0, "gpus": ("0", "1", "2", "3"), "threads": 2,
     "mixed_precision": "no", "trace": "a \"quoted\" naïve/dir", "nodes": 2, "node_rank": 1,
     "rendezvous": ("::1", 29500), "max_restarts": 1, "module": True, "script": "train",
-    "args": ("--lr", "0.1", "it's: #1"), "num_processes": 8, "debug": True,
+    "args": ("--lr", "0.1", "it's: #1", "\x7f\x85\u2028", "\U0001f600"),
+    "num_processes": 8, "debug": True,
 }  # fmt: skip
 
 
@@ -271,6 +274,8 @@ BAD_FILES = [
     ("run.yaml", "module: 1", ["module: 1 is neither true nor false"]),
     ("run.yaml", "args: -x", ["args: '-x' is not a list"]),
     ("run.yaml", "args: [{a: 1}]", ["args: {'a': 1} in it is not a word"]),
+    ("run.yaml", "args: [--shuffle, no]", ["args: False in it is not a word; put quotes"]),
+    ("run.yaml", "args: [2026-01-31]", ["in it is not a word; put quotes"]),
     ("run.yaml", "- ranks", ["keys with values"]),
     ("run.yaml", "a: [", ["run.yaml is not valid yaml"]),
     ("run.toml", "ranks 4", ["run.toml is not valid toml"]),
@@ -295,6 +300,14 @@ def test_bad_files_name_file_key_and_cure(
         config.read(str(path))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("suffix", "text"), [("yaml", "ranks: 4\r\n"), ("toml", "ranks = 4\r\n"),
+                                              ("json", '{"ranks": 4}\r\n')])  # fmt: skip
+def test_files_of_windows_are_read(tmp_path: Path, suffix: str, text: str) -> None:
+    path = tmp_path / f"run.{suffix}"
+    path.write_text(text, encoding="utf-8-sig", newline="")
+    assert config.read(str(path)) == {"ranks": 4}
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:

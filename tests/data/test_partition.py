@@ -84,7 +84,9 @@ def test_tensors() -> None:
     assert second.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("items", ["text", b"bytes", 5, {1, 2}, np.array(3), iter([1])])
+@pytest.mark.parametrize(
+    "items", ["text", b"bytes", 5, {1, 2}, {1: 2}.keys(), np.array(3), iter([1])]
+)
 def test_what_has_no_order_or_length_is_refused(items: Any) -> None:
     with pytest.raises(TypeError, match="split"):
         split(items, 0, 2)

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pytest
@@ -286,6 +286,28 @@ def test_foreign_files_are_named(planted: Planted) -> None:
     assert "syncprims: rank-3.trace: bytes 0 to 1400 are damaged or not of a" in done.stderr
     assert "syncprims: no trace of ranks [3] of 4" in done.stderr
     assert "Rank 2 is the straggler" in done.stdout
+
+
+def test_a_file_that_cannot_be_opened_does_not_hide_the_rest(planted: Planted) -> None:
+    folder = next(planted.directory.iterdir())
+    folder.joinpath("rank-0.trace").unlink()
+    folder.joinpath("rank-0.trace").symlink_to("absent")
+    done = command(planted.directory)
+    assert done.returncode == 0
+    assert "syncprims: rank-0.trace cannot be read: [Errno 2]" in done.stderr
+    assert "syncprims: no trace of ranks [0] of 4" in done.stderr
+    assert "Rank 2 is the straggler" in done.stdout
+
+
+def test_a_directory_that_cannot_be_read_is_an_error(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(type(planted.directory), "iterdir", refuse)
+    with pytest.raises(ConfigurationError, match=r"cannot be read: .*as the user of the job"):
+        find_runs(planted.directory)
 
 
 def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
