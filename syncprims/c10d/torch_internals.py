@@ -388,6 +388,9 @@ def forget_group_names() -> None:
     _find(c10d(), "_unregister_all_process_groups", "torch.distributed.distributed_c10d")()
 
 
+_isolating: list[object] = []  # a world may stand in a rank of another one
+
+
 @contextlib.contextmanager
 def threads_as_processes() -> Generator[None]:
     """Within the block, torch keeps for each thread what it keeps in C++ for a process.
@@ -401,6 +404,7 @@ def threads_as_processes() -> Generator[None]:
     isolate = _find(_distributed_c10d, "_set_thread_isolation_mode", "torch._C._distributed_c10d")
     methods = _methods_without_session()
     kept = {(cls, name): vars(cls)[name] for cls, name in methods if name in vars(cls)}
+    _isolating.append(isolate)
     isolate(True)
     for cls, name in kept:
         setattr(cls, name, methods[cls, name])
@@ -409,7 +413,8 @@ def threads_as_processes() -> Generator[None]:
     finally:
         for (cls, name), method in kept.items():
             setattr(cls, name, method)
-        isolate(False)
+        _isolating.pop()
+        isolate(bool(_isolating))
 
 
 def _methods_without_session() -> dict[tuple[type, str], Callable[..., Any]]:

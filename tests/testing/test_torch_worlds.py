@@ -272,6 +272,51 @@ def test_the_default_device_and_the_grad_mode_of_the_test_hold_in_its_ranks() ->
     assert run_world(body, 2, torch=True) == [("cpu", True)] * 2
 
 
+@both_kinds
+def test_the_inference_and_autocast_modes_of_the_test_hold_in_its_ranks(kind: Any) -> None:
+    def body() -> tuple[bool, torch.dtype]:
+        return torch.is_inference_mode_enabled(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert run_world(body, 2, torch=True, kind=kind) == [(True, torch.bfloat16)] * 2
+    assert run_world(body, 2, torch=True, kind=kind) == [(False, torch.float32)] * 2
+
+
+def functional_sum() -> float:
+    from torch.distributed import _functional_collectives as functional
+
+    world: Any = dist.group.WORLD
+    total: torch.Tensor = functional.all_reduce(torch.ones(1), "sum", world)
+    return total.item()
+
+
+def test_a_world_may_stand_in_a_rank_of_another() -> None:
+    def inner() -> float:
+        dist.init_process_group("gloo")
+        return functional_sum()
+
+    def body() -> list[float]:
+        dist.init_process_group("gloo")
+        found = run_world(inner, 2, torch=True) if dist.get_rank() == 0 else []
+        dist.barrier()
+        return [*found, functional_sum(), float(os.environ["RANK"])]
+
+    assert run_world(body, 3, torch=True) == [[2.0, 2.0, 3.0, 0.0], [3.0, 1.0], [3.0, 2.0]]
+
+
+def test_worlds_of_two_threads_run_one_after_the_other() -> None:
+    def body() -> tuple[float, str]:
+        dist.init_process_group("gloo")
+        for _ in range(5):
+            found = summed()
+        return found, os.environ["RANK"]
+
+    with ThreadPoolExecutor(2) as pool:
+        two, three = (pool.submit(run_world, body, ranks, torch=True) for ranks in (2, 3))
+        assert two.result() == [(3.0, "0"), (3.0, "1")]
+        assert three.result() == [(6.0, "0"), (6.0, "1"), (6.0, "2")]
+
+
 def test_attributes_of_a_module_that_a_rank_imports_are_its_own() -> None:
     name = "torch.distributed.tensor._random"
     kept = sys.modules.pop(name, None)

@@ -91,6 +91,8 @@ class TorchThreads:
         threads = torch.get_num_threads()
         # `torch.get_default_device` of torch 2.6 does not see a `with torch.device(...)`.
         self._device, self._grad = torch.empty(0).device, torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
         with _serve(SharedTable()), threads_as_processes():
             torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
             try:
@@ -105,7 +107,11 @@ class TorchThreads:
         def run() -> Any:
             __tracebackhide__ = True
             # Backward passes run in this thread alone, also on devices.
-            with torch.autograd.set_multithreading_enabled(False):
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                torch.inference_mode(self._inference),
+                torch.autocast("cpu", *self._autocast),
+            ):
                 torch.set_grad_enabled(self._grad)
                 if self._device.type != "cpu":
                     torch.set_default_device(self._device)
