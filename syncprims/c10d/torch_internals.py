@@ -359,11 +359,11 @@ PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
         lambda rank: _handlers_without_loss(),
     ),
     # The first FSDP notes there what it does at the moment, and refuses to do that twice.
-    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", lambda rank: set()),
+    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", lambda rank: set[str]()),
     (
         "torch.distributed.fsdp._debug_utils",
         "SimpleProfiler.results",
-        lambda rank: collections.defaultdict(float),
+        lambda rank: collections.defaultdict[str, float](float),
     ),
     # Plans that a save keeps for the next one, by the class of the planner.
     *(

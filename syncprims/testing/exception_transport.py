@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import sys
 import traceback
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 
 class RemoteError(Exception):
@@ -46,9 +46,10 @@ class PackedException(NamedTuple):
             found = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
             if found is not None:
                 return found(self.text)  # type: ignore[no-any-return]
-        if isinstance(found, type) and issubclass(found, BaseExceptionGroup) and self.members:
+        if self.members and isinstance(found, type):
             with contextlib.suppress(Exception):
-                return found(self.text, [one.unpack() for one in self.members])
+                group = cast("type[BaseExceptionGroup[BaseException]]", found)
+                return group(self.text, [one.unpack() for one in self.members])
         if isinstance(found, type) and issubclass(found, BaseException):
             with contextlib.suppress(Exception):
                 error = found.__new__(found)
@@ -70,7 +71,8 @@ def pack_exception(error: BaseException) -> PackedException:
     text = text_of(error)
     members: tuple[PackedException, ...] = ()
     if isinstance(error, BaseExceptionGroup) and not pickled:
-        text, members = error.message, tuple(map(pack_exception, error.exceptions))
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        text, members = group.message, tuple(map(pack_exception, group.exceptions))
     return PackedException(kind.__module__, kind.__qualname__, text, pickled, trace, members)
 
 

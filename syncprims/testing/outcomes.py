@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import (
@@ -230,7 +230,8 @@ def _chain(error: BaseException) -> list[BaseException]:
 def leaves(error: BaseException | None) -> list[BaseException]:
     """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in leaves(one)]
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        return [leaf for one in group.exceptions for leaf in leaves(one)]
     return [] if error is None else [error]
 
 
@@ -242,7 +243,7 @@ def is_consequence(error: BaseException) -> bool:
     """
     return not isinstance(error, AssertionError) and any(
         isinstance(one, TORN)
-        or (isinstance(one, BaseExceptionGroup) and all(map(is_consequence, one.exceptions)))
+        or (one not in leaves(one) and all(map(is_consequence, leaves(one))))  # a group
         for one in _chain(error)
     )
 
