@@ -201,12 +201,12 @@ class SharedMemoryBoard(Board):
     def _read_spilled(self, rank: int, number: int) -> bytes:
         """Return the content of the file that `rank` wrote for `number`.
 
-        :raises FileNotFoundError: if something has removed it.
+        :raises OSError: if something has removed it, or no descriptor is left.
         """
         directory, name = self._liveness.directory, self._spill_name(rank, number)
         try:
             return directory.read(name)
-        except FileNotFoundError as error:
+        except OSError as error:
             raise directory.explained(error, f"reading what rank {rank} sends", name) from error
 
     def _spill_name(self, rank: int, number: int) -> str:

@@ -182,7 +182,7 @@ class Liveness:
         # Not only once all have joined: a rank that dies while others still join is named as well.
         watch = self._watch(rank) if rank != self.rank else None
         ended = watch is not None and watch.has_ended()
-        gone = ended or (rank != self.rank and self._records.is_free(rank))
+        gone = ended or (rank != self.rank and self._has_left(rank))
         after = self._read_state(rank)
         if after == _EMPTY:
             end = find_early_end(self.directory, rank)
@@ -214,7 +214,7 @@ class Liveness:
 
     def is_alive(self, rank: int) -> bool:
         """Return whether `rank` has joined and lives."""
-        return self._read_state(rank) == _ALIVE and not self._records.is_free(rank)
+        return self._read_state(rank) == _ALIVE and not self._has_left(rank)
 
     def has_finished(self, rank: int) -> bool:
         """Return whether `rank` has published a normal end."""
@@ -222,9 +222,19 @@ class Liveness:
 
     def is_lost(self, rank: int) -> bool:
         """Return whether `rank` is gone and has published no end."""
-        if self._read_state(rank) != _ALIVE or not self._records.is_free(rank):
+        if self._read_state(rank) != _ALIVE or not self._has_left(rank):
             return False
         return self._read_state(rank) == _ALIVE  # it may have published its end meanwhile
+
+    def _has_left(self, rank: int) -> bool:
+        """Return whether the process of `rank` has ended, or runs another program."""
+        if not self._records.is_free(rank):
+            return False
+        # It may have freed that lock itself: to read the file, as a backup does, is enough. Then it
+        # still holds its other lock, and so could a child of a process that is gone.
+        who = ProcessIdentity(*_ENTRY.unpack_from(self._memory, _slot(rank))[1:])
+        lives = ProcessIdentity.of(who.pid) == who and not who.is_gone(who.namespace)
+        return not lives or _is_free(self.directory.fd, rank)
 
     # -- bytes ----------------------------------------------------------------------------------
 

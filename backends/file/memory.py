@@ -333,24 +333,23 @@ def open_window(directory: PrivateDirectory, name: str, count: int) -> Window:
     :raises ConfigurationError: if the file is something else.
     :raises OSError: if there is no space for the smallest window.
     """
-    try:
-        fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
-    except FileNotFoundError as error:
-        raise directory.explained(error, "opening the memory for arrays", name) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = directory.open_file(name, os.O_RDWR | os.O_CREAT)
+            stack.callback(os.close, fd)
+            claims = stack.enter_context(contextlib.closing(Claims(directory, f"{name}-claims")))
+        except OSError as error:
+            raise directory.explained(error, "opening the memory for arrays", name) from error
         # All members use one size: the one that the first of them has allocated.
-        with contextlib.closing(Claims(directory, f"{name}-claims")) as claims:
-            agreed = claims.claimed("size")
-            if agreed is None:
-                size = str(_allocate_window(fd, directory, name, count))
-                agreed = claims.claim("size", size)
+        agreed = claims.claimed("size")
+        if agreed is None:
+            size = str(_allocate_window(fd, directory, name, count))
+            agreed = claims.claim("size", size)
         if os.fstat(fd).st_size < int(agreed):  # to touch what is missing would kill the process
             raise ConfigurationError(
                 f"{directory.path / name} has been cut off; end what is left of the run"
             )
         return Window(memoryview(mmap.mmap(fd, int(agreed))), make_window_fence())
-    finally:
-        os.close(fd)
 
 
 def _allocate_window(fd: int, directory: PrivateDirectory, name: str, count: int) -> int:

@@ -4,7 +4,8 @@ The kernel frees the lock when the process ends or runs another program. Unlike 
 file, no child inherits it, so a child that outlives its rank does not hold it. One system call
 shows whether another rank holds its lock. It needs neither a path nor a permission.
 
-A process must open the file only once: closing it anywhere frees all locks of the process on it.
+A process must open the file only once: closing it anywhere frees all locks of the process on it. A
+program that reads all files of a directory does that, so a free lock alone proves no end.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from syncprims._data import codec
 from syncprims._protocol.call_site import is_users
 from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
-from syncprims._world.runtime import announce_activity, current, get_active_group
+from syncprims._world.runtime import announce_activity, get_active_group, get_extras, is_active
 from syncprims.errors import signal_name
 from syncprims.interface import Note
 
@@ -80,12 +80,12 @@ class Trigger:
         if before is not None and repeat is not None and not self._set:
             code, at, _, again = repeat
             here = caller.f_code is code and caller.f_lasti == at
-            if here and get_active_group() is before[0] and again(before[1]):
+            if here and is_active(before[0]) and again(before[1]):
                 return False
-        # Reset before waiting: a signal that arrives meanwhile counts for the next check.
-        why = self._set.pop("reason", None)
         group = get_active_group()
         rounds = rounds_of(group)
+        # Reset before waiting: a signal that arrives meanwhile counts for the next check.
+        why = self._set.pop("reason", None)
         note = rounds.note("trigger", self._name)
         if why is not None:
             announce_activity(self, None)
@@ -162,16 +162,17 @@ class Trigger:
 
 
 def _get_default() -> Trigger:
-    trigger: Trigger = current().extras.setdefault("trigger", Trigger())
+    trigger: Trigger = get_extras().setdefault("trigger", Trigger())
     return trigger
 
 
 def set_trigger(reason: str | None = None) -> None:
-    """Raise the world's own trigger; every rank sees it at its next check. Waits for no rank.
+    """Raise the world's own trigger; every rank sees it at its next check.
 
-    Starts the world, if it does not run. Otherwise as :meth:`Trigger.set`.
+    Waits for no rank, and does not start the world. Otherwise as :meth:`Trigger.set`.
 
     :raises TypeError: if the reason is no text.
+    :raises WorldClosed: after :func:`shutdown`.
     """
     _get_default().set(reason)
 

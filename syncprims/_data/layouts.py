@@ -291,7 +291,7 @@ class ArrayLayout(Layout):
             return numpy.empty(self.spec.shape, dtype)
         import torch
 
-        return torch.empty(self.spec.shape, dtype=dtype)
+        return torch.empty(self.spec.shape, dtype=dtype, device="cpu")
 
     def reduce(self, memory: Memory, at: int, op: str, place: Any) -> Any:
         """Return the reduction of all slots in `place`."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _Call = tuple[Note, Callable[[Sequence[Note]], Any], Callable[[], object] | None]
 
 #: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
-_NO_RESULT = (TypeError, ValueError, OverflowError, ArithmeticError)
+_NO_RESULT = (TypeError, ValueError, LookupError, OverflowError, ArithmeticError)
 
 
 def encode(rounds: Rounds, label: Label, obj: object) -> bytes:

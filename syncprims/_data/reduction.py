@@ -52,6 +52,7 @@ Op = Literal["sum", "mean", "min", "max", "prod"]
 OPS: tuple[Op, ...] = get_args(Op)
 #: What dates and durations can be reduced with.
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
+_FEW_ITEMS = 4096  # for which BLAS starts no threads
 #: What numpy and torch call the reductions of two arrays; the others add.
 _FUNCTIONS = {
     "min": "minimum",
@@ -173,10 +174,17 @@ def set_nans(result: Any) -> None:
             return
         import torch
 
-        wide, one = items.float(), torch.full((1,), math.nan, dtype=items.dtype)
+        wide, one = (
+            items.float(),
+            torch.full((1,), math.nan, dtype=items.dtype, device=items.device),
+        )
         octets = items.view(torch.uint8).view(-1, items.itemsize)
         octets[wide != wide] = one.view(torch.uint8)
     elif kind in "fc":
+        if result.ndim == 1 and result.size <= _FEW_ITEMS and result.dtype.char in "fdFD":
+            square = result.dot(result)  # by BLAS: the fastest way to find a NaN in few items
+            if square == square:
+                return
         wrong = result != result
         if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
             for part in (result.real, result.imag) if kind == "c" else (result,):

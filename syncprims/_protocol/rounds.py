@@ -542,7 +542,9 @@ class Rounds:
     def abort(self, verdict: bytes) -> bytes:
         """Abort the board at this rank's oldest incomplete round; return the verdict that stands.
 
-        What cannot be reported here, the others learn when this process ends.
+        If this rank cannot read a complete round (no memory, no descriptors), the others pass that
+        one, and no round that this rank has not posted to. What cannot be reported here, they learn
+        when this process ends.
         """
         board = self.board
         for _ in range(board.depth + 1):
@@ -554,6 +556,10 @@ class Rounds:
                 found = board.verdict()
                 if found is not None:
                     return found  # else the round has completed at this very moment
+        with contextlib.suppress(Exception):
+            board.collected = board.posted
+            board.abort(verdict)
+            return board.verdict() or verdict
         return verdict
 
 

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.call_site import describe_call
 from syncprims._protocol.validation import seconds
-from syncprims.errors import ConfigurationError, ForkedProcess, SyncError, WorldClosed, dump, load
+from syncprims.errors import (
+    ConcurrentCall,
+    ConfigurationError,
+    ForkedProcess,
+    SyncError,
+    WorldClosed,
+    dump,
+    load,
+)
 from syncprims.interface import UNKNOWN, Topology
 
 from .exit_hooks import ExitHooks, reason
@@ -75,6 +83,8 @@ class _State:
         self.topology: Topology | None = None  # of a world that has ended
         self.in_vain = ""  # the call that was to start a world, and could not
         self.starting = threading.RLock()  # two threads may make the first call
+        self.is_starting = False  # a world; a signal handler may call meanwhile
+        self.extras: dict[str, Any] = {}  # what belongs to the world, or to the next one
         self.aside: World | None = None  # the process's world, while threads are ranks
         self.thread_worlds = 0  # how many worlds of such ranks there are
         self.provided = False  # a test has started the world: what `init` asks for is ignored
@@ -93,7 +103,7 @@ class _State:
         world = self.running
         if world is not None:
             self.world = self.aside = None
-            self.ended = why
+            self.ended, self.extras = why, {}
             close_world(world, why)
             if self is _state:
                 _exit_hooks.remove()
@@ -186,6 +196,28 @@ def get_active_group(timeout: float | timedelta | None = None) -> Group:
         _check_process_group(_state)
     groups = entered.get()
     return groups[-1] if groups else (_state.world or current(timeout)).group
+
+
+def is_active(group: Group) -> bool:
+    """Return whether :func:`get_active_group` returns `group`, without a look at torch's groups."""
+    groups = entered.get()
+    world = _state.world
+    return (groups[-1] if groups else world and world.group) is group
+
+
+def get_extras() -> dict[str, Any]:
+    """Return what belongs to this rank's world, or to the one that it will start.
+
+    Starts no world. Safe in a signal handler.
+
+    :raises SyncError: as :func:`current`, after the end of a world.
+    """
+    state = _get_state()
+    if state.running is None:
+        _check_is_rank(state)
+        if state.ended is not None:
+            raise state.ended()
+    return state.extras
 
 
 def announce_activity(key: object, what: str | None) -> None:
@@ -441,6 +473,25 @@ def _start(
     join_within: float | None = None,
     first_call: str = "",
 ) -> World:
+    if state.is_starting:
+        raise ConcurrentCall(
+            f"a signal handler calls {describe_call()}, and it has interrupted the start of the "
+            f"world: let the handler set a flag, as Trigger.set_on_signal does"
+        )
+    state.is_starting = True
+    try:
+        return _start_once(state, backend, timeout, join_within, first_call)
+    finally:
+        state.is_starting = False
+
+
+def _start_once(
+    state: _State,
+    backend: str | None,
+    timeout: float | None,
+    join_within: float | None,
+    first_call: str,
+) -> World:
     _check_is_rank(state)
     environ = state.environ
     settings = read_settings(environ)._replace(first_call=first_call)
@@ -466,7 +517,7 @@ def _start(
     _warn_of_misspelt(state, topology)
     made = state.make(choice.load(), topology, settings)
     try:
-        world = World(made, choice.backend, settings, topology, end=_end_block)
+        world = World(made, choice.backend, settings, topology, extras=state.extras, end=_end_block)
         if state is _state:
             _warn_of_half_a_world(state, topology)
         state.world, state.ended, state.topology = world, None, topology
@@ -571,7 +622,8 @@ def _on_fork() -> None:
 
 
 def _leave_to_parent(state: _State) -> None:
-    state.starting = threading.RLock()  # a thread that the child does not have may hold it
+    # A thread that the child does not have may be starting a world.
+    state.starting, state.is_starting = threading.RLock(), False
     world = state.forget(_forked)
     if world is not None:
         abandon_world(world)

@@ -56,12 +56,13 @@ class World:
         settings: Settings,
         topology: Topology,
         *,
+        extras: dict[str, Any],
         end: Callable[[World, BaseException | None], None],
     ) -> None:
         self.topology = topology
         self.backend_name = backend_name
         self.settings = settings
-        self.extras: dict[str, Any] = {}  #: what belongs to this world and to no module
+        self.extras = extras  #: what belongs to this world and to no module
         self._announced: dict[object, str] = {}  # what this rank does beside its calls
         self._end = end  # called by the end of a `with` block
         self._backend = backend

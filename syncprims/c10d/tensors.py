@@ -54,7 +54,7 @@ class OutputTensor:
         ready = plain.device.type == "cpu" and plain.is_contiguous()
         self._elsewhere: torch.Tensor | None = None
         if not ready or plain.is_conj() or plain.is_neg():
-            self._elsewhere = torch.empty(plain.shape, dtype=plain.dtype)
+            self._elsewhere = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         self.items: Any = flat(plain if self._elsewhere is None else self._elsewhere)
 
     def finish(self) -> None:

@@ -3,6 +3,7 @@
 After a rank has failed, the others have :data:`GRACE` seconds to raise and report their own error.
 Then they get SIGTERM, and after the same time SIGKILL. A signal to the launcher is passed on, and
 the ranks have :data:`STOP_GRACE` seconds to stop; a second SIGINT or SIGTERM ends them at once.
+SIGUSR1 and SIGUSR2 are passed on, too, and end nothing here.
 
 If the launcher itself is killed, the system ends its ranks (on Linux), and a second process, its
 *guard*, ends what they have started and removes the scratch directory. The guard waits at a pipe
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
 import math
 import os
@@ -39,7 +41,7 @@ from syncprims._world.processes import (
 )
 from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
-from syncprims.errors import SyncError, describe_exit
+from syncprims.errors import ConfigurationError, SyncError, describe_exit
 
 from .output import Output, Source
 from .plan import LaunchPlan, launch_environment
@@ -53,6 +55,8 @@ _ONE_REQUEST = 0.2
 _POLL_INTERVAL = 0.02
 _REAP_EVERY = 1.0  # seconds
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Errors of a process that cannot be started since there are too many, of processes or of files.
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _TAIL = 30  # lines of a failed rank's stderr to show again
 
 
@@ -86,7 +90,7 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
                 "MASTER_PORT": str(free_port()),
             }
             run = _LaunchedRun(plan, variables, folder, received, output, guard, others)
-            with _table_on_quit(run.run_id):
+            with _answered_signals(run):
                 run.run()
             if not run.failed or received or restart == plan.max_restarts:
                 break
@@ -117,19 +121,28 @@ def _outer_scratch(environ: Mapping[str, str]) -> Path | None:
 
 
 @contextlib.contextmanager
-def _table_on_quit(run_id: str) -> Generator[None]:
-    """Print what the ranks do on SIGQUIT, which Ctrl-Backslash sends, and let them go on."""
+def _answered_signals(run: _LaunchedRun) -> Generator[None]:
+    """Answer the signals that do not ask us to end; an ignored one stays ignored.
 
-    def show(*_: object) -> None:
-        print_table(run_id, sys.stderr)
+    SIGQUIT, which Ctrl-Backslash sends, prints what the ranks do. Ranks get SIGUSR1 and SIGUSR2.
+    """
 
-    before = signal.getsignal(signal.SIGQUIT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGQUIT, show)
+    def answer(signum: int, _: object) -> None:
+        if signum == signal.SIGQUIT:
+            print_table(run.run_id, sys.stderr)
+        else:
+            run.pass_on(signum)
+
+    answered = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {signum: signal.getsignal(signum) for signum in answered}
     try:
+        for signum in answered:
+            if before[signum] is not signal.SIG_IGN:
+                signal.signal(signum, answer)
         yield
     finally:
-        signal.signal(signal.SIGQUIT, before)
+        for signum, old in before.items():
+            signal.signal(signum, old)
 
 
 @contextlib.contextmanager
@@ -313,19 +326,34 @@ class _LaunchedRun:
                 self._thread.join(timeout=GRACE)
             self._forget()
 
+    def pass_on(self, signum: int) -> None:
+        """Send a signal to all ranks that run."""
+        for one in self._ranks:
+            if one.status is None:
+                one.send(signum)
+
     def _start(self, rank: int) -> None:
         report = self._folder / f"failure-{rank}"
-        process = subprocess.Popen(
-            self._plan.command,
-            env={**self._environ(rank), "SYNCPRIMS_ERROR_FILE": str(report)},
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,  # its children get its signals, too
-            # Not a session of its own: Linux schedules each session as one, and then a rank that
-            # waits cannot yield its processor to another one.
-            preexec_fn=functools.partial(_prepare, os.getpid()),
-        )
+        try:
+            process = subprocess.Popen(
+                self._plan.command,
+                env={**self._environ(rank), "SYNCPRIMS_ERROR_FILE": str(report)},
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,  # its children get its signals, too
+                # Not a session of its own: Linux schedules each session as one, and then a rank
+                # that waits cannot yield its processor to another one.
+                preexec_fn=functools.partial(_prepare, os.getpid()),
+            )
+        except OSError as error:
+            if error.errno not in _LIMITS:
+                raise
+            raise ConfigurationError(
+                f"rank {rank} of {self._plan.ranks} cannot be started: {error.strerror}; start "
+                f"fewer ranks, or raise the limit: ulimit -n for open files (of which a rank takes "
+                f"2 here), ulimit -u for processes"
+            ) from error
         self._guard.send(f"{process.pid} ")
         one = _RankProcess(rank, process, report)
         self._ranks.append(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         notes.append(f"{', '.join(unused)} changes nothing on one machine: a free port is taken")
     for note in notes:
         print(f"syncprims run: {note}", file=sys.stderr)  # noqa: T201
-    _check_script(plan.command[2])
+    _check_script(plan.command[2], plan.ranks > 1 or bool(plan.torchrun))
     if plan.torchrun:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,13 +68,20 @@ def run(options: argparse.Namespace) -> int:
     return launch(plan, environ)
 
 
-def _check_script(script: str) -> None:
-    """Raise if the script does not exist: once, and not on every rank."""
+def _check_script(script: str, shared: bool) -> None:
+    """Raise if the script does not exist, for one rank or several: once, and not on every rank."""
+    if script in ("-", "/dev/stdin") and shared:
+        raise ConfigurationError(
+            f"{script} is the standard input, and only rank 0 reads that: write the script to a "
+            f"file, or start one rank"
+        )
     if script in ("-m", "-") or Path(script).exists():
         return
     hint = f"; is it a module, -m {script}?"
     if script.startswith("python"):
         hint = ": name the script without Python, which starts it in any case"
     elif Path(script).suffix == ".py":
-        hint = f" in {Path.cwd()}"
+        hint = ""
+        with contextlib.suppress(FileNotFoundError):  # the directory has been removed
+            hint = f" in {Path.cwd()}"
     raise ConfigurationError(f"there is no file {script}{hint}")

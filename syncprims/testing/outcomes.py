@@ -78,9 +78,15 @@ class RankOutcome:
         return self.calls[-1] if self.calls else None
 
     @property
+    def failed_in_call(self) -> bool:
+        """Whether it has raised an error of this library, or a group of those."""
+        found = leaves(self.error)
+        return bool(found) and all(isinstance(leaf, SyncError) for leaf in found)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether it was in a call to the end; not if it has raised another error after it."""
-        raised = self.end == "raised" and not isinstance(self.error, SyncError)
+        raised = self.end == "raised" and not self.failed_in_call
         waits = self.waits is not None or bool(self.waits_any)
         return self.end != "returned" and waits and not raised
 
@@ -100,12 +106,13 @@ class RankOutcome:
                 self.result = fn()
                 await_threads()
             self.end = "returned"
-        except WorldAborted:
-            pass
-        except Killed:
-            self.end = "killed"
         except BaseException as error:
-            if isinstance(error, SystemExit) and not error.code:
+            found = {type(leaf) for leaf in leaves(error)}
+            if WorldAborted in found:
+                pass
+            elif Killed in found:
+                self.end = "killed"
+            elif isinstance(error, SystemExit) and not error.code:
                 self.end = "returned"
             else:
                 self.fail(error)
@@ -220,13 +227,23 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
+def leaves(error: BaseException | None) -> list[BaseException]:
+    """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in leaves(one)]
+    return [] if error is None else [error]
+
+
 def is_consequence(error: BaseException) -> bool:
     """Return whether an error only reports that of another rank, or was raised over one that does.
 
-    What a test asserts while it handles such an error is the test's own, and no consequence.
+    A group is one if all in it are. What a test asserts while it handles such an error is the
+    test's own, and no consequence.
     """
     return not isinstance(error, AssertionError) and any(
-        isinstance(one, TORN) for one in _chain(error)
+        isinstance(one, TORN)
+        or (isinstance(one, BaseExceptionGroup) and all(map(is_consequence, one.exceptions)))
+        for one in _chain(error)
     )
 
 

@@ -93,12 +93,16 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        if find_children():
-            end_processes(None, os.getpid())
-        os._exit(code)
+        try:
+            # The program's handler may raise, as that of torch's loaders does for a killed worker.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            if find_children():
+                end_processes(None, os.getpid())
+        finally:
+            os._exit(code)  # in any case: else a forked worker goes on with the parent's program
 
 
 def _set_up(spec: WorkerSpec, rank: int) -> None:

@@ -24,12 +24,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from syncprims._protocol.deadlock import describe_group
-from syncprims.errors import PeerLost, SyncError
+from syncprims.errors import PeerLost
 from syncprims.interface import Label
 
 from .errors import DeadlockError, FaultMissed, RankDied, StallError, UnequalRounds
 from .faults import Fault, Raise, exception_type, is_due
-from .outcomes import RankOutcome, RecordedCall, WorldRun, headline
+from .outcomes import RankOutcome, RecordedCall, WorldRun, headline, leaves
 from .probe import JOIN
 
 E = TypeVar("E", bound=BaseException)
@@ -106,10 +106,12 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
     __tracebackhide__ = True
     for outcome in failed:
         error = outcome.error
-        lost = error.rank if isinstance(error, PeerLost) else None
+        lost = [leaf.rank for leaf in leaves(error) if isinstance(leaf, PeerLost)]
         # The notes of a rank that has ended well will never come.
-        waits_for_finished = lost is not None and run.outcomes[lost].end == "returned"
-        if error is not None and (run.has_cycle or waits_for_finished):
+        waits_for_finished = any(
+            rank is not None and run.outcomes[rank].end == "returned" for rank in lost
+        )
+        if error is not None and outcome.is_waiting and (run.has_cycle or waits_for_finished):
             error.__cause__ = None  # the lines of the deadlock say where it was, and more
             raise add_note(_deadlock(run), replay) from error
     first = min(failed, key=lambda outcome: (not outcome.handled, outcome.rank))
@@ -179,7 +181,7 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
     last = _last_round(outcome, run)
     after = f"after its {last}" if last else "before its first call"
     if outcome.end == "raised" and outcome.error is not None and not outcome.is_waiting:
-        if last and isinstance(outcome.error, SyncError):
+        if last and outcome.failed_in_call:
             return f"raised {_error_name(outcome)} in its {last}"
         if last and _is_injected(outcome):
             after = f"at its {last}"
@@ -199,7 +201,7 @@ def _position(outcome: RankOutcome, run: WorldRun) -> str:
 
 def _end(outcome: RankOutcome, run: WorldRun) -> str:
     """Return how a rank ended that is not the cause."""
-    if isinstance(outcome.error, SyncError) and outcome.last:
+    if outcome.failed_in_call and outcome.last:
         return f"{_error_name(outcome)} in its {_last_round(outcome, run)}"
     return _position(outcome, run)
 

@@ -396,7 +396,7 @@ class _Join:
             elif self._event == "gradients":
                 self._windows.average_zeros(values[0][0], kept=values[0][1])
             elif self._event == "weight":
-                all_reduce(0.0)
+                all_reduce(0.0, name="weights")
             elif window is not None and self._event == "backward":
                 number = window.add_weight(0.0 if values[0] else None)
                 if window.sync:

@@ -73,18 +73,27 @@ def _join(
 
 
 def gather_for_metrics(
-    tensor: Any, real: int | None, as_objects: bool, *, name: str | None = None
+    tensor: Any,
+    real: int | None,
+    as_objects: bool,
+    *,
+    single: bool = False,
+    name: str | None = None,
 ) -> Any:
     """Return what :func:`gather` does, without items that only pad the last batches. Collective.
 
     The first `real` items are no padding; None stands for all. Objects other than tensors are
-    gathered into a list of all ranks' objects; lists and tuples are concatenated.
+    gathered into a list of all ranks' objects; lists and tuples are concatenated. If an item is
+    `single`, all that a rank passes belongs to it, and the items are as many ranks.
     """
+    real, ranks = (None, real) if single else (real, None)
     if as_objects or not has_only_tensors(tensor):
-        rows = syncprims.all_gather(tensor, name=name)
+        rows = syncprims.all_gather(tensor, name=name)[:ranks]
         parts = rows if isinstance(tensor, list | tuple) else [rows]
         joined: Any = [item for part in parts for item in part]
     else:
+        if ranks is not None and syncprims.get_rank() >= ranks:
+            tensor = map_tensors(lambda one: one.reshape(one.shape or (1,))[:0], tensor)
         joined = gather(tensor, name=name)
     if real is None:
         return joined

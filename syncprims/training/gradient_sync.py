@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from zlib import crc32
 
 import torch
 from torch import distributed, nn
@@ -31,9 +32,24 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """
     if get_world_size() == 1:
         return
-    needed = [p for p in parameters if p.requires_grad]
-    for bucket in _buckets(needed):
-        _average(bucket)
+    every = list(parameters)
+    signs = _signs_of(every)
+    for bucket in _buckets([p for p in every if p.requires_grad]):
+        if not _average(bucket, signs):
+            lines = [
+                f"parameter {i}, {describe(p)}" + ", frozen" * (not p.requires_grad)
+                for i, p in enumerate(every)
+            ]
+            check_alike("the model", lines, "Freeze the same parameters on every rank.")
+
+
+def _signs_of(parameters: Sequence[nn.Parameter]) -> list[float]:
+    """Return numbers of 1 and -1 that say which of the parameters are frozen.
+
+    The mean over ranks that freeze others has another number between them.
+    """
+    digest = crc32(bytes([p.requires_grad for p in parameters]))
+    return [1.0 if digest >> bit & 1 else -1.0 for bit in range(32)]
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -50,21 +66,31 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return [bucket for same_kind in buckets.values() for bucket in same_kind]
 
 
-def _average(bucket: Sequence[nn.Parameter]) -> None:
-    """Average one bucket. It also carries, per parameter, whether this rank has a gradient."""
+def _average(bucket: Sequence[nn.Parameter], signs: Sequence[float]) -> bool:
+    """Average one bucket; return False on all ranks, and change nothing, if their signs differ.
+
+    It also carries, per parameter, whether this rank has a gradient: other ranks may have none. Two
+    ranks may freeze different parameters of one shape: only the signs show that.
+    """
     sizes = [p.numel() for p in bucket]
     held = [p.grad is not None for p in bucket]
+    flags = [*map(float, held), *signs]
     first = bucket[0]
-    flat = torch.zeros(sum(sizes) + len(bucket), dtype=first.dtype, device=_transport_device(first))
-    *parts, present = torch.split(flat, [*sizes, len(bucket)])
+    flat = torch.zeros(sum(sizes) + len(flags), dtype=first.dtype, device=_transport_device(first))
+    *parts, flagged = torch.split(flat, [*sizes, len(flags)])
     views = [part.view(p.shape) for part, p in zip(parts, bucket, strict=True)]
     mine = [(v, p.grad) for v, p in zip(views, bucket, strict=True) if p.grad is not None]
     if mine:
         dense = [g.to_dense() if g.is_sparse else g for _, g in mine]
         torch._foreach_copy_([v for v, _ in mine], dense)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    present.copy_(torch.tensor(held))
+    flagged.copy_(torch.tensor(flags, device=flat.device))
     all_reduce(flat, "mean", out=flat, name="gradients")
-    somewhere = (present != 0).tolist()
+    means: list[float] = flagged.tolist()
+    # Where ranks differ, the mean is at least 2 / n away from each rank's sign. Devices may round.
+    both = zip(means[len(bucket) :], signs, strict=True)
+    if any(abs(mean - sign) * get_world_size() > 1 for mean, sign in both):
+        return False
+    somewhere = [mean != 0 for mean in means[: len(bucket)]]
     for p, view, here, there in zip(bucket, views, held, somewhere, strict=True):
         if there and not here:
             p.grad = view.to(p.device, copy=True)
@@ -74,6 +100,7 @@ def _average(bucket: Sequence[nn.Parameter]) -> None:
              if here and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
     if pairs:
         torch._foreach_copy_([g for g, _ in pairs], [v for _, v in pairs])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return True
 
 
 def has_process_group() -> bool:

@@ -373,6 +373,26 @@ def test_cpu_tensors_travel(world: Ranks) -> None:
     world.run(program, SYNCPRIMS_PICKLE="0")
 
 
+@several(2)
+def test_the_default_device_is_for_the_programs_own_tensors(world: Ranks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def program() -> None:
+        torch.set_num_threads(1)
+        for dtype, count in ((torch.float32, 3), (torch.bfloat16, 3), (torch.float32, 600_000)):
+            mine = torch.full((count,), 1.0 + sp.get_rank(), dtype=dtype)
+            mine[0] = torch.nan
+            with torch.device("meta"):
+                total, sent = sp.all_reduce(mine), sp.broadcast(mine)
+                listed = sp.all_gather({"x": mine})
+            assert total[0].isnan()
+            assert total[1:].tolist() == [3.0] * (count - 1)
+            assert sent[1:].tolist() == [1.0] * (count - 1)
+            assert [item["x"][1].item() for item in listed] == [1.0, 2.0]
+
+    world.run(program)
+
+
 @several(4)
 def test_what_is_no_group_is_refused(world: Ranks) -> None:
     calls: list[Any] = [

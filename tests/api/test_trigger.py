@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,7 @@ from syncprims.testing import run_world
 if TYPE_CHECKING:
     from types import FrameType
 
-    from support.rank_worlds import Ranks
+    from support.rank_worlds import Ranks, Scripts
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -112,6 +113,64 @@ def test_the_worlds_own_trigger(world: Ranks) -> None:
         return [*answers, sp.check_trigger(), sp.check_trigger()]
 
     assert world.run(program) == [[False, True, False]] * world.ranks
+
+
+def test_the_worlds_own_trigger_is_set_before_it_starts_and_not_after_its_end(
+    scripts: Scripts,
+) -> None:
+    ended = scripts.run(
+        """
+set_trigger("early")
+print(check_trigger())
+shutdown()
+try:
+    set_trigger("late")
+except WorldClosed:
+    init()
+print(check_trigger())
+"""
+    )
+    assert [one.out for one in ended] == ["True\nFalse\n"] * 3, [one.err for one in ended]
+
+
+def test_a_thread_that_is_no_rank_sets_no_trigger() -> None:
+    def program() -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(sp.ConfigurationError):
+            pool.submit(sp.set_trigger).result()
+
+    run_world(program, 2)
+
+
+#: Sends this process a signal while it loads the backend, and calls init().
+_INTERRUPTED_START = """
+class Interruption:
+    def find_spec(self, name, path=None, target=None):
+        if name == "syncprims.backends.file.backend":
+            signal.raise_signal(signal.SIGUSR1)
+
+sys.meta_path.insert(0, Interruption())
+signal.signal(signal.SIGUSR1, lambda *_: handle())
+"""
+
+
+def test_a_signal_handler_sets_the_worlds_own_trigger_while_that_starts(scripts: Scripts) -> None:
+    ended = scripts.run(
+        _INTERRUPTED_START
+        + """
+def handle():
+    if rank == 1:
+        set_trigger("early")
+init()
+print(check_trigger(), check_trigger())
+"""
+    )
+    assert [one.out for one in ended] == ["True False\n"] * 3, [one.err for one in ended]
+
+
+def test_a_call_in_a_signal_handler_does_not_start_a_second_world(scripts: Scripts) -> None:
+    ended = scripts.run(_INTERRUPTED_START + "handle = barrier\ninit()")
+    for one in ended:
+        assert "ConcurrentCall: a signal handler calls barrier (" in one.err
 
 
 @in_processes

@@ -80,6 +80,14 @@ def test_a_script_that_is_not_there_is_told_once(
     assert words in done.stderr
 
 
+def test_a_script_for_one_rank_only_is_refused(tmp_path: Path, clean: dict[str, str]) -> None:
+    for script in ("-", "/dev/stdin"):
+        line = ("run", "-n", "2", script)
+        done = call(*line, env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
+        assert done.returncode == 2
+        assert f"syncprims: {script} is the standard input" in done.stderr
+
+
 def test_config_asks_on_a_terminal_only(tmp_path: Path, clean: dict[str, str]) -> None:
     refused = call("config", env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert refused.returncode == 2

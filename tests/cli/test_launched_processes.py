@@ -136,6 +136,40 @@ def test_a_second_signal_ends_the_ranks_at_once(launches: Launches, second: int)
         assert launcher.wait(timeout=20) == 130
 
 
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2], ids=str)
+def test_a_users_signal_is_passed_on_and_ends_nothing(launches: Launches, signum: int) -> None:
+    """Schedulers send such a signal to the launcher some time before the end."""
+    source = f"""
+    stop = Trigger("stop")
+    stop.set_on_signal(signal.Signals({int(signum)}))
+    barrier()
+    print("ready")
+    while not stop.check(): time.sleep(0.01)
+    print("stopped")
+    """
+    with launches.start(source) as launcher:
+        assert launcher.stdout is not None
+        for _ in range(2):
+            assert launcher.stdout.readline().endswith("ready\n")
+        launcher.send_signal(signum)
+        for _ in range(2):
+            assert launcher.stdout.readline().endswith("stopped\n")
+        assert launcher.wait(timeout=20) == 0
+
+
+def test_a_rank_that_cannot_be_started_is_told_with_the_limit(launches: Launches) -> None:
+    launches.write("barrier()\n")
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+    line = [*command("-n", "40", str(launches.script))]
+    done = subprocess.run(
+        [sys.executable, "-c", limited + "os.execv(sys.argv[1], sys.argv[1:])", *line],
+        env=launches.environ, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "of 40 cannot be started: Too many open files; start fewer ranks" in done.stderr
+    assert not find_processes(launches.script)
+
+
 def test_a_signal_counts_while_ranks_are_started(launches: Launches) -> None:
     launches.write("while True: time.sleep(9)\n")
     launcher = subprocess.Popen(

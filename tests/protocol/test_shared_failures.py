@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -45,6 +46,16 @@ def test_values_without_a_result_leave_all_in_step(world: Ranks, number: int) ->
     def program() -> Any:
         with pytest.raises(error):
             sp.all_reduce(value, op)
+        return sp.all_gather(sp.get_rank())
+
+    assert world.run(program) == [[0, 1]] * 2
+
+
+@pairs
+def test_keys_that_are_not_found_again_leave_all_in_step(world: Ranks) -> None:
+    def program() -> Any:
+        with pytest.raises(LookupError, match=rf"all_reduce \({HERE}:\d+\): "):
+            sp.all_reduce({math.nan: sp.get_rank()})
         return sp.all_gather(sp.get_rank())
 
     assert world.run(program) == [[0, 1]] * 2

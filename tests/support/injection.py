@@ -6,6 +6,7 @@ import dis
 import mmap
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -406,7 +407,7 @@ def disturb_processes(
                 base = 10 * (number + 1)
                 entered.enter(rank, base)
                 while entered.latest(1 - rank) < base:
-                    os.sched_yield()
+                    time.sleep(0.0001)  # to yield would keep a processor from the other
                 text = run_disturbed(CALLS[name], injector, entered, rank, base)
                 if not number:
                     todo = [*choose(list(recorder.places))] if rank == 0 else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -84,3 +85,24 @@ def test_nothing_is_left_of_a_killed_rank(tmp_path: Path) -> None:
 
     run_world(program, 2, kind="processes", faults=[Kill(rank=1, at=2)])
     check_gone(tmp_path, 2)
+
+
+def test_a_rank_ends_whatever_its_handler_of_ended_children_does(tmp_path: Path) -> None:
+    """Torch's loaders have such a handler. The rank must not go on with the program of the test."""
+    test = os.getpid()
+
+    def program() -> str:
+        def refuse(*_: object) -> None:
+            raise RuntimeError("a child was killed")
+
+        signal.signal(signal.SIGCHLD, refuse)
+        (tmp_path / str(start_program())).touch()
+        return "done"
+
+    try:
+        assert run_world(program, 1, kind="processes") == ["done"]
+    finally:
+        if os.getpid() != test:
+            (tmp_path / "escaped").touch()
+            os._exit(1)
+    check_gone(tmp_path, 1)

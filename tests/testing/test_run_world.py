@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import os
@@ -471,6 +472,71 @@ def test_what_is_raised_over_a_consequence_is_one(kind: Kinds) -> None:
 
     with pytest.raises(ValueError, match="the cause"):
         run_world(program, 3, kind=kind)
+
+
+def in_a_task(call: Callable[[], object]) -> None:
+    """Make `call` in a task of asyncio, which raises a group."""
+
+    async def task() -> None:
+        call()
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(task())
+
+    asyncio.run(main())
+
+
+@both
+def test_a_group_of_consequences_is_one(kind: Kinds) -> None:
+    def program() -> None:
+        if sp.get_rank() == 1:
+            raise ValueError("the cause")
+        in_a_task(sp.barrier)
+
+    with pytest.raises(ValueError, match="the cause") as caught:
+        run_world(program, 2, kind=kind)
+    assert "rank 0: ExceptionGroup in its round 1, barrier" in caught.value.__notes__[0]
+
+    def fail() -> None:
+        raise ValueError("the cause")
+
+    with pytest.raises(ExceptionGroup) as group:
+        run_world(lambda: in_a_task(fail if sp.get_rank() else sp.barrier), 2, kind=kind)
+    assert [type(error) for error in group.value.exceptions] == [ValueError]
+
+
+@both
+def test_a_deadlock_that_a_group_reports_is_one(kind: Kinds) -> None:
+    def program() -> None:
+        if sp.get_rank() == 0:
+            in_a_task(sp.barrier)
+
+    with pytest.raises(DeadlockError, match=r"rank 0: waits in its round 1, barrier"):
+        run_world(program, 2, kind=kind)
+
+
+@both
+def test_a_rank_can_be_killed_in_a_task(kind: Kinds) -> None:
+    def program() -> None:
+        in_a_task(sp.barrier)
+
+    with pytest.raises(ExceptionGroup) as group:
+        run_world(program, 2, kind=kind, faults=[Kill(rank=1)])
+    assert [type(error) for error in group.value.exceptions] == [sp.PeerLost]
+
+
+def test_ranks_may_wrap_the_errors_of_a_deadlock() -> None:
+    def program() -> None:
+        pairs = [sp.group([0, 1]), sp.group([1, 2]), sp.group([0, 2])]
+        try:
+            pairs[sp.get_rank()].barrier()  # each waits for the next one
+        except sp.CollectiveMismatch as error:
+            raise RuntimeError("step failed") from error
+
+    with pytest.raises(RuntimeError, match="step failed") as caught:
+        run_world(program, 3)
+    assert "rank 1: raised RuntimeError: step failed after" in caught.value.__notes__[0]
 
 
 @both

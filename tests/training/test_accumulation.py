@@ -392,6 +392,23 @@ def test_ranks_that_freeze_different_parameters_are_told(world: Ranks) -> None:
 
 
 @with_others
+def test_ranks_that_freeze_others_of_the_same_shape_are_told(world: Ranks) -> None:
+    """Their gradients have the same length, and would be averaged with each other."""
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[int(syncprims.is_main())].requires_grad_(False)
+        accumulator = Accumulator()
+        with accumulator.accumulate(model):
+            accumulator.backward(model(torch.ones(1, 2)).sum())
+
+    for outcome in world.outcomes(program):
+        assert isinstance(outcome, syncprims.RankMismatch)
+        assert "rank 0: parameter 0, (2, 2), float32\n" in str(outcome)
+        assert "rank 1: parameter 0, (2, 2), float32, frozen\n" in str(outcome)
+
+
+@with_others
 def test_running_means_are_rank_0s_after_each_step(world: Ranks) -> None:
     def program() -> list[list[float]]:
         model = nn.BatchNorm1d(2)

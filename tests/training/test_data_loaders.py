@@ -18,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -143,6 +144,66 @@ def test_metrics_are_gathered_without_the_padding(world: Ranks) -> None:
 
     numbers, words = list(range(14)), [str(i) for i in range(14)]
     assert world.run(program) == [[numbers, words, numbers, words]] * world.ranks
+
+
+class Tables(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(tables())
+
+
+def tables() -> list[torch.Tensor]:
+    return [torch.arange(i, i + 5) for i in (0, 10, 20)]
+
+
+@everywhere
+def test_metrics_of_items_without_batches_are_gathered_whole(world: Ranks) -> None:
+    """An item may have many rows: rows and items are not the same."""
+
+    def program() -> list[Any]:
+        job = Accelerator(cpu=True)
+        seen: list[Any] = []
+        for data in (tables(), Tables()):
+            rows, means, texts = [], [], []
+            for table in job.prepare(DataLoader(data, batch_size=None)):  # type: ignore[arg-type]
+                rows += job.gather_for_metrics({"x": [table]})["x"][0].tolist()
+                means += job.gather_for_metrics(table.float().mean()).tolist()
+                texts += job.gather_for_metrics([str(int(row)) for row in table])
+            seen += [rows, means, texts]
+        return seen
+
+    whole = [row for table in tables() for row in table.tolist()]
+    wanted = [whole, [2.0, 12.0, 22.0], [str(row) for row in whole]]
+    assert world.run(program) == [wanted * 2] * world.ranks
+
+
+class Range(IterableDataset[int]):
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def split_range(worker: int) -> None:
+    """Give this worker a part of the dataset, as torch's own documentation does."""
+    info: Any = get_worker_info()
+    data = info.dataset
+    each = (data.end - data.start) // info.num_workers
+    data.start += worker * each
+    data.end = data.start + each
+
+
+@in_pairs
+def test_a_worker_splits_the_stream_that_it_finds(world: Ranks) -> None:
+    def program() -> list[int]:
+        plain: Any = DataLoader(
+            Range(0, 16), batch_size=2, num_workers=2, worker_init_fn=split_range
+        )
+        return [int(x) for batch in prepare_data_loader(plain) for x in batch]
+
+    dealt = world.run(program)
+    assert all(len(own) == 8 for own in dealt)
+    assert sorted(x for own in dealt for x in own) == list(range(16))
 
 
 @everywhere
@@ -472,7 +533,7 @@ class Spread(IterableDataset[int]):
     """A stream that its workers share."""
 
     def __iter__(self) -> Iterator[int]:
-        worker = torch.utils.data.get_worker_info()
+        worker = get_worker_info()
         assert worker is not None
         return iter(range(worker.id, 20, worker.num_workers))
 

@@ -192,4 +192,23 @@ def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> N
     one = -4.0 - 4.0 / world.ranks
     found = world.run(program)
     assert found[0] == [one, 2 * one, 3 * one, 4 * one]
-    assert [mine[:2] for mine in found] == [found[0][:2]] * world.ranks
+    assert found == [found[0]] * world.ranks
+
+
+@with_others
+def test_ranks_without_batches_join_weighted_passes_outside_of_windows(world: Ranks) -> None:
+    def program() -> list[float]:
+        job = Accelerator(cpu=True, even_batches=False)
+        plain: Any = unit_model()
+        data: Any = feed([torch.full((1,), 4.0)] * (job.num_processes + 1), batch_size=1)
+        model, optimizer, loader = job.prepare(
+            plain, torch.optim.SGD(plain.parameters(), lr=1.0), data
+        )
+        with job.join_uneven_inputs([model]):
+            for batch in loader:
+                job.backward(model(batch).sum(), weight=len(batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        return numbers(model)
+
+    assert world.run(program) == [[-8.0]] * world.ranks  # every batch counts alike

@@ -95,11 +95,13 @@ class WorldStore(dist.Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once a rank has set it."""
+        self._yield()
         self._await([key], None, "get")
         return self._table.read()[self._prefix + key]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number that a key has, from 0 on, and return the sum."""
+        self._yield()
         with self._table.change() as values:
             number = int(values.get(self._prefix + key, b"0")) + amount
             values[self._prefix + key] = str(number).encode()
@@ -112,6 +114,7 @@ class WorldStore(dist.Store):  # type: ignore[misc]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a value if the old one is the expected one; return what the key has then."""
+        self._yield()
         with self._table.change() as values:
             old = values.get(self._prefix + key)
             if old == _encode(expected) or (old is None and not expected):
@@ -119,8 +122,8 @@ class WorldStore(dist.Store):  # type: ignore[misc]
             return values.get(self._prefix + key, _encode(expected))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these keys have been set; the other ranks go on meanwhile."""
-        wait_any(self._world, [rounds_of(self._world.group)], lambda: True, 0.0)
+        """Return whether all these keys have been set."""
+        self._yield()
         return self._has(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -129,11 +132,13 @@ class WorldStore(dist.Store):  # type: ignore[misc]
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it was there."""
+        self._yield()
         with self._table.change() as values:
             return values.pop(self._prefix + key, None) is not None
 
     def num_keys(self) -> int:
         """Return how many keys there are."""
+        self._yield()
         return sum(key.startswith(self._prefix) for key in self._table.read())
 
     # torch's C++ code finds these by their names in C++.
@@ -141,6 +146,7 @@ class WorldStore(dist.Store):  # type: ignore[misc]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of these keys, once all have been set."""
+        self._yield()
         self._await(keys, None, "multi_get")
         values = self._table.read()
         return [values[self._prefix + key] for key in keys]
@@ -156,6 +162,13 @@ class WorldStore(dist.Store):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Ignore the time limit of other stores: a wait that cannot end is found without one."""
+
+    def _yield(self) -> None:
+        """Let the other ranks go on: a program may call again and again, until they change a key.
+
+        A rank that only writes waits for no other.
+        """
+        wait_any(self._world, [rounds_of(self._world.group)], lambda: True, 0.0)
 
     def _has(self, keys: Sequence[str]) -> bool:
         values = self._table.read()

@@ -30,6 +30,7 @@ from . import filesystem
 from .commit import merge_records
 from .coordination import UNCHANGED, Outcome, cleanup_on_error, combine, coordinate
 from .integrity import check_digest, dump_with_digest, parse
+from .state_writer import removed_by_others
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -258,10 +259,7 @@ def _collect_reports(
         if cancelled.wait(pause):
             raise CheckpointError(f"{doing}: given up, since a rank's part has failed")
         if not _is_awaited(writer):
-            raise CheckpointError(
-                f"{doing}: another save, or a person, has removed {writer.destination.folder} or "
-                f"files in it while ranks still wrote there"
-            )
+            raise removed_by_others(doing, f"{writer.destination.folder} or files in it")
         pause = min(2 * pause, 0.1)
         if not threading.main_thread().is_alive():
             ended = ended or time.monotonic()

@@ -219,10 +219,10 @@ class _StateReader(NamedTuple):
         for offset, size, file in parts:
             saved = self.files[file].read_tensor(label)
             if made is None:
-                made = torch.empty(shape, dtype=saved.dtype)
+                made = torch.empty(shape, dtype=saved.dtype, device=saved.device)
             covered += _overlay(made, begin, saved, offset, size)
         if made is None:
-            made = torch.empty(shape)
+            made = torch.empty(shape, device="cpu")
         if covered != made.numel():
             what = f"parts of {label!r}"
             raise refusal(self.manifest_path, what, f"{made.numel()} numbers", f"{covered}")

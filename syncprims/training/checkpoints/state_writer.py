@@ -75,6 +75,13 @@ class Destination(NamedTuple):
             filesystem.remove_directory_or_log(self.folder)
 
 
+def removed_by_others(doing: str, what: str) -> CheckpointError:
+    """Return the error for a save whose files are gone: its checkpoint could not be loaded."""
+    return CheckpointError(
+        f"{doing}: another save, or a person, has removed {what} while ranks still wrote there"
+    )
+
+
 class StateWriter(NamedTuple):
     """One rank's view of a save."""
 
@@ -145,6 +152,9 @@ class StateWriter(NamedTuple):
             document = self.manifest._replace(files=dict(records)).dump()
             filesystem.write_small(waiting, document)
             filesystem.sync_directory(folder)
+            found = {*filesystem.names(folder)}
+            if lost := [name for name in records if name not in found]:
+                raise removed_by_others(self.doing, f"{folder}/{lost[0]}")
 
         commit("checkpoint", prepare, source, target, self.abandon)
         if not is_new:

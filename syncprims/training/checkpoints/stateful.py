@@ -89,7 +89,8 @@ def _rename(state: Any, new_name: Callable[[str], str]) -> Any:
 def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
     """Raise if a state does not fit a model, before anything is loaded.
 
-    :raises CheckpointError: if it has other tensors than the model, or of other shapes.
+    :raises CheckpointError: if it has other tensors than the model, or of other shapes, or if the
+        model has no memory for them.
     """
     if not isinstance(thing, nn.Module):
         return
@@ -108,6 +109,13 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
         found = state[key]
         if not isinstance(value, torch.Tensor):
             continue
+        if value.is_meta:
+            raise CheckpointError(
+                f"{path}: object {name!r}: the model's {key!r} is on the meta device: it has no "
+                f"place for values. Call model.to_empty(device=...) first, or load the weights of "
+                f"a saved model with load_checkpoint_in_model().",
+                path=path,
+            )
         if not isinstance(found, torch.Tensor) or found.shape != value.shape:
             what = f"object {name!r}: {key!r}"
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__

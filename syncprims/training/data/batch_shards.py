@@ -19,7 +19,7 @@ from itertools import chain, cycle, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from syncprims import assert_same, on_main
 from syncprims.training.pytree import as_mapping_type, map_tensors, named_leaves
@@ -59,6 +59,7 @@ class BatchShard:
         self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
         #: items that are not padding, by the number of this rank's batch, of a round not full
         self.real: dict[int, int] = {}
+        self.single = False  #: each rank gets one index at a time, and not a list of them
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             raise ValueError(
                 f"split_batches: a batch of {self.batch_size} cannot be cut into {plan.ranks} "
@@ -140,6 +141,7 @@ class BatchShard:
         if self.drop_last and len(current) < ranks:
             return
         if current:
+            self.single = not _is_batch(current[-1])
             count = sum(map(_count, current))
             if even and ranks > 1:
                 current = self._pad(current, first, size)
@@ -217,6 +219,24 @@ class CountingCollate:
         if isinstance(items, Counted):
             return Counted(self.collate(items.value), items.real)
         return Counted(self.collate([item.value for item in items]), items[-1].real)
+
+
+class WorkerInit:
+    """The initialization of a worker that reads a sharded stream.
+
+    The user's own function, and the dataset itself, find the dataset in ``get_worker_info()``, and
+    not the shard: many datasets are split among workers by changing it there.
+    """
+
+    def __init__(self, init: Callable[[int], object] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        """Put the dataset in its place, and call the user's function."""
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # its own is refused later on
+        if self.init is not None:
+            self.init(worker)
 
 
 class StreamShard(IterableDataset[Any]):

@@ -16,7 +16,15 @@ from syncprims import broadcast, get_rank, get_world_size
 from syncprims.training.pytree import to_device
 from syncprims.training.rng import epoch_generator
 
-from .batch_shards import BatchShard, Counted, CountingCollate, ShardPlan, StreamShard, dispatch
+from .batch_shards import (
+    BatchShard,
+    Counted,
+    CountingCollate,
+    ShardPlan,
+    StreamShard,
+    WorkerInit,
+    dispatch,
+)
 from .sampling import (
     EpochSetter,
     SeedableRandomSampler,
@@ -41,6 +49,7 @@ class Cursor:
         self.at_end = False  #: the latest batch is the last
         self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
         self.real: int | None = None  #: items of all ranks' latest batches that are not padding
+        self.single = False  #: each of these is one item, whatever that holds
 
 
 class OpenLoaders:
@@ -231,6 +240,8 @@ class PreparedLoader(DataLoader[T]):
                 progress.batch, progress.stream = progress.batch + 1, stream
                 cursor.at_end = progress.at_end = after is _END
                 cursor.real = None if shard is None else shard.real.get(progress.batch - 1)
+                unbatched = self.loader.batch_sampler is None and not dispatched
+                cursor.single = unbatched if shard is None else shard.single and not dispatched
                 if isinstance(batch, Counted):
                     batch, cursor.real = batch
                 self._loaders.advance(cursor)
@@ -403,6 +414,7 @@ def _rebuild(loader: DataLoader[T], plan: ShardPlan, seed: int | None = None) ->
             raise ValueError(f"split_batches: {size} items cannot be cut for {plan.ranks} ranks")
         size = size // plan.ranks if plan.split else size
         options["collate_fn"] = CountingCollate(loader.collate_fn)
+        options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
         options["batch_size"] = None if loader.batch_size is None else size
         return kind(StreamShard(loader.dataset, plan, size), **options)
     batched = loader.batch_sampler is not None

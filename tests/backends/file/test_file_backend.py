@@ -384,13 +384,35 @@ def test_a_receiver_without_descriptors_is_a_shared_failure(meeting_place: Path)
             free = os.dup(0)
             os.close(free)
             resource.setrlimit(resource.RLIMIT_NOFILE, (free, usual[1]))
-        with pytest.raises((OSError, sp.PeerFailed)) as caught:
+        with pytest.raises((OSError, sp.PeerFailed), match="raise the limit") as caught:
             sp.broadcast(np.ones(1_000_000) if sp.is_main() else None)
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
         return type(caught.value).__name__, sp.broadcast(np.ones(1_000_000))[0]
 
     outcomes = Ranks(Kind("file", 2), meeting_place).run(program)
     assert outcomes == [("PeerFailed", 1), ("OSError", 1)]
+
+
+def test_a_rank_that_cannot_read_a_note_breaks_the_group_for_all(
+    meeting_place: Path, signs: Signs
+) -> None:
+    """The others have passed that round, and learn of it in their next call."""
+
+    def program() -> Any:
+        sp.barrier("start")
+        if sp.is_main():
+            sp.broadcast(b"x" * 100_000)
+            with pytest.raises(sp.PeerFailed, match=r"rank 1 failed in broadcast .*: OSError"):
+                sp.barrier("next")
+            return signs.give("learned")
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, free))
+        with pytest.raises(OSError, match="reading what rank 0 sends; raise the limit"):
+            sp.broadcast(b"")
+        signs.wait("learned")
+        return None
+
+    Ranks(Kind("file", 2), meeting_place).run(program)
 
 
 def test_a_long_wait_costs_little(meeting_place: Path) -> None:

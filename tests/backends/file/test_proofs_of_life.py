@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -82,6 +83,28 @@ def _refuse(pid: int, flags: int = 0) -> int:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has privileges to drop")
+def test_a_rank_that_reads_all_files_of_its_world_lives_on(pair: Ranks, signs: Signs) -> None:
+    """As a backup does. To close the file of the record locks frees those of the process."""
+
+    def on_warning(_: logging.LogRecord) -> bool:
+        signs.give("waited")
+        return False
+
+    def program() -> Any:
+        sp.barrier("start")
+        if sp.get_rank() == 1:
+            files = [file for file in pair.directory.rglob("*") if file.is_file()]
+            assert "locks" in {file.name for file in files if file.read_bytes() is not None}
+            signs.gather("read", "waited")
+            os.kill(os.getpid(), signal.SIGKILL)
+        signs.wait("read")
+        logging.getLogger("syncprims").addFilter(on_warning)
+        return lost("late")
+
+    said = pair.outcomes(program, SYNCPRIMS_WARN_AFTER="0.3")[0]
+    assert "rank 1 was lost: killed by SIGKILL" in said
+
+
 def test_privileges_may_be_dropped_after_the_start(pair: Ranks) -> None:
     def program() -> Any:
         sp.barrier("start")

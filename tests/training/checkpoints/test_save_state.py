@@ -366,6 +366,17 @@ def test_the_state_of_something_else_is_no_models(tmp_path: Path, meeting_place:
     assert Ranks(Kind("single", 1), meeting_place).run(program) == [None]
 
 
+def test_a_model_without_memory_gets_no_state(tmp_path: Path, meeting_place: Path) -> None:
+    def program() -> None:
+        save_state(tmp_path / "s", {"it": nn.Linear(2, 2)})
+        model = nn.Linear(2, 2, device="meta")
+        with pytest.raises(sp.CheckpointError, match=r"'weight' is on the meta device.*to_empty"):
+            load_state(tmp_path / "s", {"it": model})
+        load_state(tmp_path / "s", {"it": model.to_empty(device="cpu")})
+
+    assert Ranks(Kind("single", 1), meeting_place).run(program) == [None]
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "rank-00001", "x" * 101])
 def test_a_name_that_is_none_for_a_file_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no name for an object"):
