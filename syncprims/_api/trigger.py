@@ -71,7 +71,8 @@ class Trigger:
         """Return on every rank whether any rank had set the flag, and reset it.
 
         A collective call of the current group, at the price of a barrier; it waits for at most the
-        world's default timeout. With ``lag=1`` the first check is False.
+        world's default timeout. With ``lag=1`` the first check is False. On a rank where it raises,
+        the flag stays set.
 
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`syncprims.barrier`.
         """
@@ -86,26 +87,32 @@ class Trigger:
         rounds = rounds_of(group)
         # Reset before waiting: a signal that arrives meanwhile counts for the next check.
         why = self._set.pop("reason", None)
-        note = rounds.note("trigger", self._name)
-        if why is not None:
-            announce_activity(self, None)
-            note = Note(note.label, True, codec.encode(why[0]))
-        self._members = group.ranks
-        if not self._lag:
-            return rounds.meet(note, group._timeout, self._read)
-        # Of another group, or another world: then this is the first check of this one.
-        earlier = before[1] if before is not None and before[0] is group else None
-        if earlier is None or (repeat is not None and repeat[2] is not note):
-            repeat = None
-        if repeat is None and why is None and is_users(caller):
-            prepared = rounds.repeat_deferred(note)
-            repeat = prepared and (caller.f_code, caller.f_lasti, note, prepared)
+        try:
+            note = rounds.note("trigger", self._name)
+            if why is not None:
+                announce_activity(self, None)
+                note = Note(note.label, True, codec.encode(why[0]))
+            self._members = group.ranks
+            if not self._lag:
+                return rounds.meet(note, group._timeout, self._read)
+            # Of another group, or another world: then this is the first check of this one.
+            earlier = before[1] if before is not None and before[0] is group else None
+            if earlier is None or (repeat is not None and repeat[2] is not note):
+                repeat = None
+            if repeat is None and why is None and is_users(caller):
+                prepared = rounds.repeat_deferred(note)
+                repeat = prepared and (caller.f_code, caller.f_lasti, note, prepared)
 
-        def check() -> bool:
-            self._before, self._repeat = (group, rounds.post_deferred(note, group._timeout)), repeat
-            return earlier is not None and self._read(rounds.collect_deferred(earlier))
+            def check() -> bool:
+                pending = rounds.post_deferred(note, group._timeout)
+                self._before, self._repeat = (group, pending), repeat
+                return earlier is not None and self._read(rounds.collect_deferred(earlier))
 
-        return rounds.atomic_call(note.label, check)
+            return rounds.atomic_call(note.label, check)
+        except BaseException:
+            if why is not None:
+                self._set.setdefault("reason", why)
+            raise
 
     def _read(self, notes: Sequence[Note]) -> bool:
         """Return whether a rank had set the flag, and keep which ranks had."""

@@ -290,6 +290,20 @@ def test_none_is_lost_whenever_in_a_check_it_is_set() -> None:
     assert operations > 20
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_check_that_is_refused_leaves_it_set(lag: int) -> None:
+    def program() -> tuple[bool, str | None]:
+        closed, stop = sp.group([0]), sp.Trigger(lag=lag)
+        if sp.is_main():
+            closed.close()
+            stop.set("SIGTERM")
+            with closed, pytest.raises(sp.WorldClosed):
+                stop.check()
+        return any([stop.check(), stop.check()]), stop.reason
+
+    assert run_world(program, 2) == [(True, "SIGTERM")] * 2
+
+
 def test_lag_is_zero_or_one() -> None:
     with pytest.raises(ValueError, match="lag=2"):
         sp.Trigger(lag=2)
