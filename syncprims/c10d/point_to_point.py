@@ -164,14 +164,19 @@ class Channel:
         finally:
             self._rest()
 
-    def go_on(self) -> None:
-        """Take the next step of this channel, and wait for the other rank if it needs that."""
+    def go_on(self, timeout: float | None) -> None:
+        """Take the next step of this channel, and wait for the other rank if it needs that.
+
+        :param timeout: how long to wait, if not as long as the transfer says.
+        """
         with self._background.lock:
             self._moving = True
         try:
             if self._can_post():
                 self._post()
             else:
+                if timeout is not None:
+                    self._under_way[0][1].timeout = timeout
                 self._collect()
         finally:
             self._rest()
@@ -322,10 +327,10 @@ class PointToPoint:
 
     # -- waiting --------------------------------------------------------------------------------
 
-    def finish(self, transfer: Transfer) -> None:
-        """Return when a transfer is over."""
+    def finish(self, transfer: Transfer, timeout: float | None) -> None:
+        """Return when a transfer is over; `timeout` is for each of its pieces."""
         while not transfer.done:
-            transfer.channel.go_on()
+            transfer.channel.go_on(timeout)
 
     def poll(self, transfer: Transfer) -> bool:
         """Return whether a transfer is over, after all have gone on as far as they can."""
@@ -364,9 +369,9 @@ class _TransferWork(Work):
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is over."""
+        """Return when it is over; without a timeout, that of the group holds."""
         try:
-            self._finish()
+            self._finish(timeout.total_seconds() if timeout else None)
         except SyncError as error:
             self._error = error
             raise
@@ -376,7 +381,7 @@ class _TransferWork(Work):
         """Return when it is over."""
         self.wait()
 
-    def _finish(self) -> None:
+    def _finish(self, timeout: float | None) -> None:
         raise NotImplementedError
 
     def is_success(self) -> bool:
@@ -405,8 +410,8 @@ class _SendWork(_TransferWork):
         super().__init__()
         self._owner, self._transfer = owner, transfer
 
-    def _finish(self) -> None:
-        self._owner.finish(self._transfer)
+    def _finish(self, timeout: float | None) -> None:
+        self._owner.finish(self._transfer, timeout)
 
     def is_completed(self) -> bool:
         """Return whether the tensor may be changed."""
@@ -428,8 +433,8 @@ class _ReceiveWork(_SendWork):
         self._place: OutputTensor | None = place
         self._tensor, self._src = tensor, src
 
-    def _finish(self) -> None:
-        super()._finish()
+    def _finish(self, timeout: float | None) -> None:
+        super()._finish(timeout)
         self._take()
 
     def _take(self) -> None:
@@ -492,7 +497,7 @@ class _SelfReceive(_TransferWork):
         self._place.finish()
         self._over = True
 
-    def _finish(self) -> None:
+    def _finish(self, timeout: float | None) -> None:
         if not self.is_completed():
             raise ValueError(
                 "a rank waits to receive from itself what it has not sent: call isend() first"

@@ -8,6 +8,7 @@ Tried with torch 2.6 and 2.13.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -351,12 +352,43 @@ PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
         lambda rank: None,
     ),
     ("torch.distributed.tensor._random", "_rng_tracker", lambda rank: None),
+    # `loss_parallel` changes it for the time of its block.
+    (
+        "torch.distributed.tensor.parallel.loss",
+        "DTensor._op_dispatcher._custom_op_handlers",
+        lambda rank: _handlers_without_loss(),
+    ),
+    # The first FSDP notes there what it does at the moment, and refuses to do that twice.
+    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", lambda rank: set()),
+    (
+        "torch.distributed.fsdp._debug_utils",
+        "SimpleProfiler.results",
+        lambda rank: collections.defaultdict(float),
+    ),
+    # Plans that a save keeps for the next one, by the class of the planner.
+    *(
+        ("torch.distributed.checkpoint.planner", f"SavePlanner._cached_{kept}", lambda rank: {})
+        for kept in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+    ),
 )
+
+
+def _handlers_without_loss() -> dict[Any, Any]:
+    """Return how DTensor computes its special operations outside of `loss_parallel`."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss
+
+    tensor, added = cast("Any", DTensor), cast("Any", loss).customized_loss_ops
+    handlers: dict[Any, Any] = tensor._op_dispatcher._custom_op_handlers
+    return {op: handler for op, handler in handlers.items() if op not in added}
 
 
 def forget_group_names() -> None:
     """Forget the names of all groups of this thread; torch keeps them in C++ (2.2 and newer)."""
     _find(c10d(), "_unregister_all_process_groups", "torch.distributed.distributed_c10d")()
+
+
+_isolating: list[object] = []  # a world may stand in a rank of another one
 
 
 @contextlib.contextmanager
@@ -372,6 +404,7 @@ def threads_as_processes() -> Generator[None]:
     isolate = _find(_distributed_c10d, "_set_thread_isolation_mode", "torch._C._distributed_c10d")
     methods = _methods_without_session()
     kept = {(cls, name): vars(cls)[name] for cls, name in methods if name in vars(cls)}
+    _isolating.append(isolate)
     isolate(True)
     for cls, name in kept:
         setattr(cls, name, methods[cls, name])
@@ -380,7 +413,8 @@ def threads_as_processes() -> Generator[None]:
     finally:
         for (cls, name), method in kept.items():
             setattr(cls, name, method)
-        isolate(False)
+        _isolating.pop()
+        isolate(bool(_isolating))
 
 
 def _methods_without_session() -> dict[tuple[type, str], Callable[..., Any]]:

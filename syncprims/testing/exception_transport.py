@@ -28,6 +28,7 @@ class PackedException(NamedTuple):
     text: str
     pickled: bytes  #: empty if it does not survive pickling
     traceback: str
+    members: tuple[PackedException, ...] = ()  #: of a group that does not survive pickling
 
     def unpack(self) -> BaseException:
         """Return an exception of equal type and text; its cause shows the original traceback."""
@@ -45,6 +46,9 @@ class PackedException(NamedTuple):
             found = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
             if found is not None:
                 return found(self.text)  # type: ignore[no-any-return]
+        if isinstance(found, type) and issubclass(found, BaseExceptionGroup) and self.members:
+            with contextlib.suppress(Exception):
+                return found(self.text, [one.unpack() for one in self.members])
         if isinstance(found, type) and issubclass(found, BaseException):
             with contextlib.suppress(Exception):
                 error = found.__new__(found)
@@ -63,7 +67,11 @@ def pack_exception(error: BaseException) -> PackedException:
         if type(pickle.loads(data)) is kind:
             pickled = data
     trace = "".join(traceback.format_exception(error))
-    return PackedException(kind.__module__, kind.__qualname__, text_of(error), pickled, trace)
+    text = text_of(error)
+    members: tuple[PackedException, ...] = ()
+    if isinstance(error, BaseExceptionGroup) and not pickled:
+        text, members = error.message, tuple(map(pack_exception, error.exceptions))
+    return PackedException(kind.__module__, kind.__qualname__, text, pickled, trace, members)
 
 
 def text_of(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -193,23 +194,77 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if inspect.iscoroutinefunction(pyfuncitem.obj):
         _refuse("pytest.mark.world runs plain functions: call asyncio.run inside")
     try:
-        first = next(iter(_worlds(mark).values()))
+        worlds = _worlds(mark)
     except (TypeError, ValueError) as error:
         _refuse(f"{_text(mark)}: {error}")
     names = pyfuncitem._fixtureinfo.argnames  # pyright: ignore[reportPrivateUsage]
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     callspec = getattr(pyfuncitem, "callspec", None)
     chosen: dict[str, Any] | None = callspec.params.get(_ARGUMENT) if callspec else None
-    options = dict(chosen or first)
+    if chosen is None and len(worlds) > 1:
+        _refuse(  # it would run in the first one only
+            f"{_text(mark)}: a mark of one parameter set, or one that was added to a collected "
+            f"test, can name one world only; mark the function to have a test of each"
+        )
+    options = dict(chosen or next(iter(worlds.values())))
     kind, schedules = options.pop("kind"), options.pop("schedules", 1)
     # A test for both kinds of world may have options that only one of them takes.
     options.pop("start" if kind == "threads" else "seed", None)
-    body = functools.partial(_without_result, pyfuncitem.obj, arguments)
-    if schedules > 1:
-        explore(body, schedules=schedules, **options)
-    else:
-        run_world(body, kind=kind, **options)
+    if kind == "processes":
+        if "subtests" in arguments:
+            _refuse(
+                "subtests reports to the process of pytest, and the ranks are other processes: a "
+                "failure would be lost. Say kind='threads', or make a test of each: "
+                "pytest.mark.parametrize"
+            )
+        run_world(
+            functools.partial(_without_result, pyfuncitem.obj, arguments), kind=kind, **options
+        )
+        return True
+    with _patched_once(pyfuncitem.obj, arguments) as body, _own_variables(pyfuncitem, options):
+        program = functools.partial(_without_result, body, arguments)
+        if schedules > 1:
+            explore(program, schedules=schedules, **options)
+        else:
+            run_world(program, **options)
     return True
+
+
+@contextlib.contextmanager
+def _patched_once(
+    body: Callable[..., Any], arguments: dict[str, Any]
+) -> Generator[Callable[..., Any]]:
+    """Return a body without the decorators of `unittest.mock.patch`, which hold within the block.
+
+    They are made once for all ranks, as fixtures are. Each rank that is a thread would undo those
+    of another.
+    """
+    patched: Any = getattr(body, "__func__", body)
+    if not hasattr(patched, "patchings"):
+        yield body
+        return
+    own = (body.__self__,) if inspect.ismethod(body) else ()
+    helper = patched.patchings[0].decoration_helper(patched, own, arguments)
+    with helper as (positional, named):
+        arguments.update(named)
+        yield functools.partial(patched.__wrapped__, *positional)
+
+
+@contextlib.contextmanager
+def _own_variables(item: pytest.Function, options: dict[str, Any]) -> Generator[None]:
+    """Within the block, let `monkeypatch` forget which variables it has set for ranks.
+
+    Where a rank that is a thread has its own ``os.environ``, they are gone with the rank: at the
+    end of the test, the values before would be set for the process.
+    """
+    monkeypatch: Any = item.funcargs.get("monkeypatch")
+    before = len(monkeypatch._setitem) if monkeypatch is not None else 0
+    try:
+        yield
+    finally:
+        if monkeypatch is not None and options.get("torch"):
+            made = monkeypatch._setitem[before:]
+            monkeypatch._setitem[before:] = [one for one in made if one[0] is not os.environ]
 
 
 def _refuse(why: str) -> NoReturn:

@@ -8,9 +8,11 @@ import ctypes
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Generator
+from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,23 @@ if TYPE_CHECKING:
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
 _GRACE = 2.0  # seconds for threads to end once their world has been given up
 _DEBUGGERS = ("bdb", "pdb", "pydevd")
+
+
+#: Held by a world with ``torch=True``: the globals of this process are those of its ranks.
+_alone = threading.Lock()
+_has_globals: ContextVar[bool] = ContextVar("syncprims_torch_world", default=False)
+
+
+def run_threads(spec: WorldSpec, output: RankOutput | None) -> WorldRun:
+    """Run a world of threads; with ``torch=True``, first wait for that of another thread to end."""
+    if not spec.torch or _has_globals.get():  # a rank waits for the world that it starts
+        return ThreadWorld(spec, output).run()
+    with _alone:
+        token = _has_globals.set(True)  # for the ranks, too
+        try:
+            return ThreadWorld(spec, output).run()
+        finally:
+            _has_globals.reset(token)
 
 
 class _ThreadTarget(FaultTarget):

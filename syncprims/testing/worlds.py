@@ -14,7 +14,7 @@ from syncprims.interface import Label
 from .errors import StallError, UncontrolledError
 from .faults import Fault, Raise, Stop, exception_type
 from .outcomes import WorldRun, is_consequence
-from .thread_world import ThreadWorld
+from .thread_world import run_threads
 from .world_result import add_note, check_faults_struck, results_of
 from .world_spec import Kind, Start, WorldSpec, choose_seed, test_context
 
@@ -78,7 +78,7 @@ def run_once(spec: WorldSpec) -> WorldRun:
     """Run one world, and return how it went, even if it failed."""
     output = test_context.get().make_output()
     if spec.kind == "threads":
-        return ThreadWorld(spec, output).run()
+        return run_threads(spec, output)
     from .process_world import ProcessWorld  # imports much that worlds of threads do not need
 
     return ProcessWorld(spec, output).run()

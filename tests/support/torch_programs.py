@@ -6,6 +6,7 @@ in the environment, as under torchrun.
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from pathlib import Path
@@ -121,18 +122,20 @@ def zero() -> Numbers:
 
 
 def fsdp1() -> Numbers:
-    """Train with the first FSDP, and gather the whole model."""
+    """Train with the first FSDP, and gather the whole model and the states of its optimizer."""
     from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
     dist.init_process_group("gloo")
     model = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
-    losses = train(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    losses = train(model, optimizer)
     norm = model.clip_grad_norm_(0.5).item()
+    states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
     whole = FullStateDictConfig(rank0_only=False)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
         state = model.state_dict()
     finish()
-    return [*losses, norm, sum(value.abs().sum().item() for value in state.values())]
+    return [*losses, norm, len(states), sum(one.abs().sum().item() for one in state.values())]
 
 
 def fsdp2() -> Numbers:
@@ -213,6 +216,39 @@ def tensor_parallel() -> Numbers:
     return losses
 
 
+def loss_parallel() -> Numbers:
+    """Compute a loss and its gradients from logits that are divided by classes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel as parallel
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    logits: Any = distribute_tensor(torch.randn(4, 6), mesh, [Shard(1)])
+    logits.requires_grad_()
+    with parallel():
+        loss: Any = nn.functional.cross_entropy(logits, torch.tensor([0, 2, 4, 5]))
+        dist.barrier()  # the other ranks are in their blocks, too
+        loss.backward()
+    gradients = logits.grad.full_tensor()
+    finish()
+    return [loss.full_tensor().item(), *gradients.flatten().tolist()]
+
+
+def differentiable() -> Numbers:
+    """Call the collectives that have gradients, in a module that is imported only now."""
+    dist.init_process_group("gloo")
+    from torch.distributed.nn import functional as f
+
+    x = torch.arange(4.0, requires_grad=True)
+    parts: Any = f.all_gather(x)  # type: ignore[no-untyped-call]
+    (torch.stack(list(parts)) * (dist.get_rank() + 1)).sum().backward()
+    assert x.grad is not None
+    finish()
+    return x.grad.tolist()
+
+
 def functional() -> Numbers:
     """Call the functional collectives, which find their group by its name."""
     from torch.distributed import _functional_collectives as f
@@ -270,7 +306,11 @@ def checkpoint() -> Numbers:
     model: Any = fully_shard(make_model(), mesh=mesh)
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, src=0)
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
+    option = "enable_plan_caching"  # that of torch 2.6 has none
+    known = option in inspect.signature(dcp.DefaultSavePlanner).parameters
+    for _ in range(2):  # the second save uses the plan of the first
+        planner = dcp.DefaultSavePlanner(**({option: True} if known else {}))
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder[0], planner=planner)
     files = len([*Path(folder[0]).glob("*.distcp")])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -429,5 +469,6 @@ FSDP2 = ["fsdp2", "hsdp"]  #: that train with it
 LIBRARIES = ["accelerate", "lightning_fabric", "transformers"]  #: that may be missing
 PROGRAMS = [
     plain_calls, ddp, ddp_unused, join, zero, fsdp1, fsdp2, hsdp, dtensor, tensor_parallel,
-    functional, pipeline, checkpoint, compiled, accelerate, lightning_fabric, transformers,
+    loss_parallel, differentiable, functional, pipeline, checkpoint, compiled, accelerate,
+    lightning_fabric, transformers,
 ]  # fmt: skip

@@ -585,3 +585,75 @@ def test_outside_of_a_session_it_says_so() -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "there is no pytest session here" in done.stderr
+
+
+def test_what_ranks_patch_is_undone(project: Project) -> None:
+    """Decorators of mock are made once; variables that ranks have set are theirs."""
+    project.write("""
+        import os, time
+        from unittest import mock
+        import pytest
+        import syncprims as sp
+
+        lasting = time.ctime, time.asctime
+
+        @pytest.mark.world(ranks=3, schedules=20)
+        @mock.patch("time.ctime")
+        @mock.patch("time.asctime", return_value="now")
+        def test_function(asctime, ctime, tmp_path):
+            sp.barrier()
+            assert time.ctime is ctime and time.asctime() == "now"
+            sp.barrier()
+
+        @pytest.mark.world(ranks=2, kind=["threads", "processes"])
+        class TestMethod:
+            @mock.patch("time.ctime")
+            def test_method(self, ctime, tmp_path):
+                sp.barrier()
+                assert time.ctime is ctime
+                sp.barrier()
+
+        @pytest.mark.world(ranks=2, torch=True)
+        def test_variables(monkeypatch):
+            monkeypatch.setenv("RANK", os.environ["RANK"])
+            monkeypatch.setenv("OWN", "1")
+            monkeypatch.setattr(time, "ctime", None)
+            sp.barrier()
+
+        def test_outside(monkeypatch):
+            assert (time.ctime, time.asctime) == lasting
+            assert not {"RANK", "OWN"} & {*os.environ}
+    """)
+    result = project.run("-p", "no:randomly")
+    assert result.counts(passed=5), result.out
+
+
+def test_what_would_be_lost_in_processes_is_refused(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        @pytest.mark.world(ranks=2, kind=["threads", "processes"])
+        def test_parts(subtests):
+            with subtests.test("part"):
+                sp.barrier()
+    """)
+    result = project.run()
+    assert result.counts(passed=1, failed=1), result.out
+    assert "subtests reports to the process of pytest" in result.out
+
+
+def test_a_mark_of_a_parameter_set_names_one_world(project: Project) -> None:
+    project.write("""
+        import pytest
+        import syncprims as sp
+
+        one, two = pytest.mark.world(ranks=2), pytest.mark.world(ranks=[2, 3])
+
+        @pytest.mark.parametrize("n", [pytest.param(2, marks=one), pytest.param(3, marks=two)])
+        def test_it(n):
+            assert sp.get_world_size() == n
+    """)
+    result = project.run()
+    assert result.counts(passed=1, failed=1), result.out
+    assert "world(ranks=[2, 3]): a mark of one parameter set" in result.out

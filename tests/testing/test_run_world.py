@@ -506,6 +506,25 @@ def test_a_group_of_consequences_is_one(kind: Kinds) -> None:
     assert [type(error) for error in group.value.exceptions] == [ValueError]
 
 
+class TwoNumbers(Exception):
+    """Cannot be unpickled: `args` has one of two arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+        self.two = two
+
+
+@both
+def test_a_group_keeps_its_type_and_members(kind: Kinds) -> None:
+    def program() -> None:
+        if sp.get_rank() == 0:
+            raise ExceptionGroup("several", [TwoNumbers(1, 2), ValueError("bad value")])
+
+    with pytest.raises(ExceptionGroup, match="several") as caught:
+        run_world(program, 2, kind=kind)
+    assert [type(error) for error in caught.value.exceptions] == [TwoNumbers, ValueError]
+
+
 @both
 def test_a_deadlock_that_a_group_reports_is_one(kind: Kinds) -> None:
     def program() -> None:

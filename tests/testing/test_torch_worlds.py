@@ -22,7 +22,7 @@ import torch.distributed
 from torch import nn
 
 import syncprims as sp
-from syncprims.testing import DeadlockError, run_world
+from syncprims.testing import DeadlockError, run_world, sleep
 
 dist: Any = torch.distributed  # its types leave out what its documentation names
 
@@ -272,6 +272,51 @@ def test_the_default_device_and_the_grad_mode_of_the_test_hold_in_its_ranks() ->
     assert run_world(body, 2, torch=True) == [("cpu", True)] * 2
 
 
+@both_kinds
+def test_the_inference_and_autocast_modes_of_the_test_hold_in_its_ranks(kind: Any) -> None:
+    def body() -> tuple[bool, torch.dtype]:
+        return torch.is_inference_mode_enabled(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert run_world(body, 2, torch=True, kind=kind) == [(True, torch.bfloat16)] * 2
+    assert run_world(body, 2, torch=True, kind=kind) == [(False, torch.float32)] * 2
+
+
+def functional_sum() -> float:
+    from torch.distributed import _functional_collectives as functional
+
+    world: Any = dist.group.WORLD
+    total: torch.Tensor = functional.all_reduce(torch.ones(1), "sum", world)
+    return total.item()
+
+
+def test_a_world_may_stand_in_a_rank_of_another() -> None:
+    def inner() -> float:
+        dist.init_process_group("gloo")
+        return functional_sum()
+
+    def body() -> list[float]:
+        dist.init_process_group("gloo")
+        found = run_world(inner, 2, torch=True) if dist.get_rank() == 0 else []
+        dist.barrier()
+        return [*found, functional_sum(), float(os.environ["RANK"])]
+
+    assert run_world(body, 3, torch=True) == [[2.0, 2.0, 3.0, 0.0], [3.0, 1.0], [3.0, 2.0]]
+
+
+def test_worlds_of_two_threads_run_one_after_the_other() -> None:
+    def body() -> tuple[float, str]:
+        dist.init_process_group("gloo")
+        for _ in range(5):
+            found = summed()
+        return found, os.environ["RANK"]
+
+    with ThreadPoolExecutor(2) as pool:
+        two, three = (pool.submit(run_world, body, ranks, torch=True) for ranks in (2, 3))
+        assert two.result() == [(3.0, "0"), (3.0, "1")]
+        assert three.result() == [(6.0, "0"), (6.0, "1"), (6.0, "2")]
+
+
 def test_attributes_of_a_module_that_a_rank_imports_are_its_own() -> None:
     name = "torch.distributed.tensor._random"
     kept = sys.modules.pop(name, None)
@@ -413,6 +458,45 @@ def test_a_wait_in_the_store_ends_when_a_rank_fails(kind: Any) -> None:
 
     with pytest.raises(KeyError, match="the cause"):
         run_world(body, 2, torch=True, kind=kind)
+
+
+def poll(store: Any, how: str) -> bool:
+    """Return whether all three ranks have counted, as one of several calls says."""
+    if how == "get":
+        return int(store.get("count")) == 3
+    if how == "multi_get":
+        return int(store.multi_get(["count"])[0]) == 3
+    if how == "add":
+        return bool(store.add("count", 0) == 3)
+    if how == "compare_set":
+        return bool(store.compare_set("count", "no number", "0") == b"3")
+    return bool(store.check(["last"]))
+
+
+@pytest.mark.parametrize("how", ["get", "multi_get", "add", "compare_set", "check"])
+def test_a_rank_may_call_the_store_until_a_key_changes(how: str) -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        if store.add("count", 1) == 3:
+            store.set("last", "")
+        while not poll(store, how):
+            pass
+
+    run_world(body, 3, torch=True, timeout=10)
+
+
+def test_a_wait_for_a_receive_ends_at_its_own_timeout() -> None:
+    def body() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            work = dist.irecv(torch.empty(3), 1)
+            with pytest.raises(sp.SyncTimeout, match=r"recv at .* timed out after 5\.0 s"):
+                work.wait(timedelta(seconds=5))
+        else:
+            sleep(60)
+
+    run_world(body, 2, torch=True)
 
 
 # -- many worlds -----------------------------------------------------------------------------------

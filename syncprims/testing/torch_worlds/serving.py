@@ -7,6 +7,7 @@ threads, what torch keeps for a process is kept for each rank (`rank_globals`).
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ class TorchThreads:
     """Serves ``torch.distributed`` in a world of threads."""
 
     def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
+        # Its functions keep the default group that there is when it is imported: no rank's own one.
+        importlib.import_module("torch.distributed.nn.functional")
         self._globals = RankGlobals(environs)
         self.enter = self._globals.enter  #: see there; called with each rank that gets the turn
 
@@ -88,6 +91,8 @@ class TorchThreads:
         threads = torch.get_num_threads()
         # `torch.get_default_device` of torch 2.6 does not see a `with torch.device(...)`.
         self._device, self._grad = torch.empty(0).device, torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
         with _serve(SharedTable()), threads_as_processes():
             torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
             try:
@@ -102,7 +107,11 @@ class TorchThreads:
         def run() -> Any:
             __tracebackhide__ = True
             # Backward passes run in this thread alone, also on devices.
-            with torch.autograd.set_multithreading_enabled(False):
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                torch.inference_mode(self._inference),
+                torch.autocast("cpu", *self._autocast),
+            ):
                 torch.set_grad_enabled(self._grad)
                 if self._device.type != "cpu":
                     torch.set_default_device(self._device)
