@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import (
@@ -227,11 +227,14 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
+def _is_group(error: BaseException | None) -> TypeGuard[BaseExceptionGroup[BaseException]]:
+    return isinstance(error, BaseExceptionGroup)
+
+
 def leaves(error: BaseException | None) -> list[BaseException]:
     """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
-    if isinstance(error, BaseExceptionGroup):
-        group = cast("BaseExceptionGroup[BaseException]", error)
-        return [leaf for one in group.exceptions for leaf in leaves(one)]
+    if _is_group(error):
+        return [leaf for one in error.exceptions for leaf in leaves(one)]
     return [] if error is None else [error]
 
 
@@ -242,8 +245,7 @@ def is_consequence(error: BaseException) -> bool:
     test's own, and no consequence.
     """
     return not isinstance(error, AssertionError) and any(
-        isinstance(one, TORN)
-        or (one not in leaves(one) and all(map(is_consequence, leaves(one))))  # a group
+        isinstance(one, TORN) or (_is_group(one) and all(map(is_consequence, one.exceptions)))
         for one in _chain(error)
     )
 
