@@ -411,6 +411,7 @@ def test_what_is_no_group_is_refused(world: Ranks) -> None:
     world.run(program)
 
 
+@several(4)
 def test_a_closed_group_can_be_made_again(world: Ranks) -> None:
     def program() -> None:
         n, rank = sp.get_world_size(), sp.get_rank()

@@ -82,8 +82,10 @@ def test_the_error_has_its_facts(launches: Launches) -> None:
 )
 def test_a_late_rank_is_told_the_cause(launches: Launches, backend: str, tmp_path: Path) -> None:
     """Rank 1 has joined and was told; rank 0 joins after that."""
+    # The launcher waits some seconds for rank 0 to report: its first call must not import torch.
     done = launches.run(
         f"""
+        {"import torch" * (backend == "torch")}
         if get_rank() == 2: sys.exit()
         while is_main() and not os.path.exists({str(tmp_path / "told")!r}): time.sleep(0.01)
         try:
