@@ -12,9 +12,16 @@ A call that differs between ranks, a rank that does not come and one that dies r
 from __future__ import annotations
 
 from .process_group import SyncProcessGroup, create_process_group
-from .torch_internals import NAME, notify_of_ends, register_backend, serve_every_backend
+from .torch_internals import (
+    NAME,
+    keep_from_recorder,
+    notify_of_ends,
+    register_backend,
+    serve_every_backend,
+)
 
 __all__ = ["NAME", "SyncProcessGroup", "serve_every_backend"]
 
 register_backend(create_process_group)
 notify_of_ends(SyncProcessGroup)
+keep_from_recorder(SyncProcessGroup)

@@ -3,7 +3,7 @@
 Each name has its reason and the versions it was tried with. A torch that lacks one raises
 `BackendUnavailable` when a process group is made, and nothing else of this library is affected.
 
-Tried with torch 2.6 and 2.13.
+Tried with torch 2.6, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -100,18 +100,28 @@ def notify_of_ends(cls: type[Any]) -> None:
 
     Newer versions do. That of 2.6 calls `_shutdown_backend`, which knows NCCL's groups only.
     """
+    _call_instead("_shutdown_backend", cls, lambda group: group.shutdown())
+
+
+def keep_from_recorder(cls: type[Any]) -> None:
+    """Make ``init_process_group`` attach no flight recorder to groups of the class `cls` (2.15).
+
+    It needs a backend in C++, which such a group does not have, and raises.
+    """
+    _call_instead("_maybe_attach_flight_recorder", cls, lambda group, *_: None)
+
+
+def _call_instead(name: str, cls: type[Any], ours: Callable[..., None]) -> None:
+    """Call `ours` for groups of the class `cls`, where torch has the function `name` for groups."""
     module = c10d()
-    original = getattr(module, "_shutdown_backend", None)
+    original = getattr(module, name, None)
     if original is None:
         return
 
-    def shut_down(group: Any) -> None:
-        if isinstance(group, cls):
-            group.shutdown()
-        else:
-            original(group)
+    def call(group: Any, *args: Any) -> None:
+        (ours if isinstance(group, cls) else original)(group, *args)
 
-    module._shutdown_backend = shut_down
+    setattr(module, name, call)
 
 
 def with_old_names(cls: C) -> C:
@@ -340,7 +350,7 @@ def _class_of_tables() -> Any:
 
 
 #: What torch keeps for a process in attributes, and what a new process has there: the module, the
-#: name in it, and a function of the rank. All are there in 2.6 and 2.13; one that is missing is
+#: name in it, and a function of the rank. All but the planner's plans are there in 2.6; one that is missing is
 #: left out.
 PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     ("torch.distributed.distributed_c10d", "_world", lambda rank: _class_of_tables()()),

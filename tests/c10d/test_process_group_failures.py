@@ -43,7 +43,7 @@ def call(rank: int) -> None:
     if rank:
         dist.barrier()
     else:
-        dist.all_gather_object([None, None], 1)
+        dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
 
 
 def backward(rank: int) -> None:
@@ -60,7 +60,7 @@ MISMATCHES: dict[Callable[[int], None], tuple[str, str]] = {
     dtype: ("all_reduce 'float32[3]'", "all_reduce 'float64[3]'"),
     op: ("all_reduce 'float32[3]'", "all_reduce 'float32[3]' with op 'max'"),
     root: ("broadcast 'float32[3]' from rank 0", "broadcast 'float32[3]' from rank 1"),
-    call: ("all_gather 'int64[1]'", "barrier"),
+    call: ("all_gather 'float32[1]'", "barrier"),
     backward: ("all_reduce 'float32[20]'", "all_reduce 'float32[2]'"),
 }
 
