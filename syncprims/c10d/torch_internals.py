@@ -100,7 +100,7 @@ def notify_of_ends(cls: type[Any]) -> None:
 
     Newer versions do. That of 2.6 calls `_shutdown_backend`, which knows NCCL's groups only.
     """
-    _call_instead("_shutdown_backend", cls, lambda group: group.shutdown())
+    _call_instead("_shutdown_backend", cls, cls.shutdown)
 
 
 def keep_from_recorder(cls: type[Any]) -> None:
@@ -108,18 +108,21 @@ def keep_from_recorder(cls: type[Any]) -> None:
 
     It needs a backend in C++, which such a group does not have, and raises.
     """
-    _call_instead("_maybe_attach_flight_recorder", cls, lambda group, *_: None)
+    _call_instead("_maybe_attach_flight_recorder", cls, None)
 
 
-def _call_instead(name: str, cls: type[Any], ours: Callable[..., None]) -> None:
-    """Call `ours` for groups of the class `cls`, where torch has the function `name` for groups."""
+def _call_instead(name: str, cls: type[Any], ours: Callable[[Any], None] | None) -> None:
+    """Call `ours`, or nothing, for groups of `cls` where torch has the function `name` of groups."""
     module = c10d()
     original = getattr(module, name, None)
     if original is None:
         return
 
     def call(group: Any, *args: Any) -> None:
-        (ours if isinstance(group, cls) else original)(group, *args)
+        if not isinstance(group, cls):
+            original(group, *args)
+        elif ours is not None:
+            ours(group)
 
     setattr(module, name, call)
 
@@ -350,8 +353,8 @@ def _class_of_tables() -> Any:
 
 
 #: What torch keeps for a process in attributes, and what a new process has there: the module, the
-#: name in it, and a function of the rank. All but the planner's plans are there in 2.6; one that is missing is
-#: left out.
+#: name in it, and a function of the rank. In 2.6 only the plans of a planner are missing; what is
+#: missing is left out.
 PROCESS_ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     ("torch.distributed.distributed_c10d", "_world", lambda rank: _class_of_tables()()),
     ("torch.distributed.distributed_c10d", "_backend", lambda rank: None),
