@@ -112,7 +112,7 @@ def keep_from_recorder(cls: type[Any]) -> None:
 
 
 def _call_instead(name: str, cls: type[Any], ours: Callable[[Any], None] | None) -> None:
-    """Call `ours` or nothing for groups of `cls`, where torch has the function `name` of a group."""
+    """Call `ours` or nothing for groups of `cls`, where torch has a function `name` of a group."""
     module = c10d()
     original = getattr(module, name, None)
     if original is None:
