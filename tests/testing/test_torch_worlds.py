@@ -19,6 +19,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed
+import torch.distributed.nn  # keeps the default group that there is at its import
 from torch import nn
 
 import syncprims as sp
