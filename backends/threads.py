@@ -86,8 +86,8 @@ class _SharedBoard:
         self.rounds: dict[int, dict[int, Note]] = {}  # number -> rank -> note
         self.readers: dict[int, int] = {}  # number -> how many have collected it
         self.left = 0  # members that make no more calls here
-        self.aborted_at = math.inf
-        self.verdict: bytes | None = None
+        #: The first round that no member passes, and the verdict. One store, which is whole or not.
+        self.broken: tuple[int, bytes] | None = None
         memory = memoryview(bytearray(2 * len(members) * _SMALL_SLOT))
         self.small_window = Window(memory, lambda: None)
 
@@ -226,9 +226,8 @@ class ThreadBoard(Board):
 
     def _is_complete(self) -> bool:
         """Return whether the oldest uncollected round may be collected."""
-        number, shared = self.collected + 1, self._shared
-        notes = shared.rounds.get(number)
-        return notes is not None and len(notes) == len(self.members) and number < shared.aborted_at
+        notes = self._shared.rounds.get(self.collected + 1)
+        return notes is not None and len(notes) == len(self.members) and self.verdict() is None
 
     def _is_in_vain(self) -> bool:
         """Return whether it never will be complete."""
@@ -259,12 +258,13 @@ class ThreadBoard(Board):
     def abort(self, verdict: bytes) -> None:
         """Break the board at the oldest uncollected round, unless it is complete."""
         shared = self._shared
-        if shared.verdict is None and self.missing():
-            shared.aborted_at, shared.verdict = self.collected + 1, verdict
+        if shared.broken is None and self.missing():
+            shared.broken = self.collected + 1, verdict
 
     def verdict(self) -> bytes | None:
         """Return the verdict that covers the oldest uncollected round, if there is one."""
-        return self._shared.verdict if self._shared.aborted_at <= self.collected + 1 else None
+        broken = self._shared.broken
+        return broken[1] if broken is not None and broken[0] <= self.collected + 1 else None
 
     def now(self) -> float:
         """Return the virtual time."""
