@@ -174,10 +174,8 @@ def set_nans(result: Any) -> None:
             return
         import torch
 
-        wide, one = (
-            items.float(),
-            torch.full((1,), math.nan, dtype=items.dtype, device=items.device),
-        )
+        wide = items.float()
+        one = torch.full((1,), math.nan, dtype=items.dtype, device=items.device)
         octets = items.view(torch.uint8).view(-1, items.itemsize)
         octets[wide != wide] = one.view(torch.uint8)
     elif kind in "fc":

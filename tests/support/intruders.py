@@ -58,7 +58,7 @@ def start_intruder(does: Callable[[], object]) -> int:
 
 
 def as_intruder(does: Callable[[], object]) -> None:
-    """Let another user do this."""
+    """Do this as another user."""
     assert os.waitpid(start_intruder(does), 0)[1] == 0
 
 

@@ -31,6 +31,16 @@ def mine() -> torch.Tensor:
     return torch.full((1, 1), syncprims.get_rank() + 1.0)
 
 
+def one_batch_each_and_one_more(job: Accelerator) -> tuple[Any, Any, Any]:
+    """Return a prepared model, optimizer and loader. Rank 0 has two batches, the others one."""
+    plain: Any = unit_model()
+    data: Any = feed([torch.full((1,), 4.0)] * (job.num_processes + 1), batch_size=1)
+    prepared: tuple[Any, Any, Any] = job.prepare(
+        plain, torch.optim.SGD(plain.parameters(), lr=1.0), data
+    )
+    return prepared
+
+
 def mean_of(ranks: int) -> float:
     return (ranks + 1) / 2
 
@@ -167,12 +177,7 @@ def test_losses_divided_by_steps_at_once(world: Ranks) -> None:
 def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> None:
     def program() -> list[float]:
         job = Accelerator(cpu=True, even_batches=False)
-        plain: Any = unit_model()
-        # Every rank has one batch, and rank 0 another.
-        data: Any = feed([torch.full((1,), 4.0)] * (job.num_processes + 1), batch_size=1)
-        model, optimizer, loader = job.prepare(
-            plain, torch.optim.SGD(plain.parameters(), lr=1.0), data
-        )
+        model, optimizer, loader = one_batch_each_and_one_more(job)
         found = []
         for clears in (True, False):
             for own in (True, False):
@@ -199,11 +204,7 @@ def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> N
 def test_ranks_without_batches_join_weighted_passes_outside_of_windows(world: Ranks) -> None:
     def program() -> list[float]:
         job = Accelerator(cpu=True, even_batches=False)
-        plain: Any = unit_model()
-        data: Any = feed([torch.full((1,), 4.0)] * (job.num_processes + 1), batch_size=1)
-        model, optimizer, loader = job.prepare(
-            plain, torch.optim.SGD(plain.parameters(), lr=1.0), data
-        )
+        model, optimizer, loader = one_batch_each_and_one_more(job)
         with job.join_uneven_inputs([model]):
             for batch in loader:
                 job.backward(model(batch).sum(), weight=len(batch))

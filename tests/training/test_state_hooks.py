@@ -187,7 +187,7 @@ def test_a_save_behind_the_training_keeps_its_number(
         main, asked = threading.current_thread(), threading.Event()
 
         def hold(number: int, name: str, args: tuple[Any, ...]) -> None:
-            """Let what is written behind be done when the next call waits, or has its number."""
+            """Finish what is written behind when the next call waits, or has its number."""
             deadline = time.monotonic() + PATIENCE
             while threading.current_thread() is not main and not asked.is_set():
                 if is_inside(main, "finish_earlier"):

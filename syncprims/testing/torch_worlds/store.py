@@ -164,9 +164,9 @@ class WorldStore(dist.Store):  # type: ignore[misc]
         """Ignore the time limit of other stores: a wait that cannot end is found without one."""
 
     def _yield(self) -> None:
-        """Let the other ranks go on: a program may call again and again, until they change a key.
+        """Give up the turn: a program may read again and again, until another rank changes a key.
 
-        A rank that only writes waits for no other.
+        `set` does not: a rank that only writes waits for no other.
         """
         wait_any(self._world, [rounds_of(self._world.group)], lambda: True, 0.0)
 

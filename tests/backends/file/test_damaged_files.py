@@ -235,7 +235,7 @@ def damaged_world(directory: Path, seed: int, ranks: int = 2) -> set[str]:
 
 @contextlib.contextmanager
 def vandal(directory: Path, seed: int) -> Generator[None]:
-    """Let another process flip bits without pause, so also while ranks wait and read."""
+    """Flip bits in another process without pause, so also while ranks wait and read."""
 
     def flip_for_ever() -> None:
         chance = random.Random(seed)
