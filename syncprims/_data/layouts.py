@@ -10,6 +10,8 @@ from __future__ import annotations
 import struct
 import sys
 from abc import ABC, abstractmethod
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
@@ -21,7 +23,7 @@ from .arrays import Spec, flat, is_fillable, library_of, raw, spec_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from syncprims.interface import Note, Window
+    from syncprims.interface import Window
 
     Memory = memoryview | bytearray
 
@@ -35,19 +37,38 @@ _CODES = {float: "d", int: "q"}
 def key_of(value: Any) -> Hashable:
     """Return what is the same for all values of one layout; None for most that have none."""
     kind = type(cast("object", value))
-    if kind is float or kind is int:
-        return (kind,)
-    if kind is dict:
-        kinds = *map(type, value), *map(type, value.values())
-        return (kind, *value, *kinds) if len(value) <= _MOST_NUMBERS else None
-    if kind is list or kind is tuple:
-        return (kind, *map(type, value)) if len(value) <= _MOST_NUMBERS else None
+    of_kind = _KEYS.get(kind)
+    if of_kind is not None:
+        return of_kind(value)
     library = library_of(value)
-    if library == "numpy":
-        return value.dtype, value.shape
-    if library == "torch":
-        return value.dtype, value.shape, value.device, value.layout, value.requires_grad
-    return None
+    if library is None:
+        return None
+    # In one step for all of them, as most of the time of it is that of a step.
+    names = ("dtype", "shape") + (
+        ("device", "layout", "requires_grad") if library == "torch" else ()
+    )
+    _KEYS[kind] = attrgetter(*names)
+    return _KEYS[kind](value)
+
+
+def _key_of_dict(value: dict[Any, Any]) -> Hashable:
+    if len(value) > _MOST_NUMBERS:
+        return None
+    return (dict, *value, *map(type, value), *map(type, value.values()))
+
+
+def _key_of_sequence(value: list[Any] | tuple[Any, ...]) -> Hashable:
+    return (type(value), *map(type, value)) if len(value) <= _MOST_NUMBERS else None
+
+
+#: By the type of a value; those of numpy and torch when they are needed.
+_KEYS: dict[type, Callable[[Any], Hashable]] = {
+    float: type,
+    int: type,
+    dict: _key_of_dict,
+    list: _key_of_sequence,
+    tuple: _key_of_sequence,
+}
 
 
 def make_layout(value: Any, members: int) -> Layout | None:
@@ -82,12 +103,12 @@ class Layout(ABC):
     pack: Callable[[Any], Any]
 
     def __init__(self) -> None:
-        self.notes: dict[int, tuple[Note, Note]] = {}  #: a plain note's id: it, and that with data
         #: Where the slots are; None until that is known, and where notes carry them.
         self.window: Window | None = None
         self.half = 0  #: bytes of it for one round
         self.is_placed = False
         self.one_round = True  #: a reduction takes one round, and not one for each piece
+        self._reducers: dict[str, Reducer] = {}
 
     @abstractmethod
     def to_bytes(self, packed: Any) -> bytes:
@@ -105,16 +126,37 @@ class Layout(ABC):
     def fits(self, out: Any) -> bool:
         """Return whether :meth:`read` can fill `out`."""
 
+    def reducer(self, op: str) -> Reducer:
+        """Return what reduces all slots with `op`; the same one each time.
+
+        :raises TypeError: if `op` cannot reduce such values.
+        """
+        found = self._reducers.get(op)
+        if found is None:
+            found = self._reducers[op] = self.make_reducer(op)
+        return found
+
     @abstractmethod
-    def place_for(self, op: str, out: Any) -> Any:
-        """Return the array for the reduction: `out` if it fits. None for numbers.
+    def make_reducer(self, op: str) -> Reducer:
+        """Return what reduces all slots with `op`.
 
         :raises TypeError: if `op` cannot reduce such values.
         """
 
+
+class Reducer(ABC):
+    """How the values in all slots become one, for one layout and one `op`."""
+
     @abstractmethod
-    def reduce(self, memory: Memory, at: int, op: str, place: Any) -> Any:
-        """Return the reduction of all slots, in rank order; an array in `place`."""
+    def place_for(self, out: Any) -> Any:
+        """Return the array for the result: `out` if it fits. None for numbers."""
+
+    @abstractmethod
+    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
+        """Return the reduction, in rank order, of slots of which the first is at `at`.
+
+        An array is in `place`.
+        """
 
 
 class NumberLayout(Layout):
@@ -190,15 +232,30 @@ class NumberLayout(Layout):
         """Return False: numbers are made."""
         return False
 
-    def place_for(self, op: str, out: Any) -> None:
-        """Return None: every `op` can reduce numbers."""
+    def make_reducer(self, op: str) -> Reducer:
+        """Return what reduces all slots with `op`; each can reduce numbers."""
+        return NumberReducer(self, op)
 
-    def reduce(self, memory: Memory, at: int, op: str, place: Any) -> Any:
+    def reduce(self, memory: Memory, at: int, op: str) -> Any:
         """Return the reduction of all slots."""
         numbers, width = self._unpack(self._all, self._slots, memory, at), self._width
         if self._kind in _CODES:
             return reduction.reduce_numbers(numbers, op)
         return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
+
+
+class NumberReducer(Reducer):
+    """Numbers become new numbers."""
+
+    def __init__(self, layout: NumberLayout, op: str) -> None:
+        self._reduce, self._op = layout.reduce, op
+
+    def place_for(self, out: Any) -> None:
+        """Return None: numbers are made."""
+
+    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
+        """Return the reduction of all slots."""
+        return self._reduce(memory, at, self._op)
 
 
 class ArrayLayout(Layout):
@@ -211,12 +268,11 @@ class ArrayLayout(Layout):
         self.stride = _up(spec.nbytes)
         self._members = members
         self._dtype = spec.loaded_dtype
-        library: Any = sys.modules[spec.library]
-        self._kind = library.ndarray if spec.library == "numpy" else library.Tensor
+        self.library: Any = sys.modules[spec.library]
+        self._kind = self.library.ndarray if spec.library == "numpy" else self.library.Tensor
         # Of shared memory, by where it begins: one slot, and those of all members.
         self._slots: dict[int, Any] = {}
         self._rows: dict[int, list[Any]] = {}
-        self._dtypes: dict[str, Any] = {}  # of the reductions that are possible
         # The items of an array: the very memory, where that is contiguous.
         self.pack = _itself if spec.library == "numpy" else flat
 
@@ -224,27 +280,26 @@ class ArrayLayout(Layout):
         """Return the contents of a slot."""
         return raw(flat(packed)).tobytes().ljust(self.stride, b"\0")
 
-    def _slots_at(self, memory: Memory, at: int) -> list[Any]:
-        """Return the items in each slot, of the kind that :meth:`pack` returns."""
+    def slots_at(self, memory: Memory, at: int) -> list[Any]:
+        """Return the items in each slot, in one dimension; the first slot is at `at`."""
         found = self._rows.get(at)
-        if found is None or isinstance(memory, bytearray):
+        if found is None:
             begins = range(at, at + self._members * self.stride, self.stride)
-            found = [self._slot(memory, begin) for begin in begins]
+            found = [self._slot(memory, begin).reshape(-1) for begin in begins]
             if not isinstance(memory, bytearray):
                 self._rows[at] = found
         return found
 
     def _slot_at(self, memory: Memory, at: int) -> Any:
-        """Return the items in one slot."""
+        """Return the items in one slot, of the kind that :meth:`pack` returns."""
         found = self._slots.get(at)
-        if found is None or isinstance(memory, bytearray):
+        if found is None:
             found = self._slot(memory, at)
             if not isinstance(memory, bytearray):
                 self._slots[at] = found
         return found
 
     def _slot(self, memory: Memory, at: int) -> Any:
-        """Return the items in the slot that begins at `at`."""
         dtype = self._dtype
         count = self.spec.nbytes // int(dtype.itemsize)
         if self.spec.library == "numpy":
@@ -267,38 +322,58 @@ class ArrayLayout(Layout):
 
     def fits(self, out: Any) -> bool:
         """Return whether :meth:`read` can fill `out`."""
-        return self._fits(out, self._dtype)
+        return self.can_fill(out, self._dtype)
 
-    def _fits(self, out: Any, dtype: Any) -> bool:
+    def can_fill(self, out: Any, dtype: Any) -> bool:
+        """Return whether `out` is such an array, but of `dtype`, and can be written to."""
         if type(out) is not self._kind or out.dtype != dtype or out.shape != self.spec.shape:
             return False
-        if self.spec.library == "torch" and not (out.is_cpu and str(out.layout) == "torch.strided"):
-            return False
-        return is_fillable(out)
-
-    def place_for(self, op: str, out: Any) -> Any:
-        """Return the array for the reduction: `out` if it fits."""
-        dtype = self._dtypes.get(op)
-        if dtype is None:
-            like = self.spec.make()
-            reduction.check_value(like, op)
-            dtype = self._dtypes[op] = reduction.result_dtype(like, op)
-        if out is not None and self._fits(out, dtype):
-            return out
         if self.spec.library == "numpy":
-            import numpy
+            return bool(out.flags.carray)
+        return bool(out.is_cpu and out.layout is self.library.strided and is_fillable(out))
 
-            return numpy.empty(self.spec.shape, dtype)
-        import torch
+    def make_reducer(self, op: str) -> Reducer:
+        """Return what reduces all slots with `op`."""
+        return ArrayReducer(self, op)
 
-        return torch.empty(self.spec.shape, dtype=dtype, device="cpu")
 
-    def reduce(self, memory: Memory, at: int, op: str, place: Any) -> Any:
-        """Return the reduction of all slots in `place`."""
-        items = self.pack(place)
-        reduction.combine(self._slots_at(memory, at), op, items)
+class ArrayReducer(Reducer):
+    """Arrays become a new one, or the caller's."""
+
+    def __init__(self, layout: ArrayLayout, op: str) -> None:
+        spec = layout.spec
+        like = spec.make()
+        reduction.check_value(like, op)
+        self._layout = layout
+        dtype = self._dtype = reduction.result_dtype(like, op)
+        self._items: Callable[[Any], Any]
+        self._empty: Callable[[], Any]
+        self._combine: Callable[[Sequence[Any], Any], object]
+        if spec.library == "numpy":
+            self._items = _flattened
+            self._empty = partial(layout.library.empty, spec.shape, dtype)
+            self._combine = reduction.array_combiner(op, dtype, like.dtype)
+        else:
+            self._items = flat
+            self._combine = lambda parts, items: reduction.combine(parts, op, items)
+            self._empty = partial(layout.library.empty, spec.shape, dtype=dtype, device="cpu")
+
+    def place_for(self, out: Any) -> Any:
+        """Return `out` if it fits, else a new array."""
+        if out is not None and self._layout.can_fill(out, self._dtype):
+            return out
+        return self._empty()
+
+    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
+        """Return the reduction of all slots, in `place`."""
+        items = self._items(place)
+        self._combine(self._layout.slots_at(memory, at), items)
         reduction.set_nans(items)
         return place
+
+
+def _flattened(array: Any) -> Any:
+    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _itself(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims._protocol.rounds import RoundSequence
@@ -13,15 +13,16 @@ from . import codec, reduction
 from .arrays import Spec, fits, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
 from .plane import DataPlane
+from .results import copy_into
+from .slots import FirstRound, PreparedBroadcast, PreparedReduction
 from .transport import Operand, Transport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Label
 
-
-#: What a call makes its first round of: the note, and what `Rounds.meet` reads and writes.
-_Call = tuple[Note, Callable[[Sequence[Note]], Any], Callable[[], object] | None]
 
 #: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
 _NO_RESULT = (TypeError, ValueError, LookupError, OverflowError, ArithmeticError)
@@ -133,22 +134,6 @@ def _broadcast_large(
     return payload or array.tobytes()
 
 
-def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
-    """Return `out`, now holding `value`; or `value`, if `out` is None or has been filled.
-
-    That `out` does not fit is this rank's own error: the call itself has succeeded.
-
-    :raises TypeError, ValueError: if `out` cannot hold it.
-    """
-    if out is None or out is value:
-        return value
-    error = reduction.why_not_into(out, value)
-    if error is not None:
-        rounds.in_step = error
-        raise error
-    return reduction.copy_into(out, value)
-
-
 # -- all-gather --------------------------------------------------------------------------------
 
 
@@ -211,24 +196,44 @@ def broadcast(
 ) -> Any:
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src != rounds.rank:
-
-        def receive(notes: Sequence[Note]) -> Any:
-            sent = notes[rounds.members.index(src)]
-            if sent.label.data:
-                return _read_slot(rounds, sent, out)
-            return _receive(RoundSequence(rounds, note, timeout), sent, src, out)
-
-        return rounds.meet(note, timeout, receive)
+        return _receive(rounds, note, src, out, timeout)
     try:
-        slot = _slot_for(rounds, note, obj)
-        package = _pack(rounds, note.label, obj) if slot is None else None
+        first = _prepared_send(rounds, note, obj, out, timeout)
+        if first is None:
+            first = _packed_send(rounds, note, obj, out, timeout)
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
-    if package is None:
-        assert slot is not None
-        header, write = slot
-        return rounds.meet(header, timeout, lambda _: copy_into(rounds, out, obj), write)
+    return rounds.meet(*first)
+
+
+def _prepared_send(
+    rounds: Rounds, note: Note, obj: Any, out: Any, timeout: float | None
+) -> FirstRound | None:
+    """Return the round of an object that takes only one, or None for others."""
+    plane: DataPlane = rounds.data or DataPlane.of(rounds)
+    layout = plane.layout_of(obj)
+    packed = None if layout is None else layout.pack(obj)
+    if layout is None or packed is None:
+        return None
+    key = id(note), id(layout)
+    call: PreparedBroadcast | None = plane.calls.get(key)
+    if call is None or call.note is not note or call.layout is not layout:
+        if not plane.reaches_all(layout):
+            return None
+        call = plane.keep(key, PreparedBroadcast(plane, layout, note))
+    return call.send(packed, timeout, partial(_sent, rounds, out, obj))
+
+
+def _sent(rounds: Rounds, out: Any, obj: Any, _: Sequence[Note]) -> Any:
+    return copy_into(rounds, out, obj)
+
+
+def _packed_send(
+    rounds: Rounds, note: Note, obj: Any, out: Any, timeout: float | None
+) -> FirstRound:
+    """Return the first round of any object."""
+    package = _pack(rounds, note.label, obj)
     payload, _, transport = package
     large = _is_large(rounds, payload)
     posted = LargeHeader(len(payload), bool(package.arrays)).encode() if large else payload
@@ -237,49 +242,28 @@ def broadcast(
         _send(RoundSequence(rounds, note, timeout), package)
         return copy_into(rounds, out, obj)
 
-    return rounds.meet(Note(note.label, transport is not None, posted), timeout, send)
+    return Note(note.label, transport is not None, posted), timeout, send, None
 
 
-def _slot_for(
-    rounds: Rounds, note: Note, obj: Any
-) -> tuple[Note, Callable[[], None] | None] | None:
-    """Return the note for an object that takes one round, and what writes it; None for others."""
-    plane = DataPlane.of(rounds)
-    layout = plane.layout_of(obj)
-    packed = None if layout is None else layout.pack(obj)
-    if layout is None or packed is None:
-        return None
-    window = plane.place(layout)
-    about = plane.note_about(layout, note)
-    if window is None:
-        return about._replace(payload=layout.to_bytes(packed)), None
-    if not plane.reaches_all(layout):
-        return None
-    memory, fence = window
-    board = rounds.board
+def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | None) -> Any:
+    """Return what `src` sends; most likely it is like the last object that came to this site."""
+    plane: DataPlane = rounds.data or DataPlane.of(rounds)
+    expected: PreparedBroadcast | None = plane.calls.get(id(note))
+    if expected is None or expected.note is not note:
+        expected = None
 
-    def write() -> None:
-        layout.write(memory, layout.half * (board.posted + 1 & 1), 0, packed)
-        fence()
+    def read(notes: Sequence[Note]) -> Any:
+        sent = notes[rounds.members.index(src)]
+        if not sent.label.data:
+            return _receive_package(RoundSequence(rounds, note, timeout), sent, src, out)
+        call = expected
+        if call is None or not call.brings(sent):
+            call = PreparedBroadcast(plane, plane.described(sent.label.data), note)
+            if call.window is not None:
+                plane.keep(id(note), call)
+        return call.read(sent, out)
 
-    return about, write
-
-
-def _read_slot(rounds: Rounds, sent: Note, out: Any) -> Any:
-    plane = DataPlane.of(rounds)
-    layout = plane.described(sent.label.data)
-    place = out if out is not None and layout.fits(out) else None
-    window = plane.place(layout)
-    if window is None:
-        value = layout.read(bytearray(sent.payload), 0, 0, place)
-    else:
-        window.fence()
-        at = layout.half * (rounds.board.collected & 1)
-        value = layout.read(window.memory, at, 0, place)
-        window.fence()  # read before this rank says so
-    if value is out:
-        mark_written(out)
-    return copy_into(rounds, out, value)
+    return rounds.meet(note if expected is None else expected.header, timeout, read)
 
 
 def _send(sequence: RoundSequence, package: _Package) -> None:
@@ -294,7 +278,7 @@ def _send(sequence: RoundSequence, package: _Package) -> None:
         sequence.meet()  # have all been able to make the object?
 
 
-def _receive(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any:
+def _receive_package(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any:
     rounds, label = sequence.rounds, sequence.note.label
     index = rounds.members.index(src)
     payload, arrays_follow = sent.payload, sent.flag
@@ -338,19 +322,18 @@ def all_reduce(
     try:
         if getattr(value, "requires_grad", False):
             value = value.detach()
-        call = _in_slots(rounds, note, value, op, out, timeout)
-        if call is None:
-            call = _in_package(rounds, note, value, op, out, timeout)
+        first = _prepared_reduction(rounds, note, value, op, out, timeout)
+        if first is None:
+            first = _packed_reduction(rounds, note, value, op, out, timeout)
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
-    header, read, write = call
-    return rounds.meet(header, timeout, read, write)
+    return rounds.meet(*first)
 
 
-def _in_slots(
+def _prepared_reduction(
     rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
-) -> _Call | None:
+) -> FirstRound | None:
     """Return the round that reduces a value of numbers alone, or None if `value` is another.
 
     Each rank has a slot for its numbers: in the window, or in its note where there is no window.
@@ -360,49 +343,26 @@ def _in_slots(
     packed = None if layout is None else layout.pack(value)
     if layout is None or packed is None:
         return None
-    board, slots = rounds.board, layout
-    place = slots.place_for(op, out)
-    window = plane.place(slots)
-    header = plane.note_about(slots, note)
-    if window is None:
-        header = header._replace(payload=slots.to_bytes(packed))
-    elif place is out and not slots.one_round and not may_fill(out, value):
-        place = slots.place_for(op, None)
+    key = id(note), id(layout)
+    call: PreparedReduction | None = plane.calls.get(key)
+    if call is None or call.note is not note or call.layout is not layout:
 
-    def write() -> None:
-        if window is not None and slots.one_round:
-            half = slots.half * (board.posted + 1 & 1)
-            slots.write(window.memory, half, plane.index, packed)
-            window.fence()
+        def in_pieces(timeout: float | None, value: Any, place: Any) -> None:
+            operands = [Operand(value, place)]
+            _needed_transport(rounds).reduce(RoundSequence(rounds, note, timeout), operands, op)
 
-    def read(notes: Sequence[Note]) -> Any:
-        for other in notes:
-            if other is not header and other.label.data != slots.data:
-                sequence = RoundSequence(rounds, note, timeout)
-                return _reduce_any(sequence, notes, None, value, op, out)
-        if window is None:
-            payloads = bytearray().join([note.payload for note in notes])
-            result = slots.reduce(payloads, 0, op, place)
-        elif slots.one_round:
-            window.fence()
-            half = slots.half * (board.collected & 1)
-            result = slots.reduce(window.memory, half, op, place)
-            window.fence()  # read before this rank says so
-        else:
-            sequence, result = RoundSequence(rounds, note, timeout), place
-            _needed_transport(rounds).reduce(sequence, [Operand(value, place)], op)
-        if out is None:
-            return result
-        if result is out:
-            mark_written(out)
-        return copy_into(rounds, out, result)
+        def otherwise(timeout: float | None, notes: Sequence[Note], value: Any, out: Any) -> Any:
+            sequence = RoundSequence(rounds, note, timeout)
+            return _reduce_any(sequence, notes, None, value, op, out)
 
-    return header, read, write
+        made = PreparedReduction(plane, layout, note, op, in_pieces, otherwise)
+        call = plane.keep(key, made)
+    return call.start(packed, value, out, timeout)
 
 
-def _in_package(
+def _packed_reduction(
     rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
-) -> _Call:
+) -> FirstRound:
     """Return the first round of the reduction of any value."""
     reduction.check_value(value, op)
     value = reduction.detached(value)
@@ -413,7 +373,7 @@ def _in_package(
     def read(notes: Sequence[Note]) -> Any:
         return _reduce_any(RoundSequence(rounds, note, timeout), notes, package, value, op, out)
 
-    return Note(note.label, more, package.payload), read, None
+    return Note(note.label, more, package.payload), timeout, read, None
 
 
 def _reduce_any(

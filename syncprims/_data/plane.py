@@ -10,9 +10,7 @@ collected round k - 1: so all have posted that, and have read what came with rou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from syncprims.interface import Label, Note
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import codec
 from .layouts import Layout, key_of, make_layout, read_layout
@@ -20,10 +18,15 @@ from .shared_memory import SharedMemoryTransport
 from .transport import DeviceTransport, EngineTransport, Transport
 
 if TYPE_CHECKING:
-    from syncprims._protocol.rounds import Rounds
-    from syncprims.interface import Window
+    from collections.abc import Hashable
 
-_MOST_KNOWN, _MOST_NOTES = 4096, 256  # layouts, and notes of each
+    from syncprims._protocol.rounds import Rounds
+    from syncprims.interface import Note, Window
+
+T = TypeVar("T")
+
+_MOST_KNOWN = 4096  # layouts, and prepared calls
+_UNKNOWN: Any = object()
 #: Bytes in all slots up to which one round is faster than dividing the work of a reduction: with up
 #: to so many members, and with more. Each member then reads all slots.
 _FEW_MEMBERS, _ONE_ROUND, _ONE_ROUND_OF_MANY = 4, 2 << 20, 1 << 20
@@ -36,8 +39,8 @@ class DataPlane:
     """What one rank has prepared for the values that pass through a board."""
 
     def __init__(self, rounds: Rounds) -> None:
-        self._rounds = rounds
-        self._board = board = rounds.board
+        self.rounds = rounds
+        self.board = board = rounds.board
         self.count = len(board.members)
         self.index = board.members.index(rounds.rank)  #: of this rank among the members
         self._small = board.small_window
@@ -46,6 +49,9 @@ class DataPlane:
         self._transport: Transport | None = None
         self._layouts: dict[Any, Layout | None] = {}
         self._described: dict[bytes, Layout] = {}
+        #: The prepared calls, by the identities of the plain note and of the layout; what a source
+        #: is expected to send, by that of the note.
+        self.calls: dict[Hashable, Any] = {}
         #: Whether all members are known to have the window.
         self.window_is_shared = False
 
@@ -70,7 +76,7 @@ class DataPlane:
         :raises OSError: if there is no space for it.
         """
         if self._window is None:
-            self._window = self._board.window()
+            self._window = self.board.window()
         return self._window
 
     def transport(self) -> Transport | None:
@@ -82,9 +88,9 @@ class DataPlane:
             host: Transport | None = None
             if (window := self.window()) is not None:
                 host = SharedMemoryTransport(window)
-            elif self._board.engine is not None:
-                host = EngineTransport(self._board.engine)
-            self._transport = host and DeviceTransport(host, self._board.device_engine)
+            elif self.board.engine is not None:
+                host = EngineTransport(self.board.engine)
+            self._transport = host and DeviceTransport(host, self.board.device_engine)
         return self._transport
 
     def place(self, layout: Layout) -> Window | None:
@@ -118,13 +124,12 @@ class DataPlane:
         key = key_of(value)
         if key is None:
             return None
-        if key in self._layouts:
-            found = self._layouts[key]
-        else:
+        found: Layout | None = self._layouts.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
             if len(self._layouts) > _MOST_KNOWN:
                 self._layouts.clear()
             made = make_layout(value, self.count)
-            if made is not None and made.stride >= codec.LARGE and self._board.engine is not None:
+            if made is not None and made.stride >= codec.LARGE and self.board.engine is not None:
                 made = None
             found = self._layouts[key] = made and self.described(made.data)
         return found
@@ -157,13 +162,9 @@ class DataPlane:
             value = layout.read(window.memory, layout.half * (number & 1), index)
         return codec.encode(value)
 
-    def note_about(self, layout: Layout, note: Note) -> Note:
-        """Return `note`, which is plain, with the description of a value: the same every time."""
-        known = layout.notes.get(id(note))
-        if known is None or known[0] is not note:
-            if len(layout.notes) > _MOST_NOTES:
-                layout.notes.clear()
-            plain = note.label
-            label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
-            known = layout.notes[id(note)] = note, note._replace(label=label)
-        return known[1]
+    def keep(self, key: Hashable, call: T) -> T:
+        """Return `call`, which is kept for later calls."""
+        if len(self.calls) > _MOST_KNOWN:
+            self.calls.clear()
+        self.calls[key] = call
+        return call

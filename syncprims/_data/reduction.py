@@ -134,7 +134,7 @@ def reduce(
         parts = [value[key] for value in values]
         return reduce(parts, op, ranks, out_of_band, f"{where}[{label}]")
 
-    shapes = [_describe(value) for value in values]
+    shapes = [describe(value) for value in values]
     alike = len(set(shapes)) == 1
     if alike and len({isinstance(value, Placeholder) for value in values}) > 1:  # dense, and sparse
         kinds = ["plain" if isinstance(value, Placeholder) else "not plain" for value in values]
@@ -179,9 +179,11 @@ def set_nans(result: Any) -> None:
         octets = items.view(torch.uint8).view(-1, items.itemsize)
         octets[wide != wide] = one.view(torch.uint8)
     elif kind in "fc":
-        if result.ndim == 1 and result.size <= _FEW_ITEMS and result.dtype.char in "fdFD":
-            square = result.dot(result)  # by BLAS: the fastest way to find a NaN in few items
-            if square == square:
+        # The fastest way to find a NaN in few items is a product by BLAS.
+        size = result.size
+        if size == 1 or (size <= _FEW_ITEMS and result.ndim == 1 and result.dtype.char in "fdFD"):
+            found = result.item() if size == 1 else result.dot(result)
+            if found == found:
                 return
         wrong = result != result
         if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
@@ -196,7 +198,7 @@ def _like_sequence(first: Any, parts: list[Any]) -> Any:
     return parts if isinstance(first, list) else tuple(parts)
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return what must agree between ranks. Python's numbers mix: 0 here, and 0.5 there."""
     if is_dict(value):
         return f"dict with keys {sorted(map(repr, value))}"
@@ -271,16 +273,17 @@ def empty_result(value: Any, op: str) -> Any:
 def result_dtype(value: Any, op: str) -> Any:
     """Return the dtype of the reduction of arrays like `value`."""
     library: Any = sys.modules["numpy" if is_array(value) else "torch"]
+    result = value.dtype
     if is_array(value):
-        is_whole, is_bool = value.dtype.kind in "biu", value.dtype.kind == "b"
+        is_whole, is_bool = result.kind in "biu", result.kind == "b"
     else:
-        is_whole = not (value.dtype.is_floating_point or value.dtype.is_complex)
-        is_bool = value.dtype is library.bool
+        is_whole = not (result.is_floating_point or result.is_complex)
+        is_bool = result is library.bool
     if op == "mean" and is_whole:
-        return library.float64
-    if op in ("sum", "prod") and is_bool:
-        return library.int64  # a count, not an OR
-    return value.dtype
+        result = library.float64
+    elif op in ("sum", "prod") and is_bool:
+        result = library.int64  # a count, not an OR
+    return library.dtype(result) if is_array(value) else result
 
 
 def fits_result(out: Any, value: Any, op: str) -> bool:
@@ -307,59 +310,59 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
     All are numpy arrays, or all are tensors. Half precision is added up in single: rounded once,
     and a mean cannot overflow on its way.
     """
-    kind = getattr(out.dtype, "kind", "")
-    if not kind:  # a tensor
+    if not hasattr(out.dtype, "kind"):  # a tensor
         flattened = [flat(part) for part in parts]
         if is_tensor(flattened[0]):  # numpy does not know the dtype
             _combine_tensors(flattened, op, out.view(-1))
         else:
             combine(flattened, op, flat(out))
-    elif kind not in "fc":
-        _combine_arrays(parts, op, out)
-    elif (context := _context_without_warnings()) is not None:
-        context.copy().run(_combine_arrays, parts, op, out)  # none can be entered twice at a time
     else:
-        with sys.modules["numpy"].errstate(all="ignore"):
-            _combine_arrays(parts, op, out)
+        array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
 
 
 @functools.cache
-def _context_without_warnings() -> Context | None:
-    """Return a context without numpy's warnings: as everywhere, an overflow is an infinity.
-
-    To use it is faster than `numpy.errstate`. None for numpy 1, where these settings are in the
-    thread.
-    """
-    numpy: Any = sys.modules["numpy"]
-    if numpy.__version__.startswith("1."):
-        return None
-    context = Context()
-    context.run(numpy.seterr, all="ignore")
-    return context
-
-
-def _combine_arrays(parts: Sequence[Any], op: str, out: Any) -> None:
+def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], object]:
+    """Return what fills an array of `dtype` with the reduction of numpy arrays of dtype `of`."""
     numpy: Any = sys.modules["numpy"]
     function = getattr(numpy, _FUNCTIONS.get(op, "add"))
-    kind, total = out.dtype.kind, out
+    kind, wide = dtype.kind, dtype
     if kind == "c" and op == "prod":
         function = _multiply_arrays
-    elif kind == "f" and out.dtype.itemsize == 2:
-        total = numpy.empty(out.shape, "f4")
-    if len(parts) > 1 and parts[0].dtype == total.dtype:
-        function(parts[0], parts[1], out=total)
-        rest = parts[2:]
-    else:
-        total[...] = parts[0]
-        rest = parts[1:]
-    for part in rest:
-        function(total, part, out=total, casting="unsafe")
-    if op == "mean" and kind in "iu":
-        total //= len(parts)
-    elif op == "mean":
-        total /= len(parts)
-    if total is not out:
-        out[...] = total
+    elif kind == "f" and dtype.itemsize == 2:
+        wide = numpy.dtype("f4")
+    direct = of == wide
+
+    def fill(parts: Sequence[Any], out: Any) -> None:
+        total = out if wide is dtype else numpy.empty(out.shape, wide)
+        if direct and len(parts) > 1:
+            function(parts[0], parts[1], out=total)
+            rest = parts[2:]
+        else:
+            total[...] = parts[0]
+            rest = parts[1:]
+        for part in rest:
+            function(total, part, out=total, casting="unsafe")
+        if op == "mean":
+            divide = numpy.floor_divide if kind in "iu" else numpy.true_divide
+            divide(total, len(parts), out=total)
+        if total is not out:
+            out[...] = total
+
+    if kind not in "fc":
+        return fill
+    # As everywhere, an overflow is an infinity. To set that in a context is faster than in each
+    # call. In numpy 1, it is set in the thread.
+    if numpy.__version__.startswith("1."):
+
+        def fill_quietly(parts: Sequence[Any], out: Any) -> None:
+            with numpy.errstate(all="ignore"):
+                fill(parts, out)
+
+        return fill_quietly
+    context = Context()
+    context.run(numpy.seterr, all="ignore")
+    # None can be entered twice at a time.
+    return lambda parts, out: context.copy().run(fill, parts, out)
 
 
 def _multiply_arrays(a: Any, b: Any, *, out: Any, casting: str = "") -> None:
@@ -379,35 +382,3 @@ def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     for part in parts[1:]:
         total = function(total, part.to(wide))
     out.copy_(total / len(parts) if op == "mean" else total)
-
-
-def why_not_into(out: Any, value: Any) -> TypeError | ValueError | None:
-    """Return the error of an `out` that cannot hold `value`, or None if it can.
-
-    A TypeError, if `out` is neither a numpy array nor a tensor. A ValueError, if its shape or dtype
-    differs, or it is read-only.
-    """
-    if not (is_array(out) or is_tensor(out)):
-        kind = type(out).__name__
-        return TypeError(f"out is a {kind}; it takes a numpy array or a torch tensor")
-    if not (is_array(value) or is_tensor(value)):
-        return TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
-    if tuple(out.shape) != tuple(value.shape) or str(out.dtype) != str(value.dtype):
-        return ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
-    if is_array(out) and not out.flags.writeable:
-        return ValueError("out is read-only; give an array that can be written to")
-    return None
-
-
-def copy_into(out: Any, value: Any) -> Any:
-    """Return `out`, now holding `value`, which fits into it."""
-    if is_array(out):
-        out[...] = value
-    else:
-        out.detach().copy_(value)
-    return out
-
-
-def _with_article(value: Any) -> str:
-    text = _describe(value)
-    return f"{'an' if text[0] in 'aeiou' else 'a'} {text}"

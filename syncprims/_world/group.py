@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from syncprims._data import objects, reduction
 from syncprims._data.partition import split
+from syncprims._data.results import copy_into
 from syncprims._protocol.validation import seconds, whole_number
 
 from .sequential import InTurn, MainFirst
@@ -173,10 +174,12 @@ class Group:
         timeout: Seconds = None,
     ) -> Any:
         """As :func:`syncprims.all_reduce`, among the members."""
-        op = reduction.check_op(op)
-        rounds = self._rounds
-        note = rounds.note("all_reduce", name, op=op)
-        return objects.all_reduce(rounds, note, value, op, out, self._seconds(timeout))
+        if op.__class__ is not str or op not in reduction.OPS:
+            op = reduction.check_op(op)
+        rounds = self._member or self._rounds
+        limit = self._timeout if timeout is None else seconds(timeout)
+        note = rounds.note("all_reduce", name, None, op)
+        return objects.all_reduce(rounds, note, value, op, out, limit)
 
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
@@ -289,12 +292,12 @@ class SharedResult(NamedTuple):
 def _broadcast(
     group: Group, kind: str, name: str | None, obj: T, src: int, out: Any, timeout: Seconds
 ) -> T:
-    rounds = group._rounds
+    rounds = group._member or group._rounds
     note = rounds.note(kind, name, src)
     limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
         objects.check(rounds, note.label, obj)
-        same: T = rounds.meet(note, None, lambda _: objects.copy_into(rounds, out, obj))
+        same: T = rounds.meet(note, None, lambda _: copy_into(rounds, out, obj))
         return same
     value: T = objects.broadcast(rounds, note, obj, src, out, limit)
     return value

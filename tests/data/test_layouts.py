@@ -61,6 +61,41 @@ def test_numbers_keep_their_kinds_and_bits(world: Ranks) -> None:
 
 
 @several()
+def test_one_line_may_broadcast_another_kind_of_value_each_time(world: Ranks) -> None:
+    """A receiver expects what its line brought last. The source decides."""
+
+    def program() -> None:
+        n = sp.get_world_size()
+        values: list[Any] = [1.0, 2, {"a": 1.0}, {"b": 1}, None, "text", 1 << 70, (1, 2.0), [[]]]
+        values += [
+            np.ones(1),
+            np.ones((2, 2), "f4"),
+            np.ones(100_000),
+            np.ones(500_000),
+            np.ones(0),
+        ]
+        values += [torch.ones(3), torch.ones(3, dtype=torch.bfloat16), {"a": torch.ones(2)}]
+        dice = random.Random(5)
+        place = np.zeros((2, 2), "f4")
+        sources = range(n)
+        for value in [*values, *dice.choices(values, k=60)]:
+            out = place if isinstance(value, np.ndarray) and value.shape == (2, 2) else None
+            for src in sources:
+                mine = value if sp.get_rank() == src else None
+                got: Any = sp.broadcast(mine, src, out=out)
+                assert type(got) is type(value)
+                if isinstance(value, np.ndarray | torch.Tensor):
+                    assert got.dtype == value.dtype
+                    assert got.shape == value.shape
+                    assert (got == value).all()
+                else:
+                    assert str(got) == str(value)
+                assert out is None or got is out
+
+    world.run(program)
+
+
+@several()
 def test_values_that_differ_in_structure_are_a_mismatch_on_all(world: Ranks) -> None:
     def program() -> None:
         last = sp.get_rank() == sp.get_world_size() - 1
@@ -102,6 +137,9 @@ def test_tensors_of_one_shape_are_alike_whatever_their_history(world: Ranks) -> 
         assert sp.all_reduce(torch.ones(3), out=place) is place
         assert place._version > version
         assert sp.broadcast(torch.ones(3), out=place) is place
+        with pytest.raises(ValueError, match="items of out share memory"):
+            sp.all_reduce(torch.ones(3), out=torch.zeros(1).expand(3))
+        assert sp.all_reduce(1) == sp.get_world_size()  # still in step
 
     world.run(program)
 
@@ -132,8 +170,9 @@ def test_a_slow_reader_never_reads_the_next_call(world: Ranks) -> None:
         dice, slow = random.Random(3), random.Random(rank)  # the same on all; everybody's own
         trigger = sp.Trigger(lag=1)
         for layout in (layouts.NumberLayout, layouts.ArrayLayout):
-            for name in ("read", "reduce"):
-                _delay(layout, name, slow)
+            _delay(layout, "read", slow)
+        for reducer in (layouts.NumberReducer, layouts.ArrayReducer):
+            _delay(reducer, "reduce", slow)
         for step in range(60):
             size = dice.choice([1, 100, 500, 3000, 40_000, 150_000])
             kind, src = dice.choice(["float", "sum", "from", "number", "flag"]), dice.randrange(n)
@@ -152,14 +191,14 @@ def test_a_slow_reader_never_reads_the_next_call(world: Ranks) -> None:
     world.run(program)
 
 
-def _delay(layout: Any, name: str, slow: random.Random) -> None:
-    method = getattr(layout, name)
+def _delay(kind: Any, name: str, slow: random.Random) -> None:
+    method = getattr(kind, name)
 
     def late(self: Any, *args: Any) -> Any:
         time.sleep(0.002 if slow.random() < 0.3 else 0)  # the fault, not a wait
         return method(self, *args)
 
-    setattr(layout, name, late)
+    setattr(kind, name, late)
 
 
 @several()

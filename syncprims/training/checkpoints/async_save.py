@@ -29,6 +29,7 @@ from syncprims._world.runtime import announce_activity, get_active_group
 from . import filesystem
 from .commit import merge_records
 from .coordination import UNCHANGED, Outcome, cleanup_on_error, combine, coordinate
+from .huge_pages import in_huge_pages
 from .integrity import check_digest, dump_with_digest, parse
 from .state_writer import removed_by_others
 
@@ -277,8 +278,9 @@ def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     devices: set[torch.device] = set()
     for name, tensor in tensors.items():
         pin = tensor.is_cuda
-        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
-        copies[name].copy_(tensor, non_blocking=pin)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
+        copies[name] = copy if pin else in_huge_pages(copy)
+        copy.copy_(tensor, non_blocking=pin)
         if pin:
             devices.add(tensor.device)
     for device in devices:

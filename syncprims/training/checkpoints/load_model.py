@@ -26,6 +26,7 @@ from syncprims.training.preparation import unwrap_model
 
 from .dtensor import distribute, is_dtensor
 from .filesystem import LOG
+from .huge_pages import in_huge_pages
 from .integrity import refusal
 from .progress import progress_bar
 from .safetensors_file import SafetensorsFile, StoredTensor, byte_size
@@ -335,6 +336,8 @@ def _moved(
     kind = kind if kind is not None and tensor.is_floating_point() else tensor.dtype
     if tensor.is_meta:
         made = torch.empty_like(tensor, device=device or "cpu", dtype=kind)
+        if made.device.type == "cpu" and type(made) is torch.Tensor:
+            in_huge_pages(made)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made

@@ -28,6 +28,7 @@ from syncprims import get_local_world_size
 from syncprims._data.arrays import raw
 
 from . import filesystem
+from .huge_pages import in_huge_pages
 from .integrity import (
     BLANK_DIGEST,
     CHUNK,
@@ -403,7 +404,7 @@ class SafetensorsFile:
         :raises CheckpointError: as :meth:`read_into`.
         """
         dtype, shape, _, _ = self.entries[name]
-        found = torch.empty(shape, dtype=dtype, device="cpu")
+        found = in_huge_pages(torch.empty(shape, dtype=dtype, device="cpu"))
         self.read_into([(name, found)])
         return found
 

@@ -431,6 +431,10 @@ def test_a_large_file_is_read_by_several_threads_and_none_is_left(
     alone = nn.Linear(1000, 6001)
     load_checkpoint_in_model(alone, tmp_path / "m")
     assert torch.equal(model.weight, alone.weight)
+    with torch.device("meta"):
+        new = nn.Linear(1000, 6001)
+    load_checkpoint_in_model(new, tmp_path / "m")
+    assert torch.equal(model.weight, new.weight)
     data = bytearray((tmp_path / "m" / "model.safetensors").read_bytes())
     data[-5] ^= 1
     (tmp_path / "m" / "model.safetensors").write_bytes(data)

@@ -1,0 +1,156 @@
+"""Calls with a value that has a layout: prepared once for each call site, then one round each.
+
+A training loop makes the same call again and again. All that does not change is in a
+:class:`PreparedCall`, so that a call only writes its slot, posts a note, and reads the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from syncprims.interface import Label, Note
+
+from .arrays import mark_written, may_fill
+from .results import copy_into
+
+if TYPE_CHECKING:
+    from .layouts import Layout
+    from .plane import DataPlane
+
+
+#: What a call makes its first round of: the arguments of :meth:`Rounds.meet`.
+FirstRound = tuple[Note, float | None, Callable[[Sequence[Note]], Any], Callable[[], object] | None]
+
+
+class PreparedCall:
+    """What is the same in all calls of one site with values of one layout."""
+
+    def __init__(self, plane: DataPlane, layout: Layout, note: Note) -> None:
+        """Prepare the calls whose plain note is `note`.
+
+        :raises OSError: if there is no space for the slots.
+        """
+        self.note = note
+        self.layout = layout
+        self._rounds, self._board = plane.rounds, plane.board
+        self.window = plane.place(layout)
+        if self.window is not None:
+            self._memory, self._fence = self.window
+        self._half = layout.half
+        plain = note.label
+        label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
+        #: The note, with the description of the value.
+        self.header = note._replace(label=label)
+
+
+class PreparedReduction(PreparedCall):
+    """An ``all_reduce`` of values of one layout."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        layout: Layout,
+        note: Note,
+        op: str,
+        in_pieces: Callable[..., None],
+        otherwise: Callable[..., Any],
+    ) -> None:
+        """Prepare it.
+
+        ``in_pieces(timeout, value, place)`` fills `place` where that takes more rounds, and
+        ``otherwise(timeout, notes, value, out)`` returns the result where layouts differ.
+
+        :raises OSError: if there is no space for the slots.
+        :raises TypeError: if `op` cannot reduce such values.
+        """
+        super().__init__(plane, layout, note)
+        reducer = layout.reducer(op)
+        self._place_for, self._reduce = reducer.place_for, reducer.reduce
+        self._write_slot, self._index = layout.write, plane.index
+        self._in_window = self.window is not None and layout.one_round
+        self._in_pieces, self._otherwise = in_pieces, otherwise
+
+    def start(self, packed: Any, value: Any, out: Any, timeout: float | None) -> FirstRound:
+        """Return the round that reduces `value`."""
+        place = self._place_for(out)
+        if self._in_window:
+            read = partial(self._read, timeout, value, out, place)
+            return self.header, timeout, read, partial(self._write, packed)
+        header = self.header
+        if self.window is None:
+            header = header._replace(payload=self.layout.to_bytes(packed))
+        elif place is out and not may_fill(out, value):
+            place = self._place_for(None)
+        return header, timeout, partial(self._read, timeout, value, out, place), None
+
+    def _write(self, packed: Any) -> None:
+        at = self._half * (self._board.posted + 1 & 1)
+        self._write_slot(self._memory, at, self._index, packed)
+        self._fence()
+
+    def _read(
+        self, timeout: float | None, value: Any, out: Any, place: Any, notes: Sequence[Note]
+    ) -> Any:
+        header = self.header
+        for other in notes:
+            if other is not header and other.label.data != self.layout.data:
+                return self._otherwise(timeout, notes, value, out)
+        if self._in_window:
+            self._fence()
+            at = self._half * (self._board.collected & 1)
+            result = self._reduce(self._memory, at, place)
+            self._fence()  # read before this rank says so
+        elif self.window is None:
+            payloads = bytearray().join([note.payload for note in notes])
+            result = self._reduce(payloads, 0, place)
+        else:
+            result = place
+            self._in_pieces(timeout, value, place)
+        if out is None:
+            return result
+        if result is out:
+            mark_written(out)
+        return copy_into(self._rounds, out, result)
+
+
+class PreparedBroadcast(PreparedCall):
+    """A ``broadcast`` of values of one layout.
+
+    A receiver makes it from what the last call of its site brought. Then all notes are equal, which
+    the board proves with one comparison. It may be another value this time: the source's note
+    decides.
+    """
+
+    def send(
+        self, packed: Any, timeout: float | None, read: Callable[[Sequence[Note]], Any]
+    ) -> FirstRound:
+        """Return the source's round."""
+        if self.window is None:
+            header = self.header._replace(payload=self.layout.to_bytes(packed))
+            return header, timeout, read, None
+        return self.header, timeout, read, partial(self._write, packed)
+
+    def _write(self, packed: Any) -> None:
+        at = self._half * (self._board.posted + 1 & 1)
+        self.layout.write(self._memory, at, 0, packed)
+        self._fence()
+
+    def brings(self, note: Note) -> bool:
+        """Return whether what came with the source's note has this layout."""
+        return note is self.header or note.label.data == self.layout.data
+
+    def read(self, note: Note, out: Any) -> Any:
+        """Return the value that came with the source's note: in `out`, if that fits."""
+        layout = self.layout
+        place = out if out is not None and layout.fits(out) else None
+        if self.window is None:
+            value = layout.read(bytearray(note.payload), 0, 0, place)
+        else:
+            self._fence()
+            value = layout.read(self._memory, self._half * (self._board.collected & 1), 0, place)
+            self._fence()  # read before this rank says so
+        if value is out:
+            mark_written(out)
+        return copy_into(self._rounds, out, value)
