@@ -18,7 +18,7 @@ from zlib import crc32
 from syncprims.errors import EncodingError
 
 from . import codec, reduction
-from .arrays import Spec, flat, is_fillable, library_of, raw, spec_of
+from .arrays import Spec, flat, is_fillable, library_of, mark_written, raw, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -34,9 +34,9 @@ _LONGEST = 1024  # bytes of a description: a label has to fit into a cell
 _CODES = {float: "d", int: "q"}
 
 
-def key_of(value: Any) -> Hashable:
+def key_of(value: object) -> Hashable:
     """Return what is the same for all values of one layout; None for most that have none."""
-    kind = type(cast("object", value))
+    kind = type(value)
     of_kind = _KEYS.get(kind)
     if of_kind is not None:
         return of_kind(value)
@@ -344,12 +344,12 @@ class ArrayReducer(Reducer):
         spec = layout.spec
         like = spec.make()
         reduction.check_value(like, op)
-        self._layout = layout
+        self._layout, self._is_tensor = layout, spec.library == "torch"
         dtype = self._dtype = reduction.result_dtype(like, op)
         self._items: Callable[[Any], Any]
         self._empty: Callable[[], Any]
         self._combine: Callable[[Sequence[Any], Any], object]
-        if spec.library == "numpy":
+        if not self._is_tensor:
             self._items = _flattened
             self._empty = partial(layout.library.empty, spec.shape, dtype)
             self._combine = reduction.array_combiner(op, dtype, like.dtype)
@@ -369,6 +369,8 @@ class ArrayReducer(Reducer):
         items = self._items(place)
         self._combine(self._layout.slots_at(memory, at), items)
         reduction.set_nans(items)
+        if self._is_tensor:
+            mark_written(place)
         return place
 
 

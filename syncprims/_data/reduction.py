@@ -13,6 +13,7 @@ import itertools
 import math
 import sys
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
@@ -320,9 +321,44 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
         array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
 
 
-@functools.cache
 def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], object]:
-    """Return what fills an array of `dtype` with the reduction of numpy arrays of dtype `of`."""
+    """Return what fills an array of `dtype` with the reduction of numpy arrays of dtype `of`.
+
+    It has no numpy warnings: as everywhere, an overflow is an infinity. It must not be called by
+    two threads at a time.
+    """
+    fill = _array_filler(op, dtype, of)
+    if dtype.kind not in "fc":
+        return fill
+    context = _context_without_warnings()
+    if context is None:
+        return partial(_without_warnings, fill)
+    run: Callable[..., None] = context.copy().run
+    return partial(run, fill)
+
+
+@functools.cache
+def _context_without_warnings() -> Context | None:
+    """Return a context in which numpy does not warn. None can be entered twice at a time.
+
+    To use it is faster than `numpy.errstate`. None for numpy 1, where these settings are in the
+    thread.
+    """
+    numpy: Any = sys.modules["numpy"]
+    if numpy.__version__.startswith("1."):
+        return None
+    context = Context()
+    context.run(numpy.seterr, all="ignore")
+    return context
+
+
+def _without_warnings(fill: Callable[..., None], parts: Sequence[Any], out: Any) -> None:
+    with sys.modules["numpy"].errstate(all="ignore"):
+        fill(parts, out)
+
+
+@functools.cache
+def _array_filler(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], None]:
     numpy: Any = sys.modules["numpy"]
     function = getattr(numpy, _FUNCTIONS.get(op, "add"))
     kind, wide = dtype.kind, dtype
@@ -348,21 +384,7 @@ def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any
         if total is not out:
             out[...] = total
 
-    if kind not in "fc":
-        return fill
-    # As everywhere, an overflow is an infinity. To set that in a context is faster than in each
-    # call. In numpy 1, it is set in the thread.
-    if numpy.__version__.startswith("1."):
-
-        def fill_quietly(parts: Sequence[Any], out: Any) -> None:
-            with numpy.errstate(all="ignore"):
-                fill(parts, out)
-
-        return fill_quietly
-    context = Context()
-    context.run(numpy.seterr, all="ignore")
-    # None can be entered twice at a time.
-    return lambda parts, out: context.copy().run(fill, parts, out)
+    return fill
 
 
 def _multiply_arrays(a: Any, b: Any, *, out: Any, casting: str = "") -> None:

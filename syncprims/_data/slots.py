@@ -108,10 +108,9 @@ class PreparedReduction(PreparedCall):
         else:
             result = place
             self._in_pieces(timeout, value, place)
-        if out is None:
+            mark_written(place)
+        if out is None or result is out:
             return result
-        if result is out:
-            mark_written(out)
         return copy_into(self._rounds, out, result)
 
 
