@@ -394,8 +394,7 @@ def _reduce_any(
 
         package = sequence.attempt(pack) if more else pack()
     payload, arrays, transport = package
-    plane, number = DataPlane.of(rounds), rounds.board.collected
-    payloads = [plane.encoding_in(number, note, i) for i, note in enumerate(notes)]
+    payloads = DataPlane.of(rounds).encodings(rounds.board.collected, notes)
     operands: list[Operand] = []
 
     def add_operand(mine: Any) -> Any:

@@ -18,7 +18,7 @@ from .shared_memory import SharedMemoryTransport
 from .transport import DeviceTransport, EngineTransport, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Note, Window
@@ -143,24 +143,27 @@ class DataPlane:
             found = self._described[data] = read_layout(data, self.count)
         return found
 
-    def encoding_in(self, number: int, note: Note, index: int) -> bytes:
-        """Return the encoding of the value that came with a note of round `number`.
+    def encodings(self, number: int, notes: Sequence[Note]) -> list[bytes]:
+        """Return the encodings of the values that came with the notes of round `number`.
 
-        A large array is represented by its spec. Its slot is not read.
+        A large array is represented by its spec, and so is a value of which no slot can be read:
+        where the slots of the members differ in size, they overlap.
         """
-        data = note.label.data
-        if not data:
-            return note.payload
-        layout = self.described(data)
-        if layout.stride >= codec.LARGE:
-            return data
-        window = self.place(layout)
-        if window is None:
-            value = layout.read(bytearray(note.payload), 0, 0)
-        else:
-            window.fence()
-            value = layout.read(window.memory, layout.half * (number & 1), index)
-        return codec.encode(value)
+        layouts = [self.described(note.label.data) if note.label.data else None for note in notes]
+        overlap = len({layout.stride for layout in layouts if layout is not None}) > 1
+        found: list[bytes] = []
+        for index, (note, layout) in enumerate(zip(notes, layouts, strict=True)):
+            if layout is None:
+                found.append(note.payload)
+            elif overlap or layout.stride >= codec.LARGE:
+                found.append(layout.data)
+            elif (window := self.place(layout)) is None:
+                found.append(codec.encode(layout.read(bytearray(note.payload), 0, 0)))
+            else:
+                window.fence()
+                at = layout.half * (number & 1)
+                found.append(codec.encode(layout.read(window.memory, at, index)))
+        return found
 
     def keep(self, key: Hashable, call: T) -> T:
         """Return `call`, which is kept for later calls."""

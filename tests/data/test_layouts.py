@@ -101,6 +101,7 @@ def test_values_that_differ_in_structure_are_a_mismatch_on_all(world: Ranks) -> 
         last = sp.get_rank() == sp.get_world_size() - 1
         values: list[Any] = [1.0, [1.0], [1.0, 2], (1.0,), {"a": 1.0}, {"b": 1.0}, np.ones(1)]
         values += [np.ones(2), np.ones(1, "f4"), torch.ones(1), np.ones(3000), {"a": [1.0]}]
+        values += [[1.0] * 20, np.ones(30), torch.ones(200)]  # of other sizes in memory
         for one, other in itertools.permutations(values, 2):
             with pytest.raises(sp.RankMismatch, match="differ in kind, shape or dtype"):
                 sp.all_reduce(other if last else one)
