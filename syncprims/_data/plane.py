@@ -44,7 +44,8 @@ class DataPlane:
         self.count = len(board.members)
         self.index = board.members.index(rounds.rank)  #: of this rank among the members
         self._small = board.small_window
-        self._small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
+        #: Bytes of one member's part of the small window, for one round.
+        self.small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
         self._window: Window | None = None
         self._transport: Transport | None = None
         self._layouts: dict[Any, Layout | None] = {}
@@ -100,7 +101,7 @@ class DataPlane:
         """
         if not layout.is_placed:
             layout.window = window = self._small
-            if layout.stride > self._small_slot:
+            if layout.stride > self.small_slot:
                 layout.window = window = self.window()
                 if window is not None:
                     most = _ONE_ROUND if self.count <= _FEW_MEMBERS else _ONE_ROUND_OF_MANY
@@ -163,6 +164,19 @@ class DataPlane:
                 window.fence()
                 at = layout.half * (number & 1)
                 found.append(codec.encode(layout.read(window.memory, at, index)))
+        return found
+
+    def small_encodings(self, number: int, notes: Sequence[Note]) -> list[bytes]:
+        """Return the encodings of the values in the small slots, or in the notes, of a round."""
+        found: list[bytes] = []
+        for index, note in enumerate(notes):
+            data = note.label.data
+            if not data or self._small is None:
+                found.append(note.payload)
+                continue
+            self._small.fence()
+            begin = len(self._small.memory) // 2 * (number & 1) + index * self.small_slot
+            found.append(codec.encode(self.described(data).read(self._small.memory, begin, 0)))
         return found
 
     def keep(self, key: Hashable, call: T) -> T:
