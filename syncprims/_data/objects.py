@@ -14,7 +14,7 @@ from .arrays import Spec, fits, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
 from .plane import DataPlane
 from .results import copy_into
-from .slots import FirstRound, PreparedBroadcast, PreparedReduction
+from .slots import FirstRound, PreparedBroadcast, PreparedGather, PreparedReduction
 from .transport import Operand, Transport
 
 if TYPE_CHECKING:
@@ -137,18 +137,46 @@ def _broadcast_large(
 # -- all-gather --------------------------------------------------------------------------------
 
 
-def gather(rounds: Rounds, label: Label, obj: Any, timeout: float | None) -> list[Any]:
+def gather(rounds: Rounds, note: Note, obj: Any, timeout: float | None) -> list[Any]:
     """Return every member's object, in rank order; one's own is the very object."""
-    payload = encode(rounds, label, obj)
-    note = Note(label)
     if rounds.board.note_limit is not None:
+        payload = encode(rounds, note.label, obj)
         return RoundSequence.run(rounds, note, timeout, lambda s: _gather(s, obj, payload))
+    try:
+        first = _prepared_gather(rounds, note, obj, timeout)
+    except BaseException as error:
+        rounds.fail(note.label, error)
+        raise
+    if first is None:
+        payload = encode(rounds, note.label, obj)
+        read = partial(_gather_any, rounds, note, timeout, obj)
+        first = note._replace(payload=payload), timeout, read, None
+    return rounds.meet(*first)
 
-    def read(notes: Sequence[Note]) -> list[Any]:
-        payloads = [note.payload for note in notes]
-        return _decode_all(rounds, RoundSequence(rounds, note, timeout), obj, payloads)
 
-    return rounds.meet(Note(label, payload=payload), timeout, read)
+def _prepared_gather(
+    rounds: Rounds, note: Note, obj: Any, timeout: float | None
+) -> FirstRound | None:
+    """Return the round that gathers small values of a layout; None for others."""
+    plane: DataPlane = rounds.data or DataPlane.of(rounds)
+    layout = plane.layout_of(obj)
+    packed = None if layout is None else layout.pack(obj)
+    if layout is None or packed is None or layout.stride > plane.small_slot:
+        return None
+    key = id(note), id(layout)
+    call: PreparedGather | None = plane.calls.get(key)
+    if call is None or call.note is not note or call.layout is not layout:
+        otherwise = partial(_gather_any, rounds, note)
+        call = plane.keep(key, PreparedGather(plane, layout, note, otherwise))
+    return call.start(packed, obj, timeout)
+
+
+def _gather_any(
+    rounds: Rounds, note: Note, timeout: float | None, obj: Any, notes: Sequence[Note]
+) -> list[Any]:
+    """Return all members' objects of all kinds."""
+    payloads = DataPlane.of(rounds).small_encodings(rounds.board.collected, notes)
+    return _decode_all(rounds, RoundSequence(rounds, note, timeout), obj, payloads)
 
 
 def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
@@ -394,8 +422,7 @@ def _reduce_any(
 
         package = sequence.attempt(pack) if more else pack()
     payload, arrays, transport = package
-    plane, number = DataPlane.of(rounds), rounds.board.collected
-    payloads = [plane.encoding_in(number, note, i) for i, note in enumerate(notes)]
+    payloads = DataPlane.of(rounds).encodings(rounds.board.collected, notes)
     operands: list[Operand] = []
 
     def add_operand(mine: Any) -> Any:

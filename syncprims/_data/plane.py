@@ -18,7 +18,7 @@ from .shared_memory import SharedMemoryTransport
 from .transport import DeviceTransport, EngineTransport, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     from syncprims._protocol.rounds import Rounds
     from syncprims.interface import Note, Window
@@ -44,7 +44,8 @@ class DataPlane:
         self.count = len(board.members)
         self.index = board.members.index(rounds.rank)  #: of this rank among the members
         self._small = board.small_window
-        self._small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
+        #: Bytes of one member's part of the small window, for one round.
+        self.small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
         self._window: Window | None = None
         self._transport: Transport | None = None
         self._layouts: dict[Any, Layout | None] = {}
@@ -100,7 +101,7 @@ class DataPlane:
         """
         if not layout.is_placed:
             layout.window = window = self._small
-            if layout.stride > self._small_slot:
+            if layout.stride > self.small_slot:
                 layout.window = window = self.window()
                 if window is not None:
                     most = _ONE_ROUND if self.count <= _FEW_MEMBERS else _ONE_ROUND_OF_MANY
@@ -143,24 +144,40 @@ class DataPlane:
             found = self._described[data] = read_layout(data, self.count)
         return found
 
-    def encoding_in(self, number: int, note: Note, index: int) -> bytes:
-        """Return the encoding of the value that came with a note of round `number`.
+    def encodings(self, number: int, notes: Sequence[Note]) -> list[bytes]:
+        """Return the encodings of the values that came with the notes of round `number`.
 
-        A large array is represented by its spec. Its slot is not read.
+        A large array is represented by its spec, and so is a value of which no slot can be read:
+        where the slots of the members differ in size, they overlap.
         """
-        data = note.label.data
-        if not data:
-            return note.payload
-        layout = self.described(data)
-        if layout.stride >= codec.LARGE:
-            return data
-        window = self.place(layout)
-        if window is None:
-            value = layout.read(bytearray(note.payload), 0, 0)
-        else:
-            window.fence()
-            value = layout.read(window.memory, layout.half * (number & 1), index)
-        return codec.encode(value)
+        layouts = [self.described(note.label.data) if note.label.data else None for note in notes]
+        overlap = len({layout.stride for layout in layouts if layout is not None}) > 1
+        found: list[bytes] = []
+        for index, (note, layout) in enumerate(zip(notes, layouts, strict=True)):
+            if layout is None:
+                found.append(note.payload)
+            elif overlap or layout.stride >= codec.LARGE:
+                found.append(layout.data)
+            elif (window := self.place(layout)) is None:
+                found.append(codec.encode(layout.read(bytearray(note.payload), 0, 0)))
+            else:
+                window.fence()
+                at = layout.half * (number & 1)
+                found.append(codec.encode(layout.read(window.memory, at, index)))
+        return found
+
+    def small_encodings(self, number: int, notes: Sequence[Note]) -> list[bytes]:
+        """Return the encodings of the values in the small slots, or in the notes, of a round."""
+        found: list[bytes] = []
+        for index, note in enumerate(notes):
+            data = note.label.data
+            if not data or self._small is None:
+                found.append(note.payload)
+                continue
+            self._small.fence()
+            begin = len(self._small.memory) // 2 * (number & 1) + index * self.small_slot
+            found.append(codec.encode(self.described(data).read(self._small.memory, begin, 0)))
+        return found
 
     def keep(self, key: Hashable, call: T) -> T:
         """Return `call`, which is kept for later calls."""

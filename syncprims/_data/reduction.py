@@ -333,7 +333,7 @@ def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any
     context = _context_without_warnings()
     if context is None:
         return partial(_without_warnings, fill)
-    run: Callable[..., None] = context.copy().run
+    run: Any = context.copy().run
     return partial(run, fill)
 
 

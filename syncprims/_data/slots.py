@@ -153,3 +153,50 @@ class PreparedBroadcast(PreparedCall):
         if value is out:
             mark_written(out)
         return copy_into(self._rounds, out, value)
+
+
+class PreparedGather(PreparedCall):
+    """An ``all_gather`` of values of one layout, in small slots.
+
+    The slots have one size, whatever is in them: each member may bring another value.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        layout: Layout,
+        note: Note,
+        otherwise: Callable[[float | None, Any, Sequence[Note]], list[Any]],
+    ) -> None:
+        """Prepare it; ``otherwise(timeout, obj, notes)`` returns the result where layouts differ.
+
+        :raises OSError: if there is no space for the slots.
+        """
+        super().__init__(plane, layout, note)
+        size, index = plane.small_slot, plane.index
+        self._own_at = index * size
+        self._others = [(i, i * size) for i in range(plane.count) if i != index]
+        self._count, self._otherwise = plane.count, otherwise
+
+    def start(self, packed: Any, obj: Any, timeout: float | None) -> FirstRound:
+        """Return the round that gathers `obj`."""
+        read = partial(self._read, timeout, obj)
+        return self.header, timeout, read, partial(self._write, packed)
+
+    def _write(self, packed: Any) -> None:
+        at = self._half * (self._board.posted + 1 & 1)
+        self.layout.write(self._memory, at + self._own_at, 0, packed)
+        self._fence()
+
+    def _read(self, timeout: float | None, obj: Any, notes: Sequence[Note]) -> list[Any]:
+        header, read, memory = self.header, self.layout.read, self._memory
+        for other in notes:
+            if other is not header and other.label.data != self.layout.data:
+                return self._otherwise(timeout, obj, notes)
+        self._fence()
+        begin = self._half * (self._board.collected & 1)
+        values = [obj] * self._count
+        for index, at in self._others:
+            values[index] = read(memory, begin + at, 0)
+        self._fence()  # read before this rank says so
+        return values

@@ -314,7 +314,7 @@ def gather_as(
         objects.check(rounds, note.label, obj)
         rounds.meet(note)
         return [obj]
-    return objects.gather(rounds, note.label, obj, limit)
+    return objects.gather(rounds, note, obj, limit)
 
 
 def _has_flag(notes: Sequence[Note]) -> bool:

@@ -96,11 +96,29 @@ def test_one_line_may_broadcast_another_kind_of_value_each_time(world: Ranks) ->
 
 
 @several()
+def test_each_rank_may_gather_another_value(world: Ranks) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        kinds: list[Any] = [1.0, 7, [1.0] * 20, {"a": 1}, (1, 2.0), None, "text", 1 << 70, True]
+        kinds += [np.ones(3), np.ones(300), np.ones(3000), torch.ones(3), np.ones(0), np.float32(1)]
+        dice = random.Random(7)
+        for step in range(120):
+            values = dice.choices(kinds, k=1 if step % 3 == 0 else n) * n
+            found = sp.all_gather(values[rank])
+            assert found[rank] is values[rank]
+            assert list(map(repr, found)) == list(map(repr, values[:n]))
+            assert sp.all_gather(rank) == list(range(n))
+
+    world.run(program)
+
+
+@several()
 def test_values_that_differ_in_structure_are_a_mismatch_on_all(world: Ranks) -> None:
     def program() -> None:
         last = sp.get_rank() == sp.get_world_size() - 1
         values: list[Any] = [1.0, [1.0], [1.0, 2], (1.0,), {"a": 1.0}, {"b": 1.0}, np.ones(1)]
         values += [np.ones(2), np.ones(1, "f4"), torch.ones(1), np.ones(3000), {"a": [1.0]}]
+        values += [[1.0] * 20, np.ones(30), torch.ones(200)]  # of other sizes in memory
         for one, other in itertools.permutations(values, 2):
             with pytest.raises(sp.RankMismatch, match="differ in kind, shape or dtype"):
                 sp.all_reduce(other if last else one)
