@@ -14,6 +14,7 @@ from __future__ import annotations
 from .process_group import SyncProcessGroup, create_process_group
 from .torch_internals import (
     NAME,
+    accept_timeouts,
     keep_from_recorder,
     notify_of_ends,
     register_backend,
@@ -25,3 +26,4 @@ __all__ = ["NAME", "SyncProcessGroup", "serve_every_backend"]
 register_backend(create_process_group)
 notify_of_ends(SyncProcessGroup)
 keep_from_recorder(SyncProcessGroup)
+accept_timeouts()

@@ -81,8 +81,8 @@ class Channel:
         else:
             self.piece_size = board.note_limit or 1 << 62
 
-    def add(self, what: str, data: memoryview, timeout: float | None) -> Transfer:
-        """Return a new transfer, begun as far as there is room."""
+    def note_of(self, what: str) -> Note:
+        """Return the note of a transfer that the user's line, on the stack now, has asked for."""
         kind = "send" if self.sends else "recv"
         tag = f", tag {self.tag}" if self.tag else ""
         made = self.rounds.note(kind, f"{what} to rank {self.dst}{tag}", self.src)
@@ -94,7 +94,11 @@ class Channel:
             if len(self._notes) > _MOST_NOTES:
                 self._notes.clear()
             self._notes[id(made)] = note
-        transfer = Transfer(self, note[1], data)
+        return note[1]
+
+    def add(self, note: Note, data: memoryview, timeout: float | None) -> Transfer:
+        """Return a new transfer, begun as far as there is room."""
+        transfer = Transfer(self, note, data)
         self._queue.append(transfer)
         self._timeout = timeout
         self.rounds.board.promised += transfer.pieces
@@ -124,6 +128,11 @@ class Channel:
         if self._seen <= board.collected:
             self._seen = board.status(self._peer).rounds
         return self._seen > board.collected
+
+    def has_unclaimed_note(self) -> bool:
+        """Return whether the other rank has posted more than this rank has asked to receive."""
+        board = self.rounds.board
+        return board.status(self._peer).rounds > board.posted + board.promised
 
     def has_ended(self) -> bool:
         """Return whether the other rank will post no more, or this board is broken."""
@@ -254,12 +263,16 @@ class PointToPoint:
         self._world = world
         self._board = board
         self._ranks = ranks
-        self._me = me
+        self.me = me
+        self.background = background_of(world)
         self._channels: dict[tuple[int, int, int], Channel] = {}
+        self._from_any: set[_AnyReceive] = set()  # that no rank has sent to yet
+        self._closed: Callable[[], SyncError] | None = None
         self._to_self: dict[int, _SelfChannel] = {}
 
     def _channel(self, src: int, dst: int, tag: int) -> Channel:
         """Return the channel between two group ranks."""
+        self.check_open()
         channel = self._channels.get((src, dst, tag))
         if channel is None:
             a, b = self._ranks[src], self._ranks[dst]
@@ -272,58 +285,62 @@ class PointToPoint:
     def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Any:
         """Send to the group rank `dst`."""
         data = raw(items_of(tensor))
-        if dst == self._me:
+        if dst == self.me:
             self._self_channel(tag).sent.append(bytes(data))
             return finished_work()
-        transfer = self._channel(self._me, dst, tag).add(_describe(tensor), data, timeout)
+        channel = self._channel(self.me, dst, tag)
+        transfer = channel.add(channel.note_of(_describe(tensor)), data, timeout)
         return finished_work() if transfer.done else _SendWork(self, transfer)
 
     def receive(self, tensor: torch.Tensor, src: int, tag: int, timeout: float | None) -> Any:
         """Receive from the group rank `src`."""
+        if src == self.me:
+            return _SelfReceive(self._self_channel(tag), OutputTensor(tensor), tensor, src)
+        channel = self._channel(src, self.me, tag)
+        return self.begin_receive(channel, channel.note_of(_describe(tensor)), tensor, src, timeout)
+
+    def begin_receive(
+        self, channel: Channel, note: Note, tensor: torch.Tensor, src: int, timeout: float | None
+    ) -> _ReceiveWork:
+        """Return the handle of a receive from the other rank of `channel`."""
         place = OutputTensor(tensor)
-        if src == self._me:
-            return _SelfReceive(self._self_channel(tag), place, tensor, src)
-        channel = self._channel(src, self._me, tag)
-        transfer = channel.add(_describe(tensor), raw(place.items), timeout)
+        transfer = channel.add(note, raw(place.items), timeout)
         return _ReceiveWork(self, transfer, place, tensor, src)
 
     def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: float | None) -> Any:
         """Receive from the first group rank that sends with this tag."""
-        others = [rank for rank in range(len(self._ranks)) if rank != self._me]
-        channels = {rank: self._channel(rank, self._me, tag) for rank in others}
-
-        def sender() -> int | None:
-            if self._self_channel(tag).sent:
-                return self._me
-            return next((rank for rank, one in channels.items() if one.has_note()), None)
-
-        def settled() -> bool:
-            ended = [one.has_ended() for one in channels.values()]
-            return sender() is not None or all(ended)
-
-        begin = self._now()
-        while (found := sender()) is None:
-            waited = self._now() - begin
-            ended = [rank for rank, one in channels.items() if one.has_ended()]
-            if len(ended) == len(channels) or (timeout is not None and waited >= timeout):
-                if (found := sender()) is not None:
-                    break  # its note came before its end
-                # This receive fails, and says what has become of one that could have sent.
-                found = next(iter(ended or channels))
-                work = self.receive(tensor, found, tag, 0.001 if timeout is not None else None)
-                work.wait()
-                return work
-            self._wait(list(channels.values()), settled, self._left(timeout, waited))
-        return self.receive(tensor, found, tag, timeout)
+        others = [rank for rank in range(len(self._ranks)) if rank != self.me]
+        channels = {rank: self._channel(rank, self.me, tag) for rank in others}
+        work = _AnyReceive(self, channels, self._self_channel(tag), tensor, timeout)
+        self._from_any.add(work)
+        if not work.move():
+            self.background.keep(work, unfinished=True)
+        return work
 
     def _self_channel(self, tag: int) -> _SelfChannel:
         return self._to_self.setdefault(tag, _SelfChannel())
 
     def close(self, why: Callable[[], SyncError]) -> None:
         """Make every later call raise ``why()``; what no rank can finish fails on the others."""
+        self._closed = why
+        for work in tuple(self._from_any):
+            self.forget(work)
         for channel in self._channels.values():
             channel.close(why)
         self._channels.clear()
+
+    def check_open(self) -> None:
+        """Accept a call, unless the group is destroyed.
+
+        :raises SyncError: that says so.
+        """
+        if self._closed is not None:
+            raise self._closed()
+
+    def forget(self, work: _AnyReceive) -> None:
+        """Look for a sender no more."""
+        self._from_any.discard(work)
+        self.background.keep(work, unfinished=False)
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -338,20 +355,19 @@ class PointToPoint:
         channel.take()
         if not transfer.done:
             # Where one rank runs at a time, the others get their turn.
-            self._wait([channel], channel.has_note, 0.0)
+            self.wait([channel], channel.has_note, 0.0)
             channel.take()
         return transfer.done
 
-    def _wait(
+    def wait(
         self, channels: Sequence[Channel], ready: Callable[[], bool], timeout: float | None
     ) -> None:
+        """Return when ``ready()``, after `timeout` seconds, or when one of the boards is broken."""
         wait_any(self._world, [one.rounds for one in channels], ready, timeout)
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return the time of the world, in seconds."""
         return rounds_of(self._world.group).board.now()
-
-    def _left(self, timeout: float | None, waited: float) -> float | None:
-        return None if timeout is None else max(0.0, timeout - waited)
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -401,6 +417,13 @@ class _TransferWork(Work):
     def result(self) -> list[torch.Tensor]:
         """Return what was received."""
         return []
+
+    def source_rank(self) -> int:
+        """Return the group rank that has sent it.
+
+        :raises ValueError: if it is a send.
+        """
+        raise ValueError("the handle of a send has no source rank; ask the one of a receive")
 
 
 class _SendWork(_TransferWork):
@@ -452,6 +475,93 @@ class _ReceiveWork(_SendWork):
     def source_rank(self) -> int:
         """Return the group rank that has sent it."""
         return self._src
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        """Return what was received."""
+        return [self._tensor]
+
+
+class _AnyReceive(_TransferWork):
+    """The handle of a receive from any rank: a task of every wait until a rank has sent."""
+
+    def __init__(
+        self,
+        owner: PointToPoint,
+        channels: dict[int, Channel],
+        own: _SelfChannel,
+        tensor: torch.Tensor,
+        timeout: float | None,
+    ) -> None:
+        super().__init__()
+        self._owner, self._channels, self._own = owner, channels, own
+        self._tensor, self._timeout = tensor, timeout
+        self._notes = {rank: one.note_of(_describe(tensor)) for rank, one in channels.items()}
+        self._work: _TransferWork | None = None  # the receive from the rank that has sent
+
+    def can_move(self) -> bool:
+        """Return whether a rank has sent."""
+        return self._work is None and self._find_sender() is not None
+
+    def move(self) -> bool:
+        """Receive from a rank that has sent, and return whether there was one."""
+        with self._owner.background.lock:
+            src = None if self._work is not None else self._find_sender()
+            if src is not None:
+                self._receive_from(src, self._timeout)
+            return src is not None
+
+    def _find_sender(self) -> int | None:
+        if self._own.sent:
+            return self._owner.me
+        found = (rank for rank, one in self._channels.items() if one.has_unclaimed_note())
+        return next(found, None)
+
+    def _receive_from(self, src: int, timeout: float | None) -> None:
+        owner, tensor = self._owner, self._tensor
+        if src == owner.me:
+            self._work = _SelfReceive(self._own, OutputTensor(tensor), tensor, src)
+        else:
+            note = self._notes[src]
+            self._work = owner.begin_receive(self._channels[src], note, tensor, src, timeout)
+        owner.forget(self)
+
+    def _finish(self, timeout: float | None) -> None:
+        owner, channels = self._owner, [*self._channels.values()]
+        limit = self._timeout if timeout is None else timeout
+
+        def settled() -> bool:
+            begun = self._work is not None or self.can_move()
+            return begun or all(one.has_ended() for one in channels)
+
+        begin = owner.now()
+        while self._work is None and not self.move():
+            owner.check_open()
+            waited = owner.now() - begin
+            ended = [rank for rank, one in self._channels.items() if one.has_ended()]
+            if len(ended) < len(channels) and (limit is None or waited < limit):
+                owner.wait(channels, settled, None if limit is None else limit - waited)
+            elif not self.move():  # a note may have come before the end
+                # This receive fails, and says what has become of one that could have sent.
+                src = next(iter(ended or self._channels), owner.me)
+                self._receive_from(src, None if limit is None else 0.001)
+        assert self._work is not None
+        self._work._finish(timeout)
+
+    def is_completed(self) -> bool:
+        """Return whether the tensor is filled."""
+        if self._work is None and not self.move():
+            # Where one rank runs at a time, the others get their turn.
+            self._owner.wait([*self._channels.values()], self.can_move, 0.0)
+            self.move()
+        return self._work is not None and self._work.is_completed()
+
+    def source_rank(self) -> int:
+        """Return the group rank that has sent it, when it is over."""
+        self.wait()
+        assert self._work is not None
+        return self._work.source_rank()
 
     _source_rank = source_rank
 

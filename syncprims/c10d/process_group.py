@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
@@ -31,7 +32,6 @@ from .torch_internals import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-    from datetime import timedelta
 
     from syncprims.interface import Note
 
@@ -55,8 +55,9 @@ def create_process_group(options: Any, backend_options: object = None) -> SyncPr
         world = find_world()
         if world is None:
             raise WorldClosed(
-                "new_group() after the world of this rank has ended: call it between "
-                "init_process_group() and destroy_process_group()"
+                f"new_group(backend={NAME!r}) on a rank without a world: open the default group "
+                f"with init_process_group({NAME!r}), and call new_group() before "
+                f"destroy_process_group()"
             )
         home = GroupWorld(world, started=False)
     return SyncProcessGroup(home, ranks, options)
@@ -227,10 +228,10 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return None
         return seconds
 
-    def _limit(self, options: Any) -> float | None:
-        """Return the timeout of one call."""
-        given = getattr(options, "timeout", None)
-        seconds = None if given is None else self._seconds(given)
+    def _limit(self, options: Any, timeout: timedelta | None = None) -> float | None:
+        """Return the timeout of one call, which its options or an argument give."""
+        given = getattr(options, "timeout", options) if timeout is None else timeout
+        seconds = self._seconds(given) if isinstance(given, timedelta) else None
         return self._timeout if seconds is None else seconds
 
     def _note(
@@ -305,7 +306,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when every member has come."""
-        self._rounds.meet(self._note("barrier"), self._limit(opts))
+        self._rounds.meet(self._note("barrier"), self._limit(opts, timeout))
         return finished_work()
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -314,31 +315,38 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._rounds.meet(self._note("monitored_barrier"), limit)
 
     @_recorded("all_reduce")
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Any:
         """Reduce each tensor in place."""
         found = _listed(tensors)
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
-        self._reduce("all_reduce", found, found, op, opts)
+        op = _op(opts if op is None else op)
+        self._reduce("all_reduce", found, found, op, self._limit(opts, timeout))
         return finished_work(found)
 
     @_recorded("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce all tensors in place, in one call."""
         found = _listed(tensors)
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        self._reduce("all_reduce_coalesced", found, found, op, opts)
+        self._reduce("all_reduce_coalesced", found, found, _op(opts), self._limit(opts))
         return finished_work(found)
 
     @_recorded("reduce")
     def reduce(
-        self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Any = None
+        self,
+        tensors: Tensors,
+        opts: Any = None,
+        op: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
     ) -> Any:
         """Reduce each tensor into that of the root."""
         found = _listed(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if op is None else op)
+        root = _root(opts, root)
+        op = _op(opts) if op is None else op
         results = found if root == self._me else [one.detach().clone() for one in found]
-        self._reduce("reduce", found, results, op, opts, root)
+        self._reduce("reduce", found, results, op, self._limit(opts, timeout), root)
         return finished_work(found)
 
     def _reduce(
@@ -347,7 +355,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         tensors: list[torch.Tensor],
         results: list[torch.Tensor],
         given: Any,
-        opts: Any,
+        timeout: float | None,
         root: int | None = None,
     ) -> None:
         op, factor = reduction_of(given)
@@ -357,7 +365,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for one in tensors:
             self._check_op(note, op, one)
         if sparse:
-            self._reduce_sparse(note, tensors, op, opts)
+            self._reduce_sparse(note, tensors, op, timeout)
             return
         if op == "premul_sum":
             op, tensors = "sum", [one.detach() * factor for one in tensors]
@@ -365,28 +373,33 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         operands = [
             Operand(items_of(one), place.items) for one, place in zip(tensors, places, strict=True)
         ]
-        buffers.reduce(self._rounds, note, operands, op, self._limit(opts))
+        buffers.reduce(self._rounds, note, operands, op, timeout)
         for place in places:
             place.finish()
 
-    def _reduce_sparse(self, note: Note, tensors: list[torch.Tensor], op: str, opts: Any) -> None:
+    def _reduce_sparse(
+        self, note: Note, tensors: list[torch.Tensor], op: str, timeout: float | None
+    ) -> None:
         (tensor,) = tensors
         total = objects.all_reduce(
-            self._rounds, note, tensor.detach().coalesce(), op, None, self._limit(opts)
+            self._rounds, note, tensor.detach().coalesce(), op, None, timeout
         )
         with torch.no_grad():  # a detached sparse tensor would keep its own indices
             tensor.copy_(total.coalesce())
 
     @_recorded("broadcast")
-    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Any:
         """Fill the tensors with those of the root."""
         found = _listed(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = _root(opts, root)
         note = self._note("broadcast", describe(found), root)
         sends = root == self._me
         places = [] if sends else [OutputTensor(one) for one in found]
         arrays = [items_of(one) for one in found] if sends else [one.items for one in places]
-        buffers.broadcast(self._rounds, note, arrays, self._index_of[root], self._limit(opts))
+        limit = self._limit(opts, timeout)
+        buffers.broadcast(self._rounds, note, arrays, self._index_of[root], limit)
         for place in places:
             place.finish()
         return finished_work(found)
@@ -397,7 +410,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         pairs = _pairs(outputs, inputs)
         for rooms, mine in pairs:
             note = self._note("all_gather", describe([mine]))
-            self._gather(note, mine, rooms, opts)
+            self._gather(note, mine, rooms, self._limit(opts, timeout))
         return finished_work(outputs)
 
     @_recorded("all_gather", 1)
@@ -406,11 +419,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for number, mine in enumerate(inputs):
             note = self._note("all_gather_coalesced", describe([mine]))
             rooms = [of_rank[number] for of_rank in outputs if number < len(of_rank)]
-            self._gather(note, mine, rooms, opts)
+            self._gather(note, mine, rooms, self._limit(opts))
         return finished_work(outputs)
 
     def _gather(
-        self, note: Note, mine: torch.Tensor, rooms: Sequence[torch.Tensor] | None, opts: Any
+        self,
+        note: Note,
+        mine: torch.Tensor,
+        rooms: Sequence[torch.Tensor] | None,
+        timeout: float | None,
     ) -> None:
         count = len(self._ranks)
         places: list[OutputTensor] = []
@@ -418,7 +435,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._check(note, mine, rooms)
             places = [OutputTensor(room) for room in rooms]
         items = [place.items for place in places] or [None] * count
-        buffers.gather(self._rounds, note, items_of(mine), self._by_index(items), self._limit(opts))
+        buffers.gather(self._rounds, note, items_of(mine), self._by_index(items), timeout)
         for place in places:
             place.finish()
 
@@ -447,19 +464,35 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         place.finish()
 
     @_recorded("gather", 1)
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+    def gather(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Any:
         """Fill the outputs of the root with the inputs of all members."""
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = _root(opts, root)
         (mine,) = _listed(inputs)
         note = self._note("gather", describe([mine]), root)
         rooms = None if root != self._me else _nested(outputs)
-        self._gather(note, mine, rooms, opts)
+        self._gather(note, mine, rooms, self._limit(opts, timeout))
         return finished_work(outputs)
 
     @_recorded("scatter", 1)
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+    def scatter(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Any:
         """Fill the output with the input that the root has for this rank."""
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = _root(opts, root)
         (output,) = _listed(outputs)
         note = self._note("scatter", describe([output]), root)
         parts: list[Any] = []
@@ -474,22 +507,28 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._by_index(parts) if parts else parts,
             place.items,
             self._index_of[root],
-            self._limit(opts),
+            self._limit(opts, timeout),
         )
         place.finish()
         return finished_work(outputs)
 
     @_recorded("reduce_scatter", 1)
     def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        op: Any = None,
     ) -> Any:
         """Fill the outputs with the reduction of what all members have for this rank."""
-        given = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
-        op, factor = reduction_of(given)
+        op, factor = reduction_of(_op(opts if op is None else op))
+        limit = self._limit(opts, timeout)
         for parts, output in _pairs(inputs, outputs):
             note = self._note("reduce_scatter", describe(parts), None, op)
             self._check(note, output, parts, of_size=[self._me])
-            self._reduce_scatter(note, output, [items_of(i) for i in parts], op, factor, opts)
+            self._reduce_scatter(note, output, [items_of(i) for i in parts], op, factor, limit)
         return finished_work(outputs)
 
     @_recorded("_reduce_scatter_base", 1)
@@ -510,12 +549,12 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter_single(
         self, kind: str, output: torch.Tensor, mine: torch.Tensor, opts: Any
     ) -> None:
-        op, factor = reduction_of(getattr(opts, "reduceOp", dist.ReduceOp.SUM))
+        op, factor = reduction_of(_op(opts))
         note = self._note(kind, describe([mine]), None, op)
         self._check_whole(note, output, mine)
         items, size = items_of(mine), output.numel()
         parts = [items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
-        self._reduce_scatter(note, output, parts, op, factor, opts)
+        self._reduce_scatter(note, output, parts, op, factor, self._limit(opts))
 
     def _reduce_scatter(
         self,
@@ -524,15 +563,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         parts: list[Any],
         op: str,
         factor: Any,
-        opts: Any,
+        timeout: float | None,
     ) -> None:
         self._check_op(note, op, output)
         place = OutputTensor(output)
         if op == "premul_sum":
             op, parts = "sum", [part * factor for part in parts]
-        buffers.reduce_scatter(
-            self._rounds, note, self._by_index(parts), place.items, op, self._limit(opts)
-        )
+        buffers.reduce_scatter(self._rounds, note, self._by_index(parts), place.items, op, timeout)
         place.finish()
 
     # -- all-to-all -----------------------------------------------------------------------------
@@ -545,6 +582,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None,
         opts: Any = None,
+        *,
+        timeout: Any = None,
     ) -> Any:
         """Send the parts of `mine` to the members, and fill `output` with theirs."""
         note = self._note("all_to_all_single", str(mine.dtype)[6:])
@@ -556,23 +595,26 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             rooms = _split(place.items, output, output_sizes, len(self._ranks), "output")
         except ValueError as error:
             self._refuse(note, str(error))
-        self._exchange(note, parts, rooms, opts)
+        self._exchange(note, parts, rooms, self._limit(opts, timeout))
         place.finish()
         return finished_work([output])
 
     @_recorded("all_to_all", 1)
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None) -> Any:
         """Send the inputs to the members, and fill the outputs with theirs."""
         note = self._note("all_to_all", str(inputs[0].dtype)[6:])
         for tensors in inputs, outputs:
             self._check(note, inputs[0], tensors, of_size=())
         places = [OutputTensor(one) for one in outputs]
-        self._exchange(note, [items_of(i) for i in inputs], [one.items for one in places], opts)
+        rooms, limit = [one.items for one in places], self._limit(opts, timeout)
+        self._exchange(note, [items_of(i) for i in inputs], rooms, limit)
         for place in places:
             place.finish()
         return finished_work(outputs)
 
-    def _exchange(self, note: Note, parts: Sequence[Any], rooms: Sequence[Any], opts: Any) -> None:
+    def _exchange(
+        self, note: Note, parts: Sequence[Any], rooms: Sequence[Any], timeout: float | None
+    ) -> None:
         members, count = self._rounds.members, len(self._ranks)
 
         def refuse(sizes: Sequence[Sequence[int]]) -> None:
@@ -590,7 +632,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                         )
 
         parts, rooms = self._by_index(parts), self._by_index(rooms)
-        buffers.exchange(self._rounds, note, parts, rooms, refuse, self._limit(opts))
+        buffers.exchange(self._rounds, note, parts, rooms, refuse, timeout)
 
     # -- point to point -------------------------------------------------------------------------
 
@@ -627,6 +669,17 @@ def _destroyed(name: str, ranks: Sequence[int]) -> SyncError:
         f"process group {name!r} of ranks {name_ranks(ranks)} is destroyed: make its calls before "
         f"destroy_process_group()"
     )
+
+
+def _op(given: Any) -> Any:
+    """Return the reduction of a call, which options or c10d's enumeration give; a sum if none."""
+    return getattr(given, "reduceOp", dist.ReduceOp.SUM if given is None else given)
+
+
+def _root(opts: Any, given: int | None) -> int:
+    """Return the root of a call, which its options or an argument give."""
+    root: int = given if given is not None else getattr(opts, "rootRank", opts)
+    return root
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -111,6 +111,24 @@ def keep_from_recorder(cls: type[Any]) -> None:
     _call_instead("_maybe_attach_flight_recorder", cls, None)
 
 
+def accept_timeouts() -> None:
+    """Make ``Work.wait`` accept a timeout on the handle of a call that is over.
+
+    The class of :func:`finished_work` refuses one, and has no name that could be derived from.
+    """
+    if getattr(dist.Work.wait, "__module__", None) == __name__:
+        return
+    original = dist.Work.wait
+
+    def wait(work: Any, *timeout: Any, **named: Any) -> bool:
+        if (timeout or named) and work.is_completed():
+            timeout, named = (), {}
+        finished: bool = original(work, *timeout, **named)
+        return finished
+
+    dist.Work.wait = wait
+
+
 def _call_instead(name: str, cls: type[Any], ours: Callable[[Any], None] | None) -> None:
     """Call `ours` or nothing for groups of `cls`, where torch has a function `name` of a group."""
     module = c10d()

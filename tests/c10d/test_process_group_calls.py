@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from conftest import in_processes, several
-from support.process_groups import dist, process_group
+from support.process_groups import dist, process_group, seconds
 from torch.nn.parallel import DistributedDataParallel
 
 import syncprims as sp
@@ -281,6 +281,60 @@ def test_asynchronous_calls_have_handles_and_futures(world: Ranks) -> None:
                 for tensor in pair:
                     dist.all_reduce(tensor)
             assert [tensor.item() for tensor in pair] == [2.0, 2.0]
+
+    world.run(program)
+
+
+@several(2)
+def test_handles_take_a_timeout(world: Ranks) -> None:
+    def program() -> None:
+        with process_group():
+            one, rank = torch.ones(1), dist.get_rank()
+            for work in (
+                dist.all_reduce(one, async_op=True),
+                dist.barrier(async_op=True),
+                dist.isend(one, 1) if rank == 0 else dist.irecv(one, 0),
+            ):
+                assert work.wait(seconds(60))
+                assert work.wait(timeout=seconds(60))
+
+    world.run(program)
+
+
+@several(2)
+def test_methods_of_a_group_take_what_torch_says(world: Ranks) -> None:
+    maximum, minute = dist.ReduceOp.MAX, {"timeout": seconds(60)}
+
+    def program() -> None:
+        with process_group():
+            group: Any = dist.group.WORLD
+            rank = float(dist.get_rank())
+
+            def mine() -> torch.Tensor:
+                return torch.tensor([rank])
+
+            for call in (
+                lambda x: group.allreduce(x, op=maximum, **minute),
+                lambda x: group.allreduce([x], maximum, seconds(60)),
+                lambda x: group.broadcast(x, root=1, **minute),
+                lambda x: group.broadcast(x, 1, seconds(60)),
+                lambda x: group.reduce_scatter(x, [mine(), mine()], op=maximum, **minute),
+                lambda x: group.scatter(x, [mine(), mine()] if rank else [], root=1, **minute),
+            ):
+                room = mine()
+                call(room).wait()
+                assert room.item() == 1
+            room = mine()
+            group.reduce(room, root=0, op=maximum, **minute).wait()
+            assert room.item() == 1
+            rooms = [mine(), mine()]
+            group.allgather(rooms, mine(), **minute).wait()
+            assert [one.item() for one in rooms] == [0, 1]
+            group.gather(rooms if rank == 0 else [], mine() + 5, root=0, **minute).wait()
+            assert [one.item() for one in rooms] == ([5, 6] if rank == 0 else [0, 1])
+            group.alltoall(rooms, [mine(), mine() + 1], **minute).wait()
+            assert [one.item() for one in rooms] == [rank, rank + 1]
+            group.barrier(**minute).wait()
 
     world.run(program)
 

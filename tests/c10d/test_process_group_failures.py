@@ -260,3 +260,14 @@ def test_a_receive_from_any_rank_ends_with_the_senders(world: Ranks) -> None:
     error, _ = world.outcomes(run)
     assert isinstance(error, sp.PeerLost), error
     assert error.rank == 1
+
+
+def test_a_group_beside_a_default_group_of_another_backend() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        with pytest.raises(sp.WorldClosed, match="open the default group with init_process_group"):
+            dist.new_group([0], backend="syncprims")
+    finally:
+        dist.destroy_process_group()
