@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from syncprims.interface import own_device_index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # -- kinds of values -----------------------------------------------------------------------------
 
@@ -234,6 +237,30 @@ def _memory(tensor: Any, kind: str) -> Any:
     if not tensor.numel():
         return numpy.empty(0, _numpy_dtype(kind))
     return numpy.asarray(_Items(tensor, kind))
+
+
+def viewer(dtype: Any, count: int) -> Callable[[Any], Any]:
+    """Return :func:`flat` for tensors with `count` items of `dtype`, prepared: much faster.
+
+    What it returns is valid only while the tensor exists.
+    """
+    kind = str(dtype)[6:]
+    if kind not in _KNOWN_TO_NUMPY or not count:
+        return flat
+    import ctypes  # slow to import
+
+    import numpy
+
+    known = _numpy_dtype(kind)
+    frombuffer: Any = numpy.frombuffer
+    room = ctypes.c_char * (count * int(known.itemsize))
+
+    def view(tensor: Any) -> Any:
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            return frombuffer(room.from_address(tensor.data_ptr()), known)
+        return flat(tensor)
+
+    return view
 
 
 @functools.cache

@@ -7,6 +7,7 @@ all members' numbers. They lie side by side, one *slot* per member.
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from abc import ABC, abstractmethod
@@ -18,7 +19,17 @@ from zlib import crc32
 from syncprims.errors import EncodingError
 
 from . import codec, reduction
-from .arrays import Spec, flat, is_fillable, library_of, mark_written, raw, spec_of
+from .arrays import (
+    Spec,
+    flat,
+    is_array,
+    is_fillable,
+    library_of,
+    mark_written,
+    raw,
+    spec_of,
+    viewer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -274,7 +285,8 @@ class ArrayLayout(Layout):
         self._slots: dict[int, Any] = {}
         self._rows: dict[int, list[Any]] = {}
         # The items of an array: the very memory, where that is contiguous.
-        self.pack = _itself if spec.library == "numpy" else flat
+        self.count = math.prod(spec.shape)
+        self.pack = _itself if spec.library == "numpy" else viewer(self._dtype, self.count)
 
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
@@ -300,8 +312,7 @@ class ArrayLayout(Layout):
         return found
 
     def _slot(self, memory: Memory, at: int) -> Any:
-        dtype = self._dtype
-        count = self.spec.nbytes // int(dtype.itemsize)
+        dtype, count = self._dtype, self.count
         if self.spec.library == "numpy":
             import numpy
 
@@ -346,17 +357,18 @@ class ArrayReducer(Reducer):
         reduction.check_value(like, op)
         self._layout, self._is_tensor = layout, spec.library == "torch"
         dtype = self._dtype = reduction.result_dtype(like, op)
-        self._items: Callable[[Any], Any]
         self._empty: Callable[[], Any]
-        self._combine: Callable[[Sequence[Any], Any], object]
-        if not self._is_tensor:
-            self._items = _flattened
-            self._empty = partial(layout.library.empty, spec.shape, dtype)
-            self._combine = reduction.array_combiner(op, dtype, like.dtype)
-        else:
-            self._items = flat
-            self._combine = lambda parts, items: reduction.combine(parts, op, items)
+        if self._is_tensor:
             self._empty = partial(layout.library.empty, spec.shape, dtype=dtype, device="cpu")
+        else:
+            self._empty = partial(layout.library.empty, spec.shape, dtype)
+        self._items = viewer(dtype, layout.count) if self._is_tensor else _flattened
+        part, items = layout.pack(like), self._items(self._empty())
+        self._combine: Callable[[Sequence[Any], Any], object]
+        if is_array(part) and is_array(items):
+            self._combine = reduction.array_combiner(op, items.dtype, part.dtype)
+        else:
+            self._combine = lambda parts, items: reduction.combine(parts, op, items)
 
     def place_for(self, out: Any) -> Any:
         """Return `out` if it fits, else a new array."""
