@@ -7,7 +7,6 @@ all members' numbers. They lie side by side, one *slot* per member.
 
 from __future__ import annotations
 
-import math
 import struct
 import sys
 from abc import ABC, abstractmethod
@@ -28,7 +27,6 @@ from .arrays import (
     mark_written,
     raw,
     spec_of,
-    viewer,
 )
 
 if TYPE_CHECKING:
@@ -285,8 +283,7 @@ class ArrayLayout(Layout):
         self._slots: dict[int, Any] = {}
         self._rows: dict[int, list[Any]] = {}
         # The items of an array: the very memory, where that is contiguous.
-        self.count = math.prod(spec.shape)
-        self.pack = _itself if spec.library == "numpy" else viewer(self._dtype, self.count)
+        self.pack = _itself if spec.library == "numpy" else flat
 
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
@@ -312,7 +309,8 @@ class ArrayLayout(Layout):
         return found
 
     def _slot(self, memory: Memory, at: int) -> Any:
-        dtype, count = self._dtype, self.count
+        dtype = self._dtype
+        count = self.spec.nbytes // int(dtype.itemsize)
         if self.spec.library == "numpy":
             import numpy
 
@@ -362,7 +360,7 @@ class ArrayReducer(Reducer):
             self._empty = partial(layout.library.empty, spec.shape, dtype=dtype, device="cpu")
         else:
             self._empty = partial(layout.library.empty, spec.shape, dtype)
-        self._items = viewer(dtype, layout.count) if self._is_tensor else _flattened
+        self._items = flat if self._is_tensor else _flattened
         part, items = layout.pack(like), self._items(self._empty())
         self._combine: Callable[[Sequence[Any], Any], object]
         if is_array(part) and is_array(items):
