@@ -321,7 +321,11 @@ class ArrayLayout(Layout):
 
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
         """Write the slot of member number `index`."""
-        self._slot_at(memory, at + index * self.stride)[...] = packed
+        at += index * self.stride
+        slot = self._slots.get(at)
+        if slot is None:
+            slot = self._slot_at(memory, at)
+        slot[...] = packed
 
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
@@ -362,6 +366,7 @@ class ArrayReducer(Reducer):
             self._empty = partial(layout.library.empty, spec.shape, dtype)
         self._items = flat if self._is_tensor else _flattened
         part, items = layout.pack(like), self._items(self._empty())
+        self._nan_test = reduction.nan_test(items.dtype, items.size) if is_array(items) else None
         self._combine: Callable[[Sequence[Any], Any], object]
         if is_array(part) and is_array(items):
             self._combine = reduction.array_combiner(op, items.dtype, part.dtype)
@@ -378,7 +383,9 @@ class ArrayReducer(Reducer):
         """Return the reduction of all slots, in `place`."""
         items = self._items(place)
         self._combine(self._layout.slots_at(memory, at), items)
-        reduction.set_nans(items)
+        test = self._nan_test
+        if test is None or (found := test(items)) != found:
+            reduction.set_nans(items)
         if self._is_tensor:
             mark_written(place)
         return place
