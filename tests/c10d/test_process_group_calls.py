@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import syncprims as sp
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from support.rank_worlds import Ranks
 
 # Torch renames its functions, and warns of the names that older versions know.
@@ -313,14 +315,15 @@ def test_methods_of_a_group_take_what_torch_says(world: Ranks) -> None:
             def mine() -> torch.Tensor:
                 return torch.tensor([rank])
 
-            for call in (
+            calls: tuple[Callable[[torch.Tensor], Any], ...] = (
                 lambda x: group.allreduce(x, op=maximum, **minute),
                 lambda x: group.allreduce([x], maximum, seconds(60)),
                 lambda x: group.broadcast(x, root=1, **minute),
                 lambda x: group.broadcast(x, 1, seconds(60)),
                 lambda x: group.reduce_scatter(x, [mine(), mine()], op=maximum, **minute),
                 lambda x: group.scatter(x, [mine(), mine()] if rank else [], root=1, **minute),
-            ):
+            )
+            for call in calls:
                 room = mine()
                 call(room).wait()
                 assert room.item() == 1
