@@ -15,6 +15,18 @@ from .gradient_sync import average_gradients
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
 
+def _of_optimizer(name: str) -> Any:
+    """Return a property that is the wrapped optimizer's, also when it is set."""
+
+    def read(prepared: PreparedOptimizer) -> Any:
+        return getattr(prepared.optimizer, name)
+
+    def write(prepared: PreparedOptimizer, value: Any) -> None:
+        setattr(prepared.optimizer, name, value)
+
+    return property(read, write)
+
+
 class PreparedOptimizer(Optimizer):
     """Wraps an optimizer: `step` and `zero_grad` do nothing between windows.
 
@@ -43,6 +55,10 @@ class PreparedOptimizer(Optimizer):
 
     # -- the optimizer's own ------------------------------------------------------------------
 
+    state = _of_optimizer("state")
+    param_groups = _of_optimizer("param_groups")
+    defaults = _of_optimizer("defaults")
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet: the object is being copied
             raise AttributeError(name)
@@ -68,6 +84,16 @@ class PreparedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""
         self.optimizer.add_param_group(param_group)
+
+    def train(self) -> None:
+        """Put a schedule-free optimizer into training mode; another one has no modes."""
+        if (train := getattr(self.optimizer, "train", None)) is not None:
+            train()
+
+    def eval(self) -> None:
+        """Put a schedule-free optimizer into evaluation mode; another one has no modes."""
+        if (evaluate := getattr(self.optimizer, "eval", None)) is not None:
+            evaluate()
 
     # -- steps of closed windows ----------------------------------------------------------------
 
@@ -234,6 +260,13 @@ class PreparedScheduler(LRScheduler):
         if name == "scheduler":  # not set yet: the object is being copied
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name not in own and name in getattr(own.get("scheduler"), "__dict__", ()):
+            setattr(self.scheduler, name, value)  # such as `base_lrs`
+        else:
+            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"Prepared({self.scheduler!r})"
