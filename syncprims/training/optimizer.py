@@ -43,6 +43,7 @@ class PreparedOptimizer(Optimizer):
         self._shared = windows
         self._recorder = _StepRecorder(optimizer)
         self._used = False  # a step has used the gradients
+        self._stepped: list[float] | None = None  # of the last step's window, as its identity
         self._ready = False  # the gradients are unscaled, and whole
         # Gradients of earlier micro-batches, if other optimizers' losses reach these parameters.
         self._held: dict[torch.Tensor, torch.Tensor] = {}
@@ -140,7 +141,7 @@ class PreparedOptimizer(Optimizer):
             self.step_was_skipped = not self._recorder.called
         self._ready, self._used = False, True
         if window is not None:
-            window.stepped = True
+            window.stepped, self._stepped = True, window.weights
         self.steps_skipped += self.step_was_skipped
         self.steps_taken += not self.step_was_skipped
         return result
@@ -152,7 +153,12 @@ class PreparedOptimizer(Optimizer):
         """
         if not self._used:
             window = self._window()
-            if window is not None and window.weights and (not window.sync or window.count > 1):
+            if (
+                window is not None
+                and window.weights
+                and window.weights is not self._stepped
+                and (not window.sync or window.count > 1)
+            ):
                 if self._is_holding:
                     for p in parameters_of(self.optimizer):
                         p.grad = self._held.pop(p, None)
