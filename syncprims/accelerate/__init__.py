@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from syncprims.training import load_checkpoint_in_model as load_checkpoint_in_model
-from syncprims.training import skip_first_batches as skip_first_batches
 
 from .accelerator import Accelerator as Accelerator
 from .big_modeling import init_empty_weights as init_empty_weights
 from .big_modeling import init_on_device as init_on_device
+from .data_loader import skip_first_batches as skip_first_batches
 from .launchers import debug_launcher as debug_launcher
 from .launchers import notebook_launcher as notebook_launcher
 from .local_sgd import LocalSGD as LocalSGD

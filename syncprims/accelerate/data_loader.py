@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from syncprims.training import PreparedLoader
-from syncprims.training import skip_first_batches as skip_first_batches
+from syncprims.training import skip_first_batches as _skip_first_batches
 from syncprims.training.data.batch_shards import BatchShard as BatchSamplerShard
 from syncprims.training.data.loader import prepare_data_loader as _prepare
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
@@ -64,6 +64,11 @@ def prepare_data_loader(
         order="seeded" if use_stateful_dataloader else order,
         skip_finished=True,
     )
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a view of a loader without its first batches."""
+    return _skip_first_batches(dataloader, num_batches)
 
 
 def __getattr__(name: str) -> Any:

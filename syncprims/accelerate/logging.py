@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import MutableMapping
@@ -17,6 +16,10 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     By default rank 0 logs. With ``main_process_only=False`` every rank does; with ``in_order=True``
     every rank does, one after the other, and all ranks make the call.
     """
+
+    def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
+        super().__init__(logger, extra)
+        self._warned: set[Any] = set()
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
@@ -44,10 +47,12 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         kwargs["stacklevel"] += 1
         self.logger.log(level, msg, *args, **kwargs)
 
-    @functools.lru_cache(None)  # noqa: B019 - loggers live as long as the program
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Warn, unless a call with the same arguments has done so."""
-        self.warning(*args, **kwargs)
+        """Warn, unless a call with the same arguments has done so on this rank."""
+        call = (syncprims.get_rank(), args, *kwargs.items())  # ranks may be threads of one process
+        if call not in self._warned:
+            self._warned.add(call)
+            self.warning(*args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import syncprims
 from syncprims.training.accelerate.tracking import JsonLinesTracker as JsonLinesTracker
 from syncprims.training.accelerate.tracking import MlflowTracker as MLflowTracker
 from syncprims.training.accelerate.tracking import TensorBoardTracker as TensorBoardTracker
@@ -25,10 +27,15 @@ __all__ = [
 
 
 def on_main_process(function: Any) -> Any:
-    """Make a method of a tracker run on rank 0 only."""
-    import syncprims
+    """Make a method of a tracker run on rank 0 only, if its ``main_process_only`` is true."""
 
-    return syncprims.on_main(function)
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", False) and not syncprims.is_main():
+            return None
+        return function(self, *args, **kwargs)
+
+    return call
 
 
 def __getattr__(name: str) -> Any:

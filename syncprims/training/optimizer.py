@@ -15,6 +15,18 @@ from .gradient_sync import average_gradients
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
 
 
+def _of_optimizer(name: str) -> Any:
+    """Return a property that is the wrapped optimizer's, also when it is set."""
+
+    def read(prepared: PreparedOptimizer) -> Any:
+        return getattr(prepared.optimizer, name)
+
+    def write(prepared: PreparedOptimizer, value: Any) -> None:
+        setattr(prepared.optimizer, name, value)
+
+    return property(read, write)
+
+
 class PreparedOptimizer(Optimizer):
     """Wraps an optimizer: `step` and `zero_grad` do nothing between windows.
 
@@ -31,6 +43,7 @@ class PreparedOptimizer(Optimizer):
         self._shared = windows
         self._recorder = _StepRecorder(optimizer)
         self._used = False  # a step has used the gradients
+        self._stepped: list[float] | None = None  # of the last step's window, as its identity
         self._ready = False  # the gradients are unscaled, and whole
         # Gradients of earlier micro-batches, if other optimizers' losses reach these parameters.
         self._held: dict[torch.Tensor, torch.Tensor] = {}
@@ -42,6 +55,10 @@ class PreparedOptimizer(Optimizer):
         windows.held.append((optimizer, self._held))
 
     # -- the optimizer's own ------------------------------------------------------------------
+
+    state = _of_optimizer("state")
+    param_groups = _of_optimizer("param_groups")
+    defaults = _of_optimizer("defaults")
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet: the object is being copied
@@ -68,6 +85,16 @@ class PreparedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""
         self.optimizer.add_param_group(param_group)
+
+    def train(self) -> None:
+        """Put a schedule-free optimizer into training mode; another one has no modes."""
+        if (train := getattr(self.optimizer, "train", None)) is not None:
+            train()
+
+    def eval(self) -> None:
+        """Put a schedule-free optimizer into evaluation mode; another one has no modes."""
+        if (evaluate := getattr(self.optimizer, "eval", None)) is not None:
+            evaluate()
 
     # -- steps of closed windows ----------------------------------------------------------------
 
@@ -114,7 +141,7 @@ class PreparedOptimizer(Optimizer):
             self.step_was_skipped = not self._recorder.called
         self._ready, self._used = False, True
         if window is not None:
-            window.stepped = True
+            window.stepped, self._stepped = True, window.weights
         self.steps_skipped += self.step_was_skipped
         self.steps_taken += not self.step_was_skipped
         return result
@@ -126,7 +153,12 @@ class PreparedOptimizer(Optimizer):
         """
         if not self._used:
             window = self._window()
-            if window is not None and window.weights and (not window.sync or window.count > 1):
+            if (
+                window is not None
+                and window.weights
+                and window.weights is not self._stepped
+                and (not window.sync or window.count > 1)
+            ):
                 if self._is_holding:
                     for p in parameters_of(self.optimizer):
                         p.grad = self._held.pop(p, None)
@@ -234,6 +266,13 @@ class PreparedScheduler(LRScheduler):
         if name == "scheduler":  # not set yet: the object is being copied
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name not in own and name in getattr(own.get("scheduler"), "__dict__", ()):
+            setattr(self.scheduler, name, value)  # such as `base_lrs`
+        else:
+            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"Prepared({self.scheduler!r})"

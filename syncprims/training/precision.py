@@ -68,10 +68,14 @@ class Precision:
         dtype = _DTYPES[self.mode]
         return torch.autocast(self.device.type, dtype, enabled, cache_enabled)
 
-    def apply(self, model: M) -> M:
-        """Make the forward pass of `model` autocast and return float32; return `model`."""
+    def apply(self, model: M, **options: Any) -> M:
+        """Make the forward pass of `model` autocast and return float32; return `model`.
+
+        `options` are those of :meth:`autocast`.
+        """
         if self.mode != "no" and not isinstance(model.forward, _AutocastForward):
-            model.forward = _AutocastForward(model, self.device.type, _DTYPES[self.mode])
+            options |= {"device_type": self.device.type, "dtype": _DTYPES[self.mode]}
+            model.forward = _AutocastForward(model, options)
         return model
 
     def step(self, optimizer: Optimizer) -> None:
@@ -119,15 +123,14 @@ class _AutocastForward:
     It is an attribute of the instance, so it is pickled and copied with the model.
     """
 
-    def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         self.before = model.forward
-        self._device_type = device_type
-        self._dtype = dtype
+        self._options = options
         functools.update_wrapper(self, self.before, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the forward pass, half precision converted to float32."""
-        with torch.autocast(self._device_type, dtype=self._dtype):
+        with torch.autocast(**self._options):
             result = self.before(*args, **kwargs)
         return map_tensors(_to_float32, result)
 

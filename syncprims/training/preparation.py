@@ -73,6 +73,7 @@ class JobOptions:
     schedule: bool = True  #: schedules follow the optimizers' steps
     schedule_advance: int = 1  #: per step of the optimizer
     schedule_to_end: bool = False  #: schedules that have an end stay there
+    autocast: dict[str, Any] | None = None  #: options for the forward passes of models
     ddp: dict[str, Any] | None = None  #: options for DDP
     ddp_hook: Callable[[Any], None] | None = None  #: is called with each model in DDP
 
@@ -120,7 +121,7 @@ class Preparation:
         if not wrapped:
             broadcast_model(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self.accumulator.precision.apply(inner)
+        self.accumulator.precision.apply(inner, **(self.options.autocast or {}))
         trained = any(p.requires_grad for p in model.parameters())
         grouped = has_process_group() and distributed.get_world_size() == get_world_size() > 1
         if trained and not wrapped and grouped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import io
 import logging
@@ -15,10 +16,11 @@ import torch
 from conftest import KINDS
 from support.training_models import alone, everywhere, feed, in_pairs, numbers, unit_model
 
-from syncprims import accelerate, get_rank
+from syncprims import accelerate, barrier, get_rank
 from syncprims.accelerate import Accelerator, LocalSGD, PartialState, debug_launcher, utils
 from syncprims.accelerate.logging import get_logger
 from syncprims.accelerate.state import AcceleratorState, GradientState
+from syncprims.accelerate.tracking import GeneralTracker, on_main_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +47,10 @@ def test_importing_syncprims_imports_no_torch() -> None:
         (".utils", "FP8RecipeKwargs", "bf16"),
         ("", "cpu_offload", "load_checkpoint_in_model"),
         (".big_modeling", "dispatch_model", "device_map"),
+        ("", "infer_auto_device_map", "device_map"),
+        (".utils", "get_balanced_memory", "device_map"),
+        (".utils", "DummyOptim", "DeepSpeed"),
+        (".tracking", "CometMLTracker", "log_with"),
     ],
 )
 def test_what_is_not_offered_names_the_way(module: str, name: str, said: str) -> None:
@@ -114,6 +120,78 @@ def test_loggers(world: Ranks) -> None:
 
 
 @in_threads
+def test_a_logger_of_all_ranks_warns_once_on_each(world: Ranks) -> None:
+    stream, logger = io.StringIO(), get_logger("of all ranks")
+    handler = logging.StreamHandler(stream)
+    logger.logger.addHandler(handler)
+
+    def program() -> None:
+        for rank in (1, 0):
+            if rank == get_rank():
+                logger.warning_once("as main")
+                logger.warning_once("as all", main_process_only=False)
+            barrier()
+
+    try:
+        world.run(program)
+    finally:
+        logger.logger.removeHandler(handler)
+    assert stream.getvalue().splitlines() == [
+        "[RANK 1] as all",
+        "[RANK 0] as main",
+        "[RANK 0] as all",
+    ]
+
+
+@in_threads
+def test_methods_of_a_tracker_run_where_it_says(world: Ranks) -> None:
+    class OnMain(GeneralTracker):
+        @on_main_process
+        def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+            """Is replaced."""
+            values["seen"] = step
+
+    class OnAll(OnMain):
+        main_process_only = False
+
+    def program() -> list[bool]:
+        seen: list[dict[str, Any]] = [{}, {}]
+        OnMain().log(seen[0], step=1)
+        OnAll().log(seen[1], step=1)
+        return ["seen" in one for one in seen]
+
+    assert OnMain.log.__doc__ == "Is replaced."
+    assert world.run(program) == [[True, True], [False, True]]
+
+
+@in_threads
+def test_bars_are_shown_on_main(world: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # it is a thread
+
+    def program() -> list[Any]:
+        stream = io.StringIO()
+        bar = utils.tqdm(range(3), "a name", file=stream)
+        with pytest.raises(ValueError, match="main_process_only=True"):
+            utils.tqdm(True, range(3))
+        return [list(bar), "a name" in stream.getvalue()]
+
+    assert world.run(program) == [[[0, 1, 2], True], [[0, 1, 2], False]]
+
+
+@alone
+def test_a_job_is_one_object(world: Ranks) -> None:
+    def program() -> None:
+        job = Accelerator(cpu=True)
+        assert copy.deepcopy({"of": job})["of"] is job
+        AcceleratorState._reset_state(True)
+        assert Accelerator(cpu=True).num_processes == 1
+        loader = accelerate.skip_first_batches(dataloader=feed([1, 2, 3]), num_batches=2)
+        assert [batch.tolist() for batch in loader] == [[3]]
+
+    world.run(program)
+
+
+@in_threads
 def test_operations(world: Ranks) -> None:
     def program() -> list[Any]:
         state = PartialState(cpu=True)
@@ -142,16 +220,20 @@ def test_operations(world: Ranks) -> None:
 
 @in_threads
 def test_a_batch_size_that_fits_all_ranks(world: Ranks) -> None:
-    def program() -> int:
+    def program() -> list[int]:
+        tried: list[int] = []
+
         @utils.find_executable_batch_size(starting_batch_size=100)  # type: ignore[untyped-decorator]
         def train(batch_size: int) -> int:
+            tried.append(batch_size)
             if get_rank() == 1 and batch_size > 80:
                 raise RuntimeError("CUDA out of memory.")
             return batch_size
 
-        return train()  # type: ignore[no-any-return]
+        assert train() == train() == 72
+        return tried
 
-    assert world.run(program) == [72, 72]
+    assert world.run(program) == [[100, 90, 81, 72, 72]] * 2
 
 
 @everywhere

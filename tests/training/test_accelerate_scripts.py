@@ -45,6 +45,13 @@ if TYPE_CHECKING:
 class FP8RecipeKwargs(KwargsHandler): ...
 
 
+class Autocast(torch.nn.Module):
+    """Returns 1 if autocast is on, and 0 otherwise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.is_autocast_enabled("cpu")
+
+
 @alone
 def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> None:
     def program() -> list[Any]:
@@ -69,6 +76,7 @@ def test_configuration_objects_are_understood(world: Ranks, tmp_path: Path) -> N
             assert not torch.is_autocast_enabled("cpu")
         with job.autocast(AutocastKwargs()):
             assert torch.is_autocast_enabled("cpu")
+        assert job.prepare(Autocast())(torch.ones(1)) == 0
         for number in range(3):
             assert job.project_configuration.iteration == number
             where = job.save_state()
@@ -127,6 +135,7 @@ def test_what_has_no_equivalent_is_told(world: Ranks) -> None:
             ValueError,
             "gradient_accumulation_steps=2",
         ),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "two of Autocast"),
     ]
 
     def program() -> None:
@@ -308,6 +317,7 @@ def test_figures_go_to_trackers_on_rank_0(world: Ranks) -> None:
         assert job.get_tracker("mine") is tracker
         with pytest.raises(ValueError, match="no tracker"):
             job.get_tracker("other")
+        Accelerator(cpu=True).get_tracker("other").log({"loss": 2.0})  # there are none at all
         seen: list[Any] = tracker.seen
         return seen
 

@@ -262,8 +262,11 @@ def test_hooks_of_both(world: Ranks, tmp_path: Path) -> None:
 def test_the_project_is_read_only(world: Ranks, tmp_path: Path) -> None:
     def program() -> None:
         job: Any = Accelerator(cpu=True, project_dir=tmp_path)
-        with pytest.raises(AttributeError):
+        job.project_configuration.iteration = 0  # it is so anyway
+        with pytest.raises(AttributeError, match="leave it out"):
             job.project_configuration.iteration = 7
+        with pytest.raises(AttributeError, match="project_config="):
+            job.project_configuration.total_limit = 7
         job.project_configuration.set_directories(tmp_path / "other")
         assert job.project_dir == tmp_path / "other"
 
@@ -386,6 +389,11 @@ def test_profiles_and_compiled_models(world: Ranks, tmp_path: Path) -> None:
         with job.profile(options) as profiler:
             torch.ones(3).sum()
         assert isinstance(profiler, torch.profiler.profile)
+        raw = {"activities": ["cpu"], "schedule_option": {"wait": 0, "warmup": 1, "active": 1}}
+        theirs: Any = type("ProfileKwargs", (), {"to_kwargs": lambda _: dict(raw)})()
+        with Accelerator(cpu=True, kwargs_handlers=[theirs]).profile() as profiler:
+            torch.ones(3).sum()
+        assert profiler.activities == {torch.profiler.ProfilerActivity.CPU}
         assert (tmp_path / "traces/profile_0.json").exists()
 
     world.run(program)

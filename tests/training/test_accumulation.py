@@ -688,6 +688,26 @@ def test_a_closure_may_step_many_times(world: Ranks) -> None:
         assert close(mine, wanted, within=1e-8)
 
 
+@without_ddp
+def test_what_another_loss_leaves_after_a_step_can_be_cleared(world: Ranks) -> None:
+    def program() -> list[float]:
+        accumulator, model = Accumulator(2), unit_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = prepare(model, optimizer, accumulator=accumulator)
+        for number in range(4):
+            with accumulator.accumulate(model):
+                accumulator.backward(model(ones()))
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 1:  # the window is closed
+                    accumulator.backward(5 * model(ones()))
+                    optimizer.zero_grad()
+                    assert model.weight.grad is None
+        return numbers(model)
+
+    assert all(row == [-2.0] for row in world.run(program))
+
+
 @alone
 def test_clearing_is_left_to_an_optimizer_with_a_way_of_its_own(world: Ranks) -> None:
     class Counting(torch.optim.SGD):

@@ -125,19 +125,6 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return the options of ``torch.profiler.profile``, and the directory of traces."""
-        import torch
-
-        options = super().to_kwargs()
-        if names := options.pop("activities", None):
-            known = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
-            kinds = torch.profiler.ProfilerActivity
-            options["activities"] = [getattr(kinds, known[name]) for name in names]
-        if schedule := options.pop("schedule_option", None):
-            options["schedule"] = torch.profiler.schedule(**schedule)
-        return options
-
 
 @dataclass
 class DataLoaderConfiguration:

@@ -39,8 +39,9 @@ def find_executable_batch_size(
 ) -> Any:
     """Call ``function(batch_size, ...)`` with smaller sizes, by default 0.9 times, until it fits.
 
-    All ranks go on with the same size: if it did not fit on one, all try the next. This does not
-    help if a rank runs out of memory while the others wait for it in a collective.
+    The next call begins with the size that fitted. All ranks go on with the same size: if it did
+    not fit on one, all try the next. This does not help if a rank runs out of memory while the
+    others wait for it in a collective.
 
     :raises RuntimeError: if no size fits.
     """
@@ -53,6 +54,7 @@ def find_executable_batch_size(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal starting_batch_size
         size = starting_batch_size
         while size > 0:
             clear_device_cache(garbage_collection=True)
@@ -63,6 +65,7 @@ def find_executable_batch_size(
                     raise
                 result, fits = None, 0
             if (get_world_size() == 1 or all_reduce(fits, "min")) and fits:
+                starting_batch_size = size
                 return result
             size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
         raise RuntimeError("No executable batch size found, reached zero.")

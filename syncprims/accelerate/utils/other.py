@@ -83,9 +83,15 @@ def str_to_bool(value: str) -> int:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return tqdm's bar; unless `main_process_only` is False, on the first rank of each node."""
+    """Return tqdm's bar; unless `main_process_only` is False, on the first rank of each node.
+
+    :raises ValueError: if the first argument is a bool, as in old scripts.
+    """
+    if args and isinstance(args[0], bool):
+        raise ValueError(f"tqdm({args[0]}, ...): write it as main_process_only={args[0]}")
     if not main_process_only:
         from tqdm.auto import tqdm as bar
 
         return bar(*args, **kwargs)
-    return syncprims.progress(*args, local=True, **kwargs)
+    kwargs |= dict(zip(("iterable", "desc", "total", "leave"), args, strict=False))
+    return syncprims.progress(local=True, **kwargs)

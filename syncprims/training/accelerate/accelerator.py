@@ -21,7 +21,13 @@ from syncprims.training.gathering import Reduction
 from syncprims.training.precision import Precision
 from syncprims.training.preparation import Preparation, rank_device, unwrap_model
 
-from .config import AcceleratorSettings, check_fixed, check_unsupported, read_configuration
+from .config import (
+    AcceleratorSettings,
+    check_fixed,
+    check_unsupported,
+    profiler_options,
+    read_configuration,
+)
 from .saving import Checkpointing
 from .state import DistributedType, GradientState, RankCalls, set_timeout, state_of_job
 from .tracking import Tracking
@@ -125,11 +131,15 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             together=save_together,
             unwrap_for_hooks=unwrap_for_hooks,
         )
-        self._autocast_options = settings.autocast
+        self._autocast_options = settings.autocast or {}
         self._profile_options = settings.profile
         self._start_tracking(log_with)
         self.state = state_of_job(self)  #: this rank, under Accelerate's names
         self.gradient_state = GradientState(accelerator=self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Return this object: a copy of what holds it belongs to the same job."""
+        return self
 
     # -- this rank ------------------------------------------------------------------------------
 
@@ -341,7 +351,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         """
         options = dict(self._profile_options)
         if profile_handler is not None:
-            options = profile_handler.to_kwargs()
+            options = profiler_options(profile_handler)
         directory = options.pop("output_trace_dir", None)
         with torch.profiler.profile(**options) as profiler:
             yield profiler

@@ -9,6 +9,8 @@ import os
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+import torch
+
 from syncprims.training.preparation import JobOptions
 
 #: Arguments of Accelerate's calls that have no equivalent, and what to do instead.
@@ -70,7 +72,6 @@ class AcceleratorSettings(JobOptions):
     keep_last: int | None = None
     scaler: dict[str, Any] | None = None
     timeout: Any = None  #: of all calls, as a timedelta
-    autocast: dict[str, Any] = field(default_factory=dict[str, Any])
     profile: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -103,7 +104,12 @@ def read_configuration(
         found |= {name: getattr(project, name) for name in ("logging_dir", "project_dir")}
         found["keep_last"] = project.total_limit
     for handler in handlers or ():
-        found |= _read_handler(handler)
+        read = _read_handler(handler)
+        if read.keys() & found.keys():
+            raise ValueError(
+                f"kwargs_handlers: there are two of {type(handler).__name__}; pass one"
+            )
+        found |= read
     defaults = {one.name: one.default for one in fields(settings)}
     for name, value in found.items():
         given, default = getattr(settings, name), defaults[name]
@@ -128,5 +134,16 @@ def _read_handler(handler: Any) -> dict[str, Any]:
     if kind == "AutocastKwargs":
         return {"autocast": options}
     if kind == "ProfileKwargs":
-        return {"profile": options}
+        return {"profile": profiler_options(handler)}
     raise TypeError(f"kwargs_handlers: {kind} is not offered; instead: there is none")
+
+
+def profiler_options(handler: Any) -> dict[str, Any]:
+    """Return the options of torch's profiler in a ProfileKwargs, and its directory of traces."""
+    options: dict[str, Any] = handler.to_kwargs()
+    if names := options.pop("activities", None):
+        kinds = torch.profiler.ProfilerActivity
+        options["activities"] = [getattr(kinds, name.upper()) for name in names]
+    if schedule := options.pop("schedule_option", None):
+        options["schedule"] = torch.profiler.schedule(**schedule)
+    return options

@@ -74,6 +74,17 @@ class _OwnProject(Project):
 
     owner: Checkpointing
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._fields:
+            super().__setattr__(name, value)
+        elif value != getattr(self, name):
+            instead = "Accelerator(project_config=ProjectConfiguration(...))"
+            if name == "iteration":
+                instead = "leave it out: checkpoints are numbered from those in the directory"
+            raise AttributeError(
+                f"project_configuration.{name} = {value!r} is not offered; instead: {instead}"
+            )
+
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Make this the Accelerator's project directory, and its logging directory without one."""
         owner = self.owner

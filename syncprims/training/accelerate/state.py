@@ -196,7 +196,8 @@ class PartialState(RankCalls):
         del group
 
     @classmethod
-    def _reset_state(cls) -> None:
+    def _reset_state(cls, reset_partial_state: bool = True) -> None:
+        del reset_partial_state  # they are the same
         syncprims.current().extras.pop(_STATE, None)
 
 

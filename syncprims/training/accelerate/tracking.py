@@ -310,15 +310,15 @@ class Tracking:
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker with this `name`; with `unwrap`, the object of its own library.
 
-        On other ranks than 0, and without its library, it is one that does nothing, whatever is
-        called.
+        On other ranks than 0, without its library, and if there are no trackers at all, it is one
+        that does nothing, whatever is called.
 
-        :raises ValueError: if there is none.
+        :raises ValueError: if there are others only.
         """
         for tracker in self.trackers:
             if _name_of(tracker) == name:
                 return getattr(tracker, "tracker", tracker) if unwrap else tracker
-        if name in self._missing:
+        if name in self._missing or not self.trackers:
             return _Silent(name)
         raise ValueError(f"no tracker is named {name!r}; log_with= takes them")
 
