@@ -185,6 +185,11 @@ _KNOWN_TO_NUMPY = frozenset(
 ) | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 
 
+def is_computable(dtype: Any) -> bool:
+    """Return whether torch has the arithmetic of its `dtype`; some only store numbers."""
+    return is_known_to_numpy(dtype) or str(dtype)[6:].startswith(("bfloat", "float8"))
+
+
 def flat(obj: Any) -> Any:
     """Return the items of an array in one dimension: the very memory, where that is contiguous.
 
@@ -197,8 +202,10 @@ def flat(obj: Any) -> Any:
             return obj
         return numpy.ascontiguousarray(obj).reshape(-1)
     plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    kind = str(plain.dtype)[6:]
-    return _memory(plain, kind) if kind in _KNOWN_TO_NUMPY else plain
+    if is_known_to_numpy(plain.dtype):
+        return _memory(plain, str(plain.dtype)[6:])
+    # The step of a single item may be any.
+    return plain.as_strided((1,), (1,)) if len(plain) == 1 else plain
 
 
 def raw(vector: Any) -> memoryview:
@@ -236,31 +243,42 @@ def _memory(tensor: Any, kind: str) -> Any:
 
     if not tensor.numel():
         return numpy.empty(0, _numpy_dtype(kind))
+    if not tensor.data_ptr():
+        raise ValueError(f"the memory of a tensor of {tensor.numel()} items has been freed")
     return numpy.asarray(_Items(tensor, kind))
 
 
-def viewer(dtype: Any, count: int) -> Callable[[Any], Any]:
-    """Return :func:`flat` for tensors with `count` items of `dtype`, prepared: much faster.
+def is_known_to_numpy(dtype: Any) -> bool:
+    """Return whether numpy has a dtype of torch."""
+    return str(dtype)[6:] in _KNOWN_TO_NUMPY
 
-    What it returns is valid only while the tensor exists.
+
+def viewer(dtype: Any, size: int) -> Callable[[Any], Any]:
+    """Return :func:`flat` for tensors of `size` bytes, prepared: much faster.
+
+    The items are seen as those of numpy's `dtype`. What it returns is valid only while the tensor
+    exists.
     """
-    kind = str(dtype)[6:]
-    if kind not in _KNOWN_TO_NUMPY or not count:
-        return flat
     import ctypes  # slow to import
 
     import numpy
 
-    known = _numpy_dtype(kind)
     frombuffer: Any = numpy.frombuffer
-    room = ctypes.c_char * (count * int(known.itemsize))
+    room = ctypes.c_char * size
 
     def view(tensor: Any) -> Any:
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            return frombuffer(room.from_address(tensor.data_ptr()), known)
-        return flat(tensor)
+            begin = tensor.data_ptr()
+            if begin:  # else its memory was freed, and `flat` raises
+                return frombuffer(room.from_address(begin), dtype)
+        return frombuffer(raw(flat(tensor)), dtype)
 
     return view
+
+
+def numpy_dtype(dtype: Any) -> Any:
+    """Return numpy's dtype for the items of a tensor: for their bytes, if it has no other."""
+    return _numpy_dtype(str(dtype)[6:] if is_known_to_numpy(dtype) else "uint8")
 
 
 @functools.cache

@@ -7,7 +7,6 @@ all members' numbers. They lie side by side, one *slot* per member.
 
 from __future__ import annotations
 
-import math
 import struct
 import sys
 from abc import ABC, abstractmethod
@@ -22,10 +21,11 @@ from . import codec, reduction
 from .arrays import (
     Spec,
     flat,
-    is_array,
     is_fillable,
+    is_known_to_numpy,
     library_of,
     mark_written,
+    numpy_dtype,
     raw,
     spec_of,
     viewer,
@@ -119,7 +119,6 @@ class Layout(ABC):
         self.half = 0  #: bytes of it for one round
         self.is_placed = False
         self.one_round = True  #: a reduction takes one round, and not one for each piece
-        self._reducers: dict[str, Reducer] = {}
 
     @abstractmethod
     def to_bytes(self, packed: Any) -> bytes:
@@ -137,18 +136,8 @@ class Layout(ABC):
     def fits(self, out: Any) -> bool:
         """Return whether :meth:`read` can fill `out`."""
 
-    def reducer(self, op: str) -> Reducer:
-        """Return what reduces all slots with `op`; the same one each time.
-
-        :raises TypeError: if `op` cannot reduce such values.
-        """
-        found = self._reducers.get(op)
-        if found is None:
-            found = self._reducers[op] = self.make_reducer(op)
-        return found
-
     @abstractmethod
-    def make_reducer(self, op: str) -> Reducer:
+    def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`.
 
         :raises TypeError: if `op` cannot reduce such values.
@@ -243,7 +232,7 @@ class NumberLayout(Layout):
         """Return False: numbers are made."""
         return False
 
-    def make_reducer(self, op: str) -> Reducer:
+    def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`; each can reduce numbers."""
         return NumberReducer(self, op)
 
@@ -284,9 +273,14 @@ class ArrayLayout(Layout):
         # Of shared memory, by where it begins: one slot, and those of all members.
         self._slots: dict[int, Any] = {}
         self._rows: dict[int, list[Any]] = {}
+        is_tensor = spec.library == "torch"
+        self.is_known = not is_tensor or is_known_to_numpy(self._dtype)  #: to numpy
+        #: What a slot holds, as numpy sees it: bytes, if the dtype is not known to it.
+        self.slot_dtype = numpy_dtype(self._dtype) if is_tensor else self._dtype
+        count = spec.nbytes // int(self.slot_dtype.itemsize)
+        self._slot_shape = (count,) if is_tensor else spec.shape
         # The items of an array: the very memory, where that is contiguous.
-        self.count = math.prod(spec.shape)
-        self.pack = _itself if spec.library == "numpy" else viewer(self._dtype, self.count)
+        self.pack = viewer(self.slot_dtype, spec.nbytes) if is_tensor else _itself
 
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
@@ -298,6 +292,8 @@ class ArrayLayout(Layout):
         if found is None:
             begins = range(at, at + self._members * self.stride, self.stride)
             found = [self._slot(memory, begin).reshape(-1) for begin in begins]
+            if not self.is_known:
+                found = [self.library.from_numpy(slot).view(self._dtype) for slot in found]
             if not isinstance(memory, bytearray):
                 self._rows[at] = found
         return found
@@ -312,14 +308,9 @@ class ArrayLayout(Layout):
         return found
 
     def _slot(self, memory: Memory, at: int) -> Any:
-        dtype, count = self._dtype, self.count
-        if self.spec.library == "numpy":
-            import numpy
+        import numpy
 
-            return numpy.frombuffer(memory, dtype, count, at).reshape(self.spec.shape)
-        import torch
-
-        return flat(torch.frombuffer(memory, dtype=dtype, count=count, offset=at))
+        return numpy.ndarray(self._slot_shape, self.slot_dtype, memory, at)
 
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
         """Write the slot of member number `index`."""
@@ -343,7 +334,7 @@ class ArrayLayout(Layout):
             return bool(out.flags.carray)
         return bool(out.is_cpu and out.layout is self.library.strided and is_fillable(out))
 
-    def make_reducer(self, op: str) -> Reducer:
+    def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`."""
         return ArrayReducer(self, op)
 
@@ -362,13 +353,17 @@ class ArrayReducer(Reducer):
             self._empty = partial(layout.library.empty, spec.shape, dtype=dtype, device="cpu")
         else:
             self._empty = partial(layout.library.empty, spec.shape, dtype)
-        self._items = viewer(dtype, layout.count) if self._is_tensor else _flattened
-        part, items = layout.pack(like), self._items(self._empty())
+        self._items: Callable[[Any], Any] = flat if self._is_tensor else _flattened
         self._combine: Callable[[Sequence[Any], Any], object]
-        if is_array(part) and is_array(items):
-            self._combine = reduction.array_combiner(op, items.dtype, part.dtype)
+        if layout.is_known:
+            items = self._items(self._empty())
+            if self._is_tensor:
+                self._items = viewer(items.dtype, items.nbytes)
+            self._combine = reduction.array_combiner(
+                op, items.dtype, layout.slot_dtype, same_nans=True
+            )
         else:
-            self._combine = lambda parts, items: reduction.combine(parts, op, items)
+            self._combine = lambda parts, items: reduction.combine(parts, op, items, same_nans=True)
 
     def place_for(self, out: Any) -> Any:
         """Return `out` if it fits, else a new array."""
@@ -380,7 +375,6 @@ class ArrayReducer(Reducer):
         """Return the reduction of all slots, in `place`."""
         items = self._items(place)
         self._combine(self._layout.slots_at(memory, at), items)
-        reduction.set_nans(items)
         if self._is_tensor:
             mark_written(place)
         return place

@@ -10,7 +10,7 @@ from syncprims.errors import EncodingError, RankMismatch
 from syncprims.interface import Note
 
 from . import codec, reduction
-from .arrays import Spec, fits, mark_written, may_fill
+from .arrays import Spec, fits, library_of, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
 from .plane import DataPlane
 from .results import copy_into
@@ -348,8 +348,9 @@ def all_reduce(
 ) -> Any:
     """Return the reduction over all members, an array in `out` where that fits."""
     try:
-        if getattr(value, "requires_grad", False):
-            value = value.detach()
+        grad = getattr(value, "requires_grad", None)  # None: `value` is no tensor
+        if grad is not None and (grad or library_of(value) is None):
+            value = value.detach()  # so a parameter is a plain tensor, frozen or not
         first = _prepared_reduction(rounds, note, value, op, out, timeout)
         if first is None:
             first = _packed_reduction(rounds, note, value, op, out, timeout)
