@@ -436,8 +436,8 @@ def _reduce_any(
         return operands[-1].result
 
     def combine() -> Any:
-        # Equal bytes are decoded once.
-        known: dict[bytes, Any] = {} if arrays else {payload: value}
+        # Equal bytes are decoded once, also this rank's own: the value may have changed meanwhile.
+        known: dict[bytes, Any] = {}
         for rank, other in zip(rounds.members, payloads, strict=True):
             if other not in known:
                 known[other] = _decode(rounds, label, rank, other, reduction.number_arrays())

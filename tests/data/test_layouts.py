@@ -198,6 +198,30 @@ def test_an_array_that_cannot_be_filled_is_the_error_of_one_rank(world: Ranks) -
     world.run(program)
 
 
+@several()
+def test_a_value_that_changes_during_the_call_gives_one_result(world: Ranks) -> None:
+    def program() -> None:
+        value: Any = {"a": [np.zeros(3)], "b": [0]}
+
+        board = sp.current().group._rounds.board  # pyright: ignore[reportPrivateUsage]
+        post = board.post
+
+        def post_and_change(note: Note) -> None:
+            post(note)
+            value["a"][0] += 1
+            value["b"][0] = 5
+
+        board.post = post_and_change  # type: ignore[method-assign]
+        try:
+            total = sp.all_reduce(value)
+        finally:
+            board.post = post  # type: ignore[method-assign]
+        assert total["a"][0].tolist() == [0] * 3
+        assert total["b"] == [0]
+
+    world.run(program)
+
+
 @several(2)
 def test_dtypes_that_torch_only_stores(world: Ranks) -> None:
     names = ("int1", "uint4", "bits8", "float4_e2m1fn_x2", "bfloat16", "float8_e4m3fn")
