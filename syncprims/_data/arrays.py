@@ -10,12 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from syncprims.interface import own_device_index
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # -- kinds of values -----------------------------------------------------------------------------
 
@@ -187,7 +184,8 @@ _KNOWN_TO_NUMPY = frozenset(
 
 def is_computable(dtype: Any) -> bool:
     """Return whether torch has the arithmetic of its `dtype`; some only store numbers."""
-    return is_known_to_numpy(dtype) or str(dtype)[6:].startswith(("bfloat", "float8"))
+    kind = str(dtype)[6:]
+    return kind in _KNOWN_TO_NUMPY or kind.startswith(("bfloat", "float8"))
 
 
 def flat(obj: Any) -> Any:
@@ -201,9 +199,12 @@ def flat(obj: Any) -> Any:
         if obj.ndim == 1 and obj.flags.c_contiguous:
             return obj
         return numpy.ascontiguousarray(obj).reshape(-1)
-    plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if is_known_to_numpy(plain.dtype):
-        return _memory(plain, str(plain.dtype)[6:])
+    if not obj.is_contiguous() or obj.is_conj() or obj.is_neg():
+        obj = obj.detach().resolve_conj().resolve_neg().contiguous()
+    dtype = numpy_dtype(obj.dtype)
+    if dtype is not None:
+        return _memory(obj, dtype)
+    plain = obj.detach().reshape(-1)
     # The step of a single item may be any.
     return plain.as_strided((1,), (1,)) if len(plain) == 1 else plain
 
@@ -215,77 +216,45 @@ def raw(vector: Any) -> memoryview:
     if not is_array(vector):
         import torch
 
-        vector = _memory(vector.view(torch.uint8), "uint8")
+        vector = _memory(vector.view(torch.uint8), numpy.dtype("u1"))
     if vector.nbytes == 0:
         return memoryview(bytearray())
     return memoryview(vector.view(numpy.uint8))
 
 
-class _Items:
-    """The memory of a contiguous tensor in the form that numpy takes.
+def _memory(tensor: Any, dtype: Any) -> Any:
+    """Return the very memory of a contiguous tensor as a numpy array of one dimension.
 
     Not by `Tensor.numpy`: that fixes the size of the storage, and a later `resize_` would fail.
     """
-
-    def __init__(self, tensor: Any, kind: str) -> None:
-        self._tensor = tensor  # which the array keeps alive
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), False),
-            "shape": (tensor.numel(),),
-            "typestr": _numpy_dtype(kind).str,
-        }
-
-
-def _memory(tensor: Any, kind: str) -> Any:
-    """Return the very memory of a contiguous tensor as a numpy array of one dimension."""
     import numpy
 
-    if not tensor.numel():
-        return numpy.empty(0, _numpy_dtype(kind))
-    if not tensor.data_ptr():
-        raise ValueError(f"the memory of a tensor of {tensor.numel()} items has been freed")
-    return numpy.asarray(_Items(tensor, kind))
-
-
-def is_known_to_numpy(dtype: Any) -> bool:
-    """Return whether numpy has a dtype of torch."""
-    return str(dtype)[6:] in _KNOWN_TO_NUMPY
-
-
-def viewer(dtype: Any, size: int) -> Callable[[Any], Any]:
-    """Return :func:`flat` for tensors of `size` bytes, prepared: much faster.
-
-    The items are seen as those of numpy's `dtype`. What it returns is valid only while the tensor
-    exists.
-    """
-    import ctypes  # slow to import
-
-    import numpy
-
-    frombuffer: Any = numpy.frombuffer
-    room = ctypes.c_char * size
-
-    def view(tensor: Any) -> Any:
-        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            begin = tensor.data_ptr()
-            if begin:  # else its memory was freed, and `flat` raises
-                return frombuffer(room.from_address(begin), dtype)
-        return frombuffer(raw(flat(tensor)), dtype)
-
-    return view
-
-
-def numpy_dtype(dtype: Any) -> Any:
-    """Return numpy's dtype for the items of a tensor: for their bytes, if it has no other."""
-    return _numpy_dtype(str(dtype)[6:] if is_known_to_numpy(dtype) else "uint8")
+    count = tensor.numel()
+    if not count:
+        return numpy.empty(0, dtype)
+    begin = tensor.data_ptr()
+    if not begin:
+        raise ValueError(f"the memory of a tensor of {count} items has been freed")
+    memory = _memory_from().from_address(begin)
+    memory.tensor = tensor  # which the array keeps alive
+    return numpy.frombuffer(memory, dtype, count)
 
 
 @functools.cache
-def _numpy_dtype(kind: str) -> Any:
+def _memory_from() -> Any:
+    """Return the type of all memory that begins at an address."""
+    import ctypes  # slow to import
+
+    return ctypes.c_char * (1 << 60)
+
+
+@functools.cache
+def numpy_dtype(dtype: Any) -> Any:
+    """Return the dtype of numpy that is torch's `dtype`, or None."""
     import numpy
 
-    return numpy.dtype(kind)
+    kind = str(dtype)[6:]
+    return numpy.dtype(kind) if kind in _KNOWN_TO_NUMPY else None
 
 
 def empty_array(like: Any, shape: int | tuple[int, ...], dtype: Any) -> Any:

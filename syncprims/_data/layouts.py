@@ -22,13 +22,11 @@ from .arrays import (
     Spec,
     flat,
     is_fillable,
-    is_known_to_numpy,
     library_of,
     mark_written,
     numpy_dtype,
     raw,
     spec_of,
-    viewer,
 )
 
 if TYPE_CHECKING:
@@ -273,14 +271,17 @@ class ArrayLayout(Layout):
         # Of shared memory, by where it begins: one slot, and those of all members.
         self._slots: dict[int, Any] = {}
         self._rows: dict[int, list[Any]] = {}
-        is_tensor = spec.library == "torch"
-        self.is_known = not is_tensor or is_known_to_numpy(self._dtype)  #: to numpy
-        #: What a slot holds, as numpy sees it: bytes, if the dtype is not known to it.
-        self.slot_dtype = numpy_dtype(self._dtype) if is_tensor else self._dtype
-        count = spec.nbytes // int(self.slot_dtype.itemsize)
-        self._slot_shape = (count,) if is_tensor else spec.shape
         # The items of an array: the very memory, where that is contiguous.
-        self.pack = viewer(self.slot_dtype, spec.nbytes) if is_tensor else _itself
+        self.pack = _itself
+        self._slot_dtype, self._slot_shape = self._dtype, spec.shape
+        #: Whether numpy has the dtype. If not, it sees bytes in a slot.
+        self.is_known = True
+        if spec.library == "torch":
+            known = numpy_dtype(self._dtype)
+            self.is_known = known is not None
+            self.pack = flat if self.is_known else _octets
+            self._slot_dtype = known or numpy_dtype(self.library.uint8)
+            self._slot_shape = (spec.nbytes // int(self._slot_dtype.itemsize),)
 
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
@@ -310,11 +311,15 @@ class ArrayLayout(Layout):
     def _slot(self, memory: Memory, at: int) -> Any:
         import numpy
 
-        return numpy.ndarray(self._slot_shape, self.slot_dtype, memory, at)
+        return numpy.ndarray(self._slot_shape, self._slot_dtype, memory, at)
 
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
         """Write the slot of member number `index`."""
-        self._slot_at(memory, at + index * self.stride)[...] = packed
+        at += index * self.stride
+        slot = self._slots.get(at)
+        if slot is None:
+            slot = self._slot_at(memory, at)
+        slot[...] = packed
 
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
@@ -353,15 +358,11 @@ class ArrayReducer(Reducer):
             self._empty = partial(layout.library.empty, spec.shape, dtype=dtype, device="cpu")
         else:
             self._empty = partial(layout.library.empty, spec.shape, dtype)
-        self._items: Callable[[Any], Any] = flat if self._is_tensor else _flattened
+        self._items = flat if self._is_tensor else _flattened
+        part, items = self._items(like), self._items(self._empty())
         self._combine: Callable[[Sequence[Any], Any], object]
         if layout.is_known:
-            items = self._items(self._empty())
-            if self._is_tensor:
-                self._items = viewer(items.dtype, items.nbytes)
-            self._combine = reduction.array_combiner(
-                op, items.dtype, layout.slot_dtype, same_nans=True
-            )
+            self._combine = reduction.array_combiner(op, items.dtype, part.dtype, items.size)
         else:
             self._combine = lambda parts, items: reduction.combine(parts, op, items, same_nans=True)
 
@@ -378,6 +379,12 @@ class ArrayReducer(Reducer):
         if self._is_tensor:
             mark_written(place)
         return place
+
+
+def _octets(tensor: Any) -> Any:
+    import numpy
+
+    return numpy.frombuffer(raw(flat(tensor)), numpy.uint8)
 
 
 def _flattened(array: Any) -> Any:

@@ -14,6 +14,7 @@ import math
 import sys
 from contextvars import Context
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
@@ -296,13 +297,16 @@ def combine(parts: Sequence[Any], op: str, out: Any, *, same_nans: bool = False)
         if same_nans:
             _set_nans_of_tensor(items)
     else:
-        array_combiner(op, out.dtype, parts[0].dtype, same_nans=same_nans)(parts, out)
+        size = out.size if same_nans else None
+        array_combiner(op, out.dtype, parts[0].dtype, size)(parts, out)
 
 
 def array_combiner(
-    op: str, dtype: Any, of: Any, *, same_nans: bool
+    op: str, dtype: Any, of: Any, size: int | None
 ) -> Callable[[Sequence[Any], Any], object]:
     """Return :func:`combine` for numpy arrays of dtype `of`, and a result of `dtype`.
+
+    With `size`, the number of items, all NaNs of the result have the same bits.
 
     It has no numpy warnings: as everywhere, an overflow is an infinity. It must not be called by
     two threads at a time.
@@ -310,8 +314,8 @@ def array_combiner(
     fill = _array_filler(op, dtype, of)
     if dtype.kind not in "fc":
         return fill
-    if same_nans:
-        fill = partial(_fill_with_same_nans, fill)
+    if size is not None:
+        fill = partial(_fill_with_same_nans, fill, _nan_test(dtype, size))
     context = _context_without_warnings()
     if context is None:
         return partial(_without_warnings, fill)
@@ -339,18 +343,35 @@ def _without_warnings(fill: Callable[..., None], parts: Sequence[Any], out: Any)
         fill(parts, out)
 
 
-def _fill_with_same_nans(fill: Callable[..., None], parts: Sequence[Any], out: Any) -> None:
+def _fill_with_same_nans(
+    fill: Callable[..., None],
+    nan_test: Callable[[Any], Any] | None,
+    parts: Sequence[Any],
+    out: Any,
+) -> None:
     fill(parts, out)
-    # The fastest way to find a NaN in few items is a product by BLAS.
-    size = out.size
-    if size == 1 or (size <= _FEW_ITEMS and out.ndim == 1 and out.dtype.char in "fdFD"):
-        found = out.item() if size == 1 else out.dot(out)
+    if nan_test is not None:
+        found = nan_test(out if out.ndim == 1 else out.reshape(-1))
         if found == found:
             return
     wrong = out != out
     if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
         for part in (out.real, out.imag) if out.dtype.kind == "c" else (out,):
             part[part != part] = math.nan
+
+
+def _nan_test(dtype: Any, size: int) -> Callable[[Any], Any] | None:
+    """Return a function of an array of one dimension: its result is NaN if an item is.
+
+    It may be NaN without such an item. None if there is no fast one for so many items.
+    """
+    if size == 1:
+        return methodcaller("item")
+    return _square if dtype.char in "fdFD" and size <= _FEW_ITEMS else None
+
+
+def _square(array: Any) -> Any:
+    return array.dot(array)  # by BLAS
 
 
 @functools.cache
