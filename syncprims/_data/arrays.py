@@ -182,6 +182,12 @@ _KNOWN_TO_NUMPY = frozenset(
 ) | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 
 
+def is_computable(dtype: Any) -> bool:
+    """Return whether torch has the arithmetic of its `dtype`; some only store numbers."""
+    kind = str(dtype)[6:]
+    return kind in _KNOWN_TO_NUMPY or kind.startswith(("bfloat", "float8"))
+
+
 def flat(obj: Any) -> Any:
     """Return the items of an array in one dimension: the very memory, where that is contiguous.
 
@@ -195,8 +201,12 @@ def flat(obj: Any) -> Any:
         return numpy.ascontiguousarray(obj).reshape(-1)
     if not obj.is_contiguous() or obj.is_conj() or obj.is_neg():
         obj = obj.detach().resolve_conj().resolve_neg().contiguous()
-    dtype = _numpy_dtype(obj.dtype)
-    return obj.detach().reshape(-1) if dtype is None else _memory(obj, dtype)
+    dtype = numpy_dtype(obj.dtype)
+    if dtype is not None:
+        return _memory(obj, dtype)
+    plain = obj.detach().reshape(-1)
+    # The step of a single item may be any.
+    return plain.as_strided((1,), (1,)) if len(plain) == 1 else plain
 
 
 def raw(vector: Any) -> memoryview:
@@ -222,7 +232,10 @@ def _memory(tensor: Any, dtype: Any) -> Any:
     count = tensor.numel()
     if not count:
         return numpy.empty(0, dtype)
-    memory = _memory_from().from_address(tensor.data_ptr())
+    begin = tensor.data_ptr()
+    if not begin:
+        raise ValueError(f"the memory of a tensor of {count} items has been freed")
+    memory = _memory_from().from_address(begin)
     memory.tensor = tensor  # which the array keeps alive
     return numpy.frombuffer(memory, dtype, count)
 
@@ -236,7 +249,7 @@ def _memory_from() -> Any:
 
 
 @functools.cache
-def _numpy_dtype(dtype: Any) -> Any:
+def numpy_dtype(dtype: Any) -> Any:
     """Return the dtype of numpy that is torch's `dtype`, or None."""
     import numpy
 

@@ -21,10 +21,10 @@ from . import codec, reduction
 from .arrays import (
     Spec,
     flat,
-    is_array,
     is_fillable,
     library_of,
     mark_written,
+    numpy_dtype,
     raw,
     spec_of,
 )
@@ -117,7 +117,6 @@ class Layout(ABC):
         self.half = 0  #: bytes of it for one round
         self.is_placed = False
         self.one_round = True  #: a reduction takes one round, and not one for each piece
-        self._reducers: dict[str, Reducer] = {}
 
     @abstractmethod
     def to_bytes(self, packed: Any) -> bytes:
@@ -135,18 +134,8 @@ class Layout(ABC):
     def fits(self, out: Any) -> bool:
         """Return whether :meth:`read` can fill `out`."""
 
-    def reducer(self, op: str) -> Reducer:
-        """Return what reduces all slots with `op`; the same one each time.
-
-        :raises TypeError: if `op` cannot reduce such values.
-        """
-        found = self._reducers.get(op)
-        if found is None:
-            found = self._reducers[op] = self.make_reducer(op)
-        return found
-
     @abstractmethod
-    def make_reducer(self, op: str) -> Reducer:
+    def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`.
 
         :raises TypeError: if `op` cannot reduce such values.
@@ -241,7 +230,7 @@ class NumberLayout(Layout):
         """Return False: numbers are made."""
         return False
 
-    def make_reducer(self, op: str) -> Reducer:
+    def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`; each can reduce numbers."""
         return NumberReducer(self, op)
 
@@ -283,7 +272,16 @@ class ArrayLayout(Layout):
         self._slots: dict[int, Any] = {}
         self._rows: dict[int, list[Any]] = {}
         # The items of an array: the very memory, where that is contiguous.
-        self.pack = _itself if spec.library == "numpy" else flat
+        self.pack = _itself
+        self._slot_dtype, self._slot_shape = self._dtype, spec.shape
+        #: Whether numpy has the dtype. If not, it sees bytes in a slot.
+        self.is_known = True
+        if spec.library == "torch":
+            known = numpy_dtype(self._dtype)
+            self.is_known = known is not None
+            self.pack = flat if self.is_known else _octets
+            self._slot_dtype = known or numpy_dtype(self.library.uint8)
+            self._slot_shape = (spec.nbytes // int(self._slot_dtype.itemsize),)
 
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
@@ -295,6 +293,8 @@ class ArrayLayout(Layout):
         if found is None:
             begins = range(at, at + self._members * self.stride, self.stride)
             found = [self._slot(memory, begin).reshape(-1) for begin in begins]
+            if not self.is_known:
+                found = [self.library.from_numpy(slot).view(self._dtype) for slot in found]
             if not isinstance(memory, bytearray):
                 self._rows[at] = found
         return found
@@ -309,15 +309,9 @@ class ArrayLayout(Layout):
         return found
 
     def _slot(self, memory: Memory, at: int) -> Any:
-        dtype = self._dtype
-        count = self.spec.nbytes // int(dtype.itemsize)
-        if self.spec.library == "numpy":
-            import numpy
+        import numpy
 
-            return numpy.frombuffer(memory, dtype, count, at).reshape(self.spec.shape)
-        import torch
-
-        return flat(torch.frombuffer(memory, dtype=dtype, count=count, offset=at))
+        return numpy.ndarray(self._slot_shape, self._slot_dtype, memory, at)
 
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
         """Write the slot of member number `index`."""
@@ -345,7 +339,7 @@ class ArrayLayout(Layout):
             return bool(out.flags.carray)
         return bool(out.is_cpu and out.layout is self.library.strided and is_fillable(out))
 
-    def make_reducer(self, op: str) -> Reducer:
+    def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`."""
         return ArrayReducer(self, op)
 
@@ -365,13 +359,12 @@ class ArrayReducer(Reducer):
         else:
             self._empty = partial(layout.library.empty, spec.shape, dtype)
         self._items = flat if self._is_tensor else _flattened
-        part, items = layout.pack(like), self._items(self._empty())
-        self._nan_test = reduction.nan_test(items.dtype, items.size) if is_array(items) else None
+        part, items = self._items(like), self._items(self._empty())
         self._combine: Callable[[Sequence[Any], Any], object]
-        if is_array(part) and is_array(items):
-            self._combine = reduction.array_combiner(op, items.dtype, part.dtype)
+        if layout.is_known:
+            self._combine = reduction.array_combiner(op, items.dtype, part.dtype, items.size)
         else:
-            self._combine = lambda parts, items: reduction.combine(parts, op, items)
+            self._combine = lambda parts, items: reduction.combine(parts, op, items, same_nans=True)
 
     def place_for(self, out: Any) -> Any:
         """Return `out` if it fits, else a new array."""
@@ -383,12 +376,15 @@ class ArrayReducer(Reducer):
         """Return the reduction of all slots, in `place`."""
         items = self._items(place)
         self._combine(self._layout.slots_at(memory, at), items)
-        test = self._nan_test
-        if test is None or (found := test(items)) != found:
-            reduction.set_nans(items)
         if self._is_tensor:
             mark_written(place)
         return place
+
+
+def _octets(tensor: Any) -> Any:
+    import numpy
+
+    return numpy.frombuffer(raw(flat(tensor)), numpy.uint8)
 
 
 def _flattened(array: Any) -> Any:

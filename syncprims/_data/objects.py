@@ -10,7 +10,7 @@ from syncprims.errors import EncodingError, RankMismatch
 from syncprims.interface import Note
 
 from . import codec, reduction
-from .arrays import Spec, fits, mark_written, may_fill
+from .arrays import Spec, fits, library_of, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
 from .plane import DataPlane
 from .results import copy_into
@@ -348,8 +348,9 @@ def all_reduce(
 ) -> Any:
     """Return the reduction over all members, an array in `out` where that fits."""
     try:
-        if getattr(value, "requires_grad", False):
-            value = value.detach()
+        grad = getattr(value, "requires_grad", None)  # None: `value` is no tensor
+        if grad is not None and (grad or library_of(value) is None):
+            value = value.detach()  # so a parameter is a plain tensor, frozen or not
         first = _prepared_reduction(rounds, note, value, op, out, timeout)
         if first is None:
             first = _packed_reduction(rounds, note, value, op, out, timeout)
@@ -435,8 +436,8 @@ def _reduce_any(
         return operands[-1].result
 
     def combine() -> Any:
-        # Equal bytes are decoded once.
-        known: dict[bytes, Any] = {} if arrays else {payload: value}
+        # Equal bytes are decoded once, also this rank's own: the value may have changed meanwhile.
+        known: dict[bytes, Any] = {}
         for rank, other in zip(rounds.members, payloads, strict=True):
             if other not in known:
                 known[other] = _decode(rounds, label, rank, other, reduction.number_arrays())

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_KNOWN = 4096  # layouts, and prepared calls
-_UNKNOWN: Any = object()
 #: Bytes in all slots up to which one round is faster than dividing the work of a reduction: with up
 #: to so many members, and with more. Each member then reads all slots.
 _FEW_MEMBERS, _ONE_ROUND, _ONE_ROUND_OF_MANY = 4, 2 << 20, 1 << 20
@@ -48,7 +47,7 @@ class DataPlane:
         self.small_slot = len(self._small.memory) // 2 // self.count if self._small else 0
         self._window: Window | None = None
         self._transport: Transport | None = None
-        self._layouts: dict[Any, Layout | None] = {}
+        self._layouts: dict[Hashable, Layout] = {}
         self._described: dict[bytes, Layout] = {}
         #: The prepared calls, by the identities of the plain note and of the layout; what a source
         #: is expected to send, by that of the note.
@@ -125,14 +124,14 @@ class DataPlane:
         key = key_of(value)
         if key is None:
             return None
-        found: Layout | None = self._layouts.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
+        found = self._layouts.get(key)
+        if found is None:
+            made = make_layout(value, self.count)
+            if made is None or (made.stride >= codec.LARGE and self.board.engine is not None):
+                return None  # and forget the key: it may hold objects of the user
             if len(self._layouts) > _MOST_KNOWN:
                 self._layouts.clear()
-            made = make_layout(value, self.count)
-            if made is not None and made.stride >= codec.LARGE and self.board.engine is not None:
-                made = None
-            found = self._layouts[key] = made and self.described(made.data)
+            found = self._layouts[key] = self.described(made.data)
         return found
 
     def described(self, data: bytes) -> Layout:

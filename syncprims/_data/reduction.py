@@ -24,6 +24,7 @@ from .arrays import (
     empty_array,
     flat,
     is_array,
+    is_computable,
     is_dict,
     is_fillable,
     is_list_or_tuple,
@@ -110,8 +111,10 @@ def _check_array(array: Any, op: str, where: str) -> None:
 
 
 def _check_tensor(tensor: Any, op: str, where: str) -> None:
-    if tensor.is_quantized:
-        raise TypeError(f"{where} is a quantized tensor; all_reduce takes one of plain numbers")
+    if not is_computable(tensor.dtype):
+        raise TypeError(
+            f"{where} is a tensor of {tensor.dtype}, which torch does not compute with; convert it"
+        )
     if op in ("min", "max") and tensor.is_complex():
         raise TypeError(f"{where} is complex; op={op!r} takes numbers that have an order")
     if op not in ("sum", "mean") and str(tensor.layout) != "torch.strided":
@@ -160,50 +163,9 @@ def reduce(
         return total / len(values) if op == "mean" else total
     if is_tensor(first) or is_array(first):
         result = empty_result(first, op)
-        combine(values, op, result)
-        set_nans(result)
+        combine(values, op, result, same_nans=True)
         return result
     return _reduce_numbers(values, op)
-
-
-def set_nans(result: Any) -> None:
-    """Give all NaNs the same bits: which sign and payload a new one has, the processor decides."""
-    kind = getattr(result.dtype, "kind", "")
-    if not kind:  # a tensor
-        items = flat(result)
-        if not is_tensor(items):
-            set_nans(items)
-            return
-        import torch
-
-        wide = items.float()
-        one = torch.full((1,), math.nan, dtype=items.dtype, device=items.device)
-        octets = items.view(torch.uint8).view(-1, items.itemsize)
-        octets[wide != wide] = one.view(torch.uint8)
-    elif kind in "fc":
-        test = nan_test(result.dtype, result.size)
-        if test is not None and result.ndim <= 1 and (found := test(result)) == found:
-            return
-        wrong = result != result
-        if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
-            for part in (result.real, result.imag) if kind == "c" else (result,):
-                part[part != part] = math.nan
-
-
-def nan_test(dtype: Any, size: int) -> Callable[[Any], Any] | None:
-    """Return a function of an array of one dimension: its result is NaN if an item is.
-
-    It may be NaN without such an item. None if there is no fast one for so many items.
-    """
-    if dtype.kind in "fc" and size == 1:
-        return methodcaller("item")
-    if dtype.char in "fdFD" and size <= _FEW_ITEMS:
-        return _square
-    return None
-
-
-def _square(array: Any) -> Any:
-    return array.dot(array)  # by BLAS
 
 
 def _like_sequence(first: Any, parts: list[Any]) -> Any:
@@ -275,8 +237,7 @@ def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
         return values[0].dtype.type(exact) if bounds.min <= exact <= bounds.max else exact
     arrays = [numpy.asarray(value) for value in values]
     result = empty_result(arrays[0], op)
-    combine(arrays, op, result)
-    set_nans(result)
+    combine(arrays, op, result, same_nans=True)
     return result[()]
 
 
@@ -319,24 +280,33 @@ def detached(value: Any) -> Any:
     return value
 
 
-def combine(parts: Sequence[Any], op: str, out: Any) -> None:
+def combine(parts: Sequence[Any], op: str, out: Any, *, same_nans: bool = False) -> None:
     """Fill `out` with the reduction of `parts`, item by item, in their order.
 
     All are numpy arrays, or all are tensors. Half precision is added up in single: rounded once,
-    and a mean cannot overflow on its way.
+    and a mean cannot overflow on its way. With `same_nans`, all NaNs of the result have the same
+    bits: which sign and payload a new one has, the processor decides.
     """
     if not hasattr(out.dtype, "kind"):  # a tensor
         flattened = [flat(part) for part in parts]
-        if is_tensor(flattened[0]):  # numpy does not know the dtype
-            _combine_tensors(flattened, op, out.view(-1))
-        else:
-            combine(flattened, op, flat(out))
+        items = flat(out)
+        if not is_tensor(items):
+            combine(flattened, op, items, same_nans=same_nans)
+            return
+        _combine_tensors(flattened, op, items)  # numpy does not know the dtype
+        if same_nans:
+            _set_nans_of_tensor(items)
     else:
-        array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
+        size = out.size if same_nans else None
+        array_combiner(op, out.dtype, parts[0].dtype, size)(parts, out)
 
 
-def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], object]:
-    """Return what fills an array of `dtype` with the reduction of numpy arrays of dtype `of`.
+def array_combiner(
+    op: str, dtype: Any, of: Any, size: int | None
+) -> Callable[[Sequence[Any], Any], object]:
+    """Return :func:`combine` for numpy arrays of dtype `of`, and a result of `dtype`.
+
+    With `size`, the number of items, all NaNs of the result have the same bits.
 
     It has no numpy warnings: as everywhere, an overflow is an infinity. It must not be called by
     two threads at a time.
@@ -344,6 +314,8 @@ def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any
     fill = _array_filler(op, dtype, of)
     if dtype.kind not in "fc":
         return fill
+    if size is not None:
+        fill = partial(_fill_with_same_nans, fill, _nan_test(dtype, size))
     context = _context_without_warnings()
     if context is None:
         return partial(_without_warnings, fill)
@@ -369,6 +341,37 @@ def _context_without_warnings() -> Context | None:
 def _without_warnings(fill: Callable[..., None], parts: Sequence[Any], out: Any) -> None:
     with sys.modules["numpy"].errstate(all="ignore"):
         fill(parts, out)
+
+
+def _fill_with_same_nans(
+    fill: Callable[..., None],
+    nan_test: Callable[[Any], Any] | None,
+    parts: Sequence[Any],
+    out: Any,
+) -> None:
+    fill(parts, out)
+    if nan_test is not None:
+        found = nan_test(out if out.ndim == 1 else out.reshape(-1))
+        if found == found:
+            return
+    wrong = out != out
+    if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
+        for part in (out.real, out.imag) if out.dtype.kind == "c" else (out,):
+            part[part != part] = math.nan
+
+
+def _nan_test(dtype: Any, size: int) -> Callable[[Any], Any] | None:
+    """Return a function of an array of one dimension: its result is NaN if an item is.
+
+    It may be NaN without such an item. None if there is no fast one for so many items.
+    """
+    if size == 1:
+        return methodcaller("item")
+    return _square if dtype.char in "fdFD" and size <= _FEW_ITEMS else None
+
+
+def _square(array: Any) -> Any:
+    return array.dot(array)  # by BLAS
 
 
 @functools.cache
@@ -418,3 +421,12 @@ def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     for part in parts[1:]:
         total = function(total, part.to(wide))
     out.copy_(total / len(parts) if op == "mean" else total)
+
+
+def _set_nans_of_tensor(items: Any) -> None:
+    import torch
+
+    wide = items.float()
+    one = torch.full((1,), math.nan, dtype=items.dtype, device=items.device)
+    octets = items.view(torch.uint8).view(-1, items.itemsize)
+    octets[wide != wide] = one.view(torch.uint8)

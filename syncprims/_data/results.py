@@ -17,43 +17,47 @@ def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
     That `out` does not fit is this rank's own error: the call itself has succeeded.
 
     :raises TypeError, ValueError: if `out` cannot hold it.
+    :raises RuntimeError: if torch cannot write it there, as into a sparse tensor.
     """
     if out is None or out is value:
         return value
-    error = _why_not_into(out, value)
-    if error is not None:
+    try:
+        _check(out, value)
+        if is_array(out):
+            out[...] = value
+        else:
+            out.detach().copy_(value)
+    except Exception as error:
         rounds.in_step = error
-        raise error
-    if is_array(out):
-        out[...] = value
-    else:
-        out.detach().copy_(value)
+        raise
     return out
 
 
-def _why_not_into(out: Any, value: Any) -> TypeError | ValueError | None:
-    """Return the error of an `out` that cannot hold `value`, or None if it can.
+def _check(out: Any, value: Any) -> None:
+    """Accept an `out` that can hold `value`.
 
-    A TypeError, if `out` is neither a numpy array nor a tensor. A ValueError, if its shape or dtype
-    differs, it is read-only, or items of it share memory.
+    :raises TypeError: if `out` is neither a numpy array nor a tensor, or `value` is no array.
+    :raises ValueError: if its shape or dtype differs, it is read-only, has no memory, or items of
+        it share memory.
     """
     if not (is_array(out) or is_tensor(out)):
         kind = type(out).__name__
-        return TypeError(f"out is a {kind}; it takes a numpy array or a torch tensor")
+        raise TypeError(f"out is a {kind}; it takes a numpy array or a torch tensor")
     if not (is_array(value) or is_tensor(value)):
-        return TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
-    alike = is_array(out) == is_array(value)
-    same = out.dtype == value.dtype if alike else str(out.dtype) == str(value.dtype)
-    if not same or tuple(out.shape) != tuple(value.shape):
-        return ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
+        raise TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
+    alike = is_array(out) == is_array(value) and out.dtype == value.dtype
+    if not alike or out.shape != value.shape:
+        raise ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
     if is_array(out):
         if not out.flags.writeable:
-            return ValueError("out is read-only; give an array that can be written to")
-    elif str(out.layout) == "torch.strided" and any(
-        step == 0 and size > 1 for step, size in zip(out.stride(), out.shape, strict=True)
-    ):
-        return ValueError("items of out share memory; give a tensor that is not expanded")
-    return None
+            raise ValueError("out is read-only; give an array that can be written to")
+        steps = out.strides
+    else:
+        if out.is_meta:
+            raise ValueError("out is on the meta device; give a tensor that has memory")
+        steps = out.stride() if str(out.layout) == "torch.strided" else ()
+    if any(step == 0 and size > 1 for step, size in zip(steps, out.shape, strict=False)):
+        raise ValueError("items of out share memory; give an array that is not expanded")
 
 
 def _with_article(value: Any) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import gc
 import math
 import os
 import stat
@@ -466,6 +467,33 @@ def test_closed_groups_leave_no_descriptors_and_files(world: Ranks) -> None:
 
     for seen in world.run(program):
         assert seen[3] <= seen[1]
+
+
+@several(4)
+@in_processes
+def test_a_closed_group_gives_its_memory_back_at_once(world: Ranks) -> None:
+    if world.kind.backend == "tiny":
+        pytest.skip("it cannot close a board")
+
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("/board-")
+
+    def program() -> None:
+        sp.all_reduce(np.ones(5000))
+        gc.disable()
+        before = maps()
+        group = sp.group([0, 1])
+        if sp.get_rank() < 2:
+            group.all_reduce(1.0)
+            for size in (3, 5000):
+                group.all_reduce(np.ones(size))
+                group.broadcast(np.ones(size))
+                group.all_gather(np.ones(size))
+            assert maps() > before
+            group.close()
+            assert maps() == before
+
+    world.run(program)
 
 
 def test_blocks_of_a_group_may_overlap_in_tasks(world: Ranks) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import random
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -162,6 +165,134 @@ def test_tensors_of_one_shape_are_alike_whatever_their_history(world: Ranks) -> 
     world.run(program)
 
 
+@several(2)
+def test_a_frozen_parameter_is_as_a_tensor(world: Ranks) -> None:
+    def program() -> None:
+        for size in (3, 370, 3000):
+            frozen = torch.nn.Parameter(torch.ones(size), requires_grad=False)
+            mine = frozen if sp.is_main() else torch.ones(size)
+            assert sp.all_reduce(mine).tolist() == [2.0] * size
+
+    world.run(program)
+
+
+@several(2)
+def test_an_array_that_cannot_be_filled_is_the_error_of_one_rank(world: Ranks) -> None:
+    def program() -> None:
+        ones, array = torch.ones(3), np.ones(3)
+        refused: list[Any] = [
+            torch.zeros(3, device="meta"),
+            torch.zeros(3).to_sparse(),
+            torch.zeros(1).expand(3),
+        ]
+        several_times = np.lib.stride_tricks.as_strided(np.zeros(1), (3,), (0,))
+        for out in (*refused, several_times, [0.0] * 3):
+            value: Any = array if out is several_times else ones
+            place = out if sp.is_main() else None
+            for call in (sp.all_reduce, sp.broadcast):
+                errors = ValueError, TypeError, RuntimeError
+                with pytest.raises(errors) if sp.is_main() else contextlib.nullcontext():
+                    call(value, out=place)
+                assert sp.all_reduce(1) == 2  # still in step
+
+    world.run(program)
+
+
+@several()
+def test_a_value_that_changes_during_the_call_gives_one_result(world: Ranks) -> None:
+    def program() -> None:
+        value: Any = {"a": [np.zeros(3)], "b": [0]}
+
+        board = sp.current().group._rounds.board  # pyright: ignore[reportPrivateUsage]
+        post = board.post
+
+        def post_and_change(note: Note) -> None:
+            post(note)
+            value["a"][0] += 1
+            value["b"][0] = 5
+
+        board.post = post_and_change  # type: ignore[method-assign]
+        try:
+            total = sp.all_reduce(value)
+        finally:
+            board.post = post  # type: ignore[method-assign]
+        assert total["a"][0].tolist() == [0] * 3
+        assert total["b"] == [0]
+
+    world.run(program)
+
+
+@several(2)
+def test_dtypes_that_torch_only_stores(world: Ranks) -> None:
+    names = ("int1", "uint4", "bits8", "float4_e2m1fn_x2", "bfloat16", "float8_e4m3fn")
+
+    def program() -> None:
+        for name, size in itertools.product(names, (4, 3000)):
+            octets = torch.full((size,), 56, dtype=torch.uint8)
+            value = octets.view(getattr(torch, name))
+            for src in (0, 1):
+                got = sp.broadcast(value if src == sp.get_rank() else None, src)
+                assert got is not None
+                assert got.dtype == value.dtype
+                assert got.view(torch.uint8).equal(octets)
+            for got in sp.all_gather(value):
+                assert got.view(torch.uint8).equal(octets)
+            if name in ("bfloat16", "float8_e4m3fn"):
+                assert sp.all_reduce(value, "max").view(torch.uint8).equal(octets)
+            else:
+                with pytest.raises(TypeError, match="torch does not compute with"):
+                    sp.all_reduce(value)
+        assert sp.all_reduce(1) == 2  # still in step
+
+    world.run(program)
+
+
+@several(2)
+def test_one_item_of_a_column(world: Ranks) -> None:
+    """It is contiguous, and its step is not 1."""
+
+    def program() -> None:
+        for dtype in (torch.bfloat16, torch.float32):
+            value, out = torch.ones(1, 2, dtype=dtype)[:, 0], torch.zeros(1, 2, dtype=dtype)[:, 0]
+            assert sp.all_reduce(value, out=out) is out
+            assert out.item() == 2
+            assert sp.broadcast(value, out=out).item() == 1
+            assert [one.item() for one in sp.all_gather([value, value])[1]] == [1, 1]
+
+    world.run(program)
+
+
+@several(2)
+def test_a_tensor_without_its_memory_is_an_error_on_all(world: Ranks) -> None:
+    def program() -> None:
+        for size in (3, 3000):
+            value = torch.ones(size)
+            if sp.is_main():
+                value.untyped_storage().resize_(0)
+            with pytest.raises((ValueError, sp.PeerFailed), match="has been freed"):
+                sp.all_reduce(value)
+        assert sp.all_reduce(1) == 2
+
+    world.run(program)
+
+
+@several(2)
+def test_no_object_of_the_user_is_kept(world: Ranks) -> None:
+    class Key:
+        pass
+
+    def program() -> None:
+        key = Key()
+        gone = weakref.ref(key)
+        with pytest.raises(TypeError):
+            sp.all_reduce({key: "text"})
+        del key
+        gc.collect()
+        assert gone() is None
+
+    world.run(program)
+
+
 @several()
 def test_a_ranks_settings_of_numpy_do_not_matter_and_stay(world: Ranks) -> None:
     def program() -> None:
@@ -172,6 +303,8 @@ def test_a_ranks_settings_of_numpy_do_not_matter_and_stay(world: Ranks) -> None:
                 huge = np.full(3, np.finfo(kind).max)
                 expected = huge if n == 1 else np.full(3, np.inf, kind)
                 assert np.array_equal(sp.all_reduce(huge), expected)
+                large = np.full(3, np.finfo(kind).max / 16)  # its square is not finite
+                assert np.array_equal(sp.all_reduce(large), large * n)
                 odd = np.array([np.inf, -np.inf, np.nan], kind)
                 assert np.isnan(sp.all_reduce(odd * (1 if sp.is_main() else -1))[2])
             assert np.geterr() == dict.fromkeys(("divide", "over", "under", "invalid"), action)

@@ -101,7 +101,7 @@ def _load_weights(
                 read = {name: _read_for(stored, own.get(name)) for name, stored in state.items()}
             else:
                 known = {name: state[name] for name in own if name in state}
-                read = _load_in_place(model, known, check=empty)
+                read = _load_in_place(model, known, weights, check=empty)
             # Only torch can distinguish what a module renames or converts from what is missing.
             model.load_state_dict(read, strict=strict)
         except (CheckpointError, RuntimeError) as error:
@@ -185,12 +185,13 @@ def _first_of(names: list[str]) -> str:
 
 
 def _load_in_place(
-    model: nn.Module, state: Mapping[str, Stored], *, check: bool
+    model: nn.Module, state: Mapping[str, Stored], weights: Mapping[str, Stored], *, check: bool
 ) -> dict[str, torch.Tensor]:
     """Load a state into a model; return what ``load_state_dict`` is to be called with.
 
     For a tensor that is loaded that is the model's own, which torch then does not copy. The others
-    are new tensors that the model loads. With `check`, the files are checked on the way.
+    are new tensors that the model loads. With `check`, all files of `weights` are checked on the
+    way, also those of which the state has nothing.
 
     :raises CheckpointError: if a file cannot be read.
     :raises RuntimeError: if the model cannot take a tensor.
@@ -201,7 +202,7 @@ def _load_in_place(
     targets = {name: places[name] for name in state if type(places.get(name)) in plain}
     separate = _are_separate(state, targets)
     direct: list[str] = []
-    in_files = (stored for stored in state.values() if isinstance(stored, StoredTensor))
+    in_files = (stored for stored in weights.values() if isinstance(stored, StoredTensor))
     files: dict[SafetensorsFile, list[tuple[str, torch.Tensor]]] = {s.file: [] for s in in_files}
     for name, target in targets.items() if separate else ():
         stored = state[name]

@@ -147,6 +147,19 @@ def test_a_model_without_values_gets_none_that_are_damaged(
     assert values(model) == {2}
 
 
+def test_files_with_nothing_for_the_model_are_checked_too(
+    tmp_path: Path, meeting_place: Path
+) -> None:
+    path = tmp_path / "m"
+    saved(path, meeting_place, filled(2), **WAYS["shards"])
+    last = max(path.glob("*.safetensors"))
+    intact = last.read_bytes()
+    last.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+    for one in (nn.Sequential(nn.Linear(3, 4, device="meta")), nn.ReLU()):
+        with pytest.raises(sp.CheckpointError, match="damaged data"):
+            load_checkpoint_in_model(one, path, strict=False)
+
+
 def test_a_part_that_refuses_leaves_a_model_without_values(
     tmp_path: Path, meeting_place: Path
 ) -> None:
