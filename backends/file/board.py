@@ -221,9 +221,15 @@ class SharedMemoryBoard(Board):
         note, word = self._mine[cell]
         count = len(self.members)
         row, intents, memory = self._rows[cell], self._intents, self._memory
-        # Words begin with the round. Different payloads may have the same word.
-        all_here = word[:1] * count
+        # Different payloads may have the same word.
         all_equal = b"" if note[2] or note[3] else word * count
+        # The last member to arrive, for which all others wait, sees all words at once.
+        if memory[row] == all_equal and memory[intents] == self._no_intents:
+            self.collected = number
+            if self._spilled or number == 1:
+                self._tidy(number)
+            return (note,) * count
+        all_here = word[:1] * count  # words begin with the round
         looks, begin = 0, 0.0
         policy = self._spin_policy
         while True:

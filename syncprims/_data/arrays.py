@@ -193,9 +193,10 @@ def flat(obj: Any) -> Any:
         if obj.ndim == 1 and obj.flags.c_contiguous:
             return obj
         return numpy.ascontiguousarray(obj).reshape(-1)
-    plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    kind = str(plain.dtype)[6:]
-    return _memory(plain, kind) if kind in _KNOWN_TO_NUMPY else plain
+    if not obj.is_contiguous() or obj.is_conj() or obj.is_neg():
+        obj = obj.detach().resolve_conj().resolve_neg().contiguous()
+    dtype = _numpy_dtype(obj.dtype)
+    return obj.detach().reshape(-1) if dtype is None else _memory(obj, dtype)
 
 
 def raw(vector: Any) -> memoryview:
@@ -205,42 +206,42 @@ def raw(vector: Any) -> memoryview:
     if not is_array(vector):
         import torch
 
-        vector = _memory(vector.view(torch.uint8), "uint8")
+        vector = _memory(vector.view(torch.uint8), numpy.dtype("u1"))
     if vector.nbytes == 0:
         return memoryview(bytearray())
     return memoryview(vector.view(numpy.uint8))
 
 
-class _Items:
-    """The memory of a contiguous tensor in the form that numpy takes.
+def _memory(tensor: Any, dtype: Any) -> Any:
+    """Return the very memory of a contiguous tensor as a numpy array of one dimension.
 
     Not by `Tensor.numpy`: that fixes the size of the storage, and a later `resize_` would fail.
     """
-
-    def __init__(self, tensor: Any, kind: str) -> None:
-        self._tensor = tensor  # which the array keeps alive
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), False),
-            "shape": (tensor.numel(),),
-            "typestr": _numpy_dtype(kind).str,
-        }
-
-
-def _memory(tensor: Any, kind: str) -> Any:
-    """Return the very memory of a contiguous tensor as a numpy array of one dimension."""
     import numpy
 
-    if not tensor.numel():
-        return numpy.empty(0, _numpy_dtype(kind))
-    return numpy.asarray(_Items(tensor, kind))
+    count = tensor.numel()
+    if not count:
+        return numpy.empty(0, dtype)
+    memory = _memory_from().from_address(tensor.data_ptr())
+    memory.tensor = tensor  # which the array keeps alive
+    return numpy.frombuffer(memory, dtype, count)
 
 
 @functools.cache
-def _numpy_dtype(kind: str) -> Any:
+def _memory_from() -> Any:
+    """Return the type of all memory that begins at an address."""
+    import ctypes  # slow to import
+
+    return ctypes.c_char * (1 << 60)
+
+
+@functools.cache
+def _numpy_dtype(dtype: Any) -> Any:
+    """Return the dtype of numpy that is torch's `dtype`, or None."""
     import numpy
 
-    return numpy.dtype(kind)
+    kind = str(dtype)[6:]
+    return numpy.dtype(kind) if kind in _KNOWN_TO_NUMPY else None
 
 
 def empty_array(like: Any, shape: int | tuple[int, ...], dtype: Any) -> Any:

@@ -18,7 +18,16 @@ from zlib import crc32
 from syncprims.errors import EncodingError
 
 from . import codec, reduction
-from .arrays import Spec, flat, is_fillable, library_of, mark_written, raw, spec_of
+from .arrays import (
+    Spec,
+    flat,
+    is_array,
+    is_fillable,
+    library_of,
+    mark_written,
+    raw,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -312,7 +321,11 @@ class ArrayLayout(Layout):
 
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
         """Write the slot of member number `index`."""
-        self._slot_at(memory, at + index * self.stride)[...] = packed
+        at += index * self.stride
+        slot = self._slots.get(at)
+        if slot is None:
+            slot = self._slot_at(memory, at)
+        slot[...] = packed
 
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
@@ -346,17 +359,19 @@ class ArrayReducer(Reducer):
         reduction.check_value(like, op)
         self._layout, self._is_tensor = layout, spec.library == "torch"
         dtype = self._dtype = reduction.result_dtype(like, op)
-        self._items: Callable[[Any], Any]
         self._empty: Callable[[], Any]
-        self._combine: Callable[[Sequence[Any], Any], object]
-        if not self._is_tensor:
-            self._items = _flattened
-            self._empty = partial(layout.library.empty, spec.shape, dtype)
-            self._combine = reduction.array_combiner(op, dtype, like.dtype)
-        else:
-            self._items = flat
-            self._combine = lambda parts, items: reduction.combine(parts, op, items)
+        if self._is_tensor:
             self._empty = partial(layout.library.empty, spec.shape, dtype=dtype, device="cpu")
+        else:
+            self._empty = partial(layout.library.empty, spec.shape, dtype)
+        self._items = flat if self._is_tensor else _flattened
+        part, items = layout.pack(like), self._items(self._empty())
+        self._nan_test = reduction.nan_test(items.dtype, items.size) if is_array(items) else None
+        self._combine: Callable[[Sequence[Any], Any], object]
+        if is_array(part) and is_array(items):
+            self._combine = reduction.array_combiner(op, items.dtype, part.dtype)
+        else:
+            self._combine = lambda parts, items: reduction.combine(parts, op, items)
 
     def place_for(self, out: Any) -> Any:
         """Return `out` if it fits, else a new array."""
@@ -368,7 +383,9 @@ class ArrayReducer(Reducer):
         """Return the reduction of all slots, in `place`."""
         items = self._items(place)
         self._combine(self._layout.slots_at(memory, at), items)
-        reduction.set_nans(items)
+        test = self._nan_test
+        if test is None or (found := test(items)) != found:
+            reduction.set_nans(items)
         if self._is_tensor:
             mark_written(place)
         return place

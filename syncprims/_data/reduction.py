@@ -14,6 +14,7 @@ import math
 import sys
 from contextvars import Context
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
@@ -180,16 +181,29 @@ def set_nans(result: Any) -> None:
         octets = items.view(torch.uint8).view(-1, items.itemsize)
         octets[wide != wide] = one.view(torch.uint8)
     elif kind in "fc":
-        # The fastest way to find a NaN in few items is a product by BLAS.
-        size = result.size
-        if size == 1 or (size <= _FEW_ITEMS and result.ndim == 1 and result.dtype.char in "fdFD"):
-            found = result.item() if size == 1 else result.dot(result)
-            if found == found:
-                return
+        test = nan_test(result.dtype, result.size)
+        if test is not None and result.ndim <= 1 and (found := test(result)) == found:
+            return
         wrong = result != result
         if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
             for part in (result.real, result.imag) if kind == "c" else (result,):
                 part[part != part] = math.nan
+
+
+def nan_test(dtype: Any, size: int) -> Callable[[Any], Any] | None:
+    """Return a function of an array of one dimension: its result is NaN if an item is.
+
+    It may be NaN without such an item. None if there is no fast one for so many items.
+    """
+    if dtype.kind in "fc" and size == 1:
+        return methodcaller("item")
+    if dtype.char in "fdFD" and size <= _FEW_ITEMS:
+        return _square
+    return None
+
+
+def _square(array: Any) -> Any:
+    return array.dot(array)  # by BLAS
 
 
 def _like_sequence(first: Any, parts: list[Any]) -> Any:

@@ -23,6 +23,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 #: Frames of these stand between the user's line and ours.
 _NOT_USERS = (_LIBRARY, contextlib.__file__, _STANDARD + "asyncio", _STANDARD + "logging")
 _LONGEST_PATH = 200
+_getframe = sys._getframe  # pyright: ignore[reportPrivateUsage]
 _MOST_NOTES = 4096
 
 
@@ -61,7 +62,7 @@ def is_users(frame: FrameType) -> bool:
 
 def describe_call() -> str:
     """Return the public call that this code runs in, as ``barrier 'saved' (job.py:4)``."""
-    frame = call = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame = call = _getframe(1)
     while (code := frame.f_code).co_filename.startswith(_NOT_USERS) and frame.f_back:
         if code.co_filename.startswith(_LIBRARY):
             call = frame
@@ -75,7 +76,7 @@ def warn_user(message: str) -> None:
     """Issue a `SyncWarning` at the user's line, as :func:`warnings.warn` does."""
     import warnings  # slow to import
 
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame = _getframe(1)
     while frame.f_code.co_filename.startswith(_NOT_USERS) and frame.f_back:
         frame = frame.f_back
     at, names = (frame.f_code.co_filename, frame.f_lineno), frame.f_globals
@@ -110,9 +111,9 @@ class NoteCache:
         """
         if name is not None and name.__class__ is not str:  # it may not even be hashable
             name = plain_name(name)
-        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-        while (code := frame.f_code).co_filename in self._library_files and frame.f_back:
-            frame = frame.f_back
+        frame, known = _getframe(2), self._library_files
+        while (code := frame.f_code).co_filename in known and (caller := frame.f_back):
+            frame = caller
         key = (kind, name, src, op, id(code), frame.f_lasti)
         cached = self._notes.get(key) or self._add(key, frame, Label(kind, name, src, op))
         return cached[1] if flag else cached[0]

@@ -142,7 +142,7 @@ class Rounds:
         board, token = self.board, object()
         before = collected = -1
         try:
-            self._calls[token] = get_ident(), note.label
+            self._calls[token] = get_ident(), note[0]
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token)
             collected, before = board.collected, board.posted
