@@ -8,6 +8,9 @@ WORKERS ?= 4
 # The Pythons of `make release-check`; the first also tests the oldest dependencies.
 PYTHONS ?= $(PYTHON)
 
+# Else modules that have changed would be compiled again in every process of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format soak launchers bench docs dist release-check clean
 
@@ -52,7 +55,7 @@ demo: $(VENV)/demo ## train on real data: four ranks, file backend, no GPU, no t
 	$(BIN)/syncprims run -n 4 examples/digits.py
 
 test: $(VENV)/test ## run all tests except the long loops, in parallel and in random order
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not launchers"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not soak and not launchers"
 
 lint: $(VENV)/lint ## check style and types
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import filelock
 import pytest
+from support.forks import prepare_forks
 from support.rank_worlds import Kind, Ranks, Scripts, Signs
 from support.recording import pytest_addoption as pytest_addoption
 from support.recording import pytest_configure as pytest_configure
@@ -30,6 +31,11 @@ KINDS = [
     Kind("torch", 2),
     Kind("torch", 4, hosts=2),
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Prepare this process for the forks of its tests."""
+    prepare_forks()
 
 
 @pytest.fixture(autouse=True)

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import syncprims as sp
+from support.forks import prepare_forks
 from support.histories import Event, History, Kind, Step, show, violations
 from support.rank_worlds import Kind as World
 from support.rank_worlds import environment, fork
-from syncprims._world.registry import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -259,8 +259,6 @@ def run(seed: int, directory: Path, logs: Path, store: ServedStore | None = None
         hosts = next(h for h in (2, 3, made.ranks) if made.ranks % h == 0)
         world = World("torch", made.ranks, hosts)
         more = {**store.variables, "SYNCPRIMS_HEARTBEAT": "8"}
-    # Imported once here, not in every rank.
-    load_backend(world.backend), sp.version()
     reader, writer = os.pipe()
     pids: list[int] = []
     paths = [logs / f"{seed}-{rank}" for rank in range(made.ranks)]
@@ -330,6 +328,7 @@ def check(
 def main() -> None:
     """Run one seed, once or several times, and print the history by rank."""
     seed, times = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    prepare_forks()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(times):
             history = run(seed, Path(folder), Path(folder))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import random
 import select
@@ -21,8 +20,6 @@ from support.rank_worlds import PATIENCE, Kind, Ranks, environment, fork
 from support.recording import tally
 
 import syncprims as sp
-from syncprims._world.registry import load_backend
-from syncprims._world.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +29,6 @@ PHASES = b"jbrl"  # about to join, broadcast, reduce, and leave
 LONGEST = 0.012  # seconds from a phase's begin to the kill; on most machines, each takes as long
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds and /proc")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
-    """Import once what each rank would import by itself: killed there, it would try nothing."""
-    load_backend("file")
-    version()
-    importlib.import_module("syncprims._data.shared_memory")
 
 
 def exit_codes(pids: Sequence[int]) -> list[int]:

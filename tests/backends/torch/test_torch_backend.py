@@ -557,7 +557,7 @@ def test_sums_are_those_of_one_host_bit_for_bit(meeting_place: Path) -> None:
 
 def test_a_rank_that_dies_in_the_middle_of_a_transfer_is_named(meeting_place: Path) -> None:
     def program() -> Any:
-        value = torch.zeros(40_000_000)
+        value = torch.zeros(4_000_000)
         sp.barrier()
         if sp.get_rank() == 3:
             import signal
@@ -592,7 +592,8 @@ def rank(number, folder, init, variables):
     dist.barrier()
 
 if __name__ == "__main__":
-    mp.start_processes(rank, (sys.argv[1], sys.argv[2], json.loads(sys.argv[3])), nprocs=2)
+    args = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    mp.start_processes(rank, args, nprocs=2, start_method="fork")  # torch is imported once
 """
 _ONE_TASK = {
     "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",

@@ -1,0 +1,44 @@
+"""Make it cheap to fork a process of pytest, which has imported torch and much more."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import re
+from pathlib import Path
+
+from syncprims._world.registry import load_backend
+from syncprims._world.version import version
+
+_HUGE_PAGE = 2 << 20  # bytes
+_MADV_COLLAPSE = 25  # Linux has it since 6.1; other systems refuse it
+_OWN_MEMORY = re.compile(r"^(\w+)-(\w+) rw-p \S+ \S+ 0 +(?:\[heap\])?$", re.MULTILINE)
+
+
+def prepare_forks() -> None:
+    """Import what every rank would import by itself, and make the memory of this process cheap.
+
+    A rank that is killed at a random moment is then killed in a call, and not in an import.
+    """
+    for backend in ("file", "torch"):
+        load_backend(backend)
+    for module in ("comparison", "shared_memory"):
+        importlib.import_module(f"syncprims._data.{module}")
+    version()
+    gc.collect()
+    gc.freeze()  # a collection in a rank would copy all memory that holds objects
+    _use_huge_pages()
+
+
+def _use_huge_pages() -> None:
+    """Move this process's memory to huge pages: a fork copies an entry for every page."""
+    with contextlib.suppress(FileNotFoundError):  # only Linux has /proc
+        maps = Path("/proc/self/maps").read_text()
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for begin, end in _OWN_MEMORY.findall(maps):
+            first = -(-int(begin, 16) // _HUGE_PAGE) * _HUGE_PAGE
+            for page in range(first, int(end, 16) - _HUGE_PAGE + 1, _HUGE_PAGE):
+                advise(page, _HUGE_PAGE, _MADV_COLLAPSE)  # it fails if the page is not in use
