@@ -149,8 +149,8 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that a step has used; those that wait for a step stay.
 
-        Before this optimizer's own backward, it also drops what other losses have left in them since
-        its last `step`.
+        Before this optimizer's own backward, it also drops what other losses have left in them
+        since its last `step`.
         """
         if not self._used:
             window = self._window()
