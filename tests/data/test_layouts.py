@@ -224,7 +224,8 @@ def test_a_value_that_changes_during_the_call_gives_one_result(world: Ranks) -> 
 
 @several(2)
 def test_dtypes_that_torch_only_stores(world: Ranks) -> None:
-    names = ("int1", "uint4", "bits8", "float4_e2m1fn_x2", "bfloat16", "float8_e4m3fn")
+    names = ["int1", "uint4", "bits8", "float4_e2m1fn_x2", "bfloat16", "float8_e4m3fn"]
+    names = [name for name in names if hasattr(torch, name)]  # some are new
 
     def program() -> None:
         for name, size in itertools.product(names, (4, 3000)):
