@@ -159,15 +159,14 @@ def _prepared_gather(
 ) -> FirstRound | None:
     """Return the round that gathers small values of a layout; None for others."""
     plane: DataPlane = rounds.data or DataPlane.of(rounds)
-    layout = plane.layout_of(obj)
-    packed = None if layout is None else layout.pack(obj)
-    if layout is None or packed is None or layout.stride > plane.small_slot:
+    found = plane.find(note, obj)
+    if found is None or found[0].stride > plane.small_slot:
         return None
-    key = id(note), id(layout)
-    call: PreparedGather | None = plane.calls.get(key)
-    if call is None or call.note is not note or call.layout is not layout:
+    call: PreparedGather | None
+    layout, packed, call = found
+    if call is None:
         otherwise = partial(_gather_any, rounds, note)
-        call = plane.keep(key, PreparedGather(plane, layout, note, otherwise))
+        call = plane.keep((id(note), id(layout)), PreparedGather(plane, layout, note, otherwise))
     return call.start(packed, obj, timeout)
 
 
@@ -240,16 +239,15 @@ def _prepared_send(
 ) -> FirstRound | None:
     """Return the round of an object that takes only one, or None for others."""
     plane: DataPlane = rounds.data or DataPlane.of(rounds)
-    layout = plane.layout_of(obj)
-    packed = None if layout is None else layout.pack(obj)
-    if layout is None or packed is None:
+    found = plane.find(note, obj)
+    if found is None:
         return None
-    key = id(note), id(layout)
-    call: PreparedBroadcast | None = plane.calls.get(key)
-    if call is None or call.note is not note or call.layout is not layout:
+    call: PreparedBroadcast | None
+    layout, packed, call = found
+    if call is None:
         if not plane.reaches_all(layout):
             return None
-        call = plane.keep(key, PreparedBroadcast(plane, layout, note))
+        call = plane.keep((id(note), id(layout)), PreparedBroadcast(plane, layout, note))
     return call.send(packed, timeout, partial(_sent, rounds, out, obj))
 
 
@@ -277,8 +275,6 @@ def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | No
     """Return what `src` sends; most likely it is like the last object that came to this site."""
     plane: DataPlane = rounds.data or DataPlane.of(rounds)
     expected: PreparedBroadcast | None = plane.calls.get(id(note))
-    if expected is None or expected.note is not note:
-        expected = None
 
     def read(notes: Sequence[Note]) -> Any:
         sent = notes[rounds.members.index(src)]
@@ -368,13 +364,12 @@ def _prepared_reduction(
     Each rank has a slot for its numbers: in the window, or in its note where there is no window.
     """
     plane: DataPlane = rounds.data or DataPlane.of(rounds)
-    layout = plane.layout_of(value)
-    packed = None if layout is None else layout.pack(value)
-    if layout is None or packed is None:
+    found = plane.find(note, value)
+    if found is None:
         return None
-    key = id(note), id(layout)
-    call: PreparedReduction | None = plane.calls.get(key)
-    if call is None or call.note is not note or call.layout is not layout:
+    call: PreparedReduction | None
+    layout, packed, call = found
+    if call is None:
 
         def in_pieces(timeout: float | None, value: Any, place: Any) -> None:
             operands = [Operand(value, place)]
@@ -385,7 +380,7 @@ def _prepared_reduction(
             return _reduce_any(sequence, notes, None, value, op, out)
 
         made = PreparedReduction(plane, layout, note, op, in_pieces, otherwise)
-        call = plane.keep(key, made)
+        call = plane.keep((id(note), id(layout)), made)
     return call.start(packed, value, out, timeout)
 
 

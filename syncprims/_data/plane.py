@@ -50,7 +50,7 @@ class DataPlane:
         self._layouts: dict[Hashable, Layout] = {}
         self._described: dict[bytes, Layout] = {}
         #: The prepared calls, by the identities of the plain note and of the layout; what a source
-        #: is expected to send, by that of the note.
+        #: is expected to send, by that of the note. A call keeps both: no other has their identity.
         self.calls: dict[Hashable, Any] = {}
         #: Whether all members are known to have the window.
         self.window_is_shared = False
@@ -119,19 +119,27 @@ class DataPlane:
 
     # -- what values are -----------------------------------------------------------------------
 
-    def layout_of(self, value: Any) -> Layout | None:
-        """Return the layout of a value, or None if it has none."""
+    def find(self, note: Note, value: Any) -> tuple[Layout, Any, Any] | None:
+        """Return the layout of a value, the value packed, and the call that is prepared, or None.
+
+        All of it is None if the value has no layout, or does not fit into it.
+        """
         key = key_of(value)
-        if key is None:
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = None if key is None else self._add_layout(key, value)
+        packed = None if layout is None else layout.pack(value)
+        if layout is None or packed is None:
             return None
-        found = self._layouts.get(key)
-        if found is None:
-            made = make_layout(value, self.count)
-            if made is None or (made.stride >= codec.LARGE and self.board.engine is not None):
-                return None  # and forget the key: it may hold objects of the user
-            if len(self._layouts) > _MOST_KNOWN:
-                self._layouts.clear()
-            found = self._layouts[key] = self.described(made.data)
+        return layout, packed, self.calls.get((id(note), id(layout)))
+
+    def _add_layout(self, key: Hashable, value: Any) -> Layout | None:
+        made = make_layout(value, self.count)
+        if made is None or (made.stride >= codec.LARGE and self.board.engine is not None):
+            return None  # and forget the key: it may hold objects of the user
+        if len(self._layouts) > _MOST_KNOWN:
+            self._layouts.clear()
+        found = self._layouts[key] = self.described(made.data)
         return found
 
     def described(self, data: bytes) -> Layout:

@@ -27,8 +27,8 @@ FirstRound = tuple[Note, float | None, Callable[[Sequence[Note]], Any], Callable
 class PreparedCall:
     """What is the same in all calls of one site with values of one layout."""
 
-    def __init__(self, plane: DataPlane, layout: Layout, note: Note) -> None:
-        """Prepare the calls whose plain note is `note`.
+    def __init__(self, plane: DataPlane, layout: Layout, note: Note, own_at: int = 0) -> None:
+        """Prepare the calls whose plain note is `note`; this rank's slot begins at `own_at`.
 
         :raises OSError: if there is no space for the slots.
         """
@@ -38,11 +38,17 @@ class PreparedCall:
         self.window = plane.place(layout)
         if self.window is not None:
             self._memory, self._fence = self.window
-        self._half = layout.half
+        self._half, self._own_at, self._write_slot = layout.half, own_at, layout.write
         plain = note.label
         label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
         #: The note, with the description of the value.
         self.header = note._replace(label=label)
+
+    def write(self, packed: Any) -> None:
+        """Write this rank's slot for the round that it posts next."""
+        at = self._half * (self._board.posted + 1 & 1)
+        self._write_slot(self._memory, at + self._own_at, 0, packed)
+        self._fence()
 
 
 class PreparedReduction(PreparedCall):
@@ -65,10 +71,9 @@ class PreparedReduction(PreparedCall):
         :raises OSError: if there is no space for the slots.
         :raises TypeError: if `op` cannot reduce such values.
         """
-        super().__init__(plane, layout, note)
+        super().__init__(plane, layout, note, plane.index * layout.stride)
         reducer = layout.reducer(op)
         self._place_for, self._reduce = reducer.place_for, reducer.reduce
-        self._write_slot, self._index = layout.write, plane.index
         self._in_window = self.window is not None and layout.one_round
         self._in_pieces, self._otherwise = in_pieces, otherwise
 
@@ -77,18 +82,13 @@ class PreparedReduction(PreparedCall):
         place = self._place_for(out)
         if self._in_window:
             read = partial(self._read, timeout, value, out, place)
-            return self.header, timeout, read, partial(self._write, packed)
+            return self.header, timeout, read, partial(self.write, packed)
         header = self.header
         if self.window is None:
             header = header._replace(payload=self.layout.to_bytes(packed))
         elif place is out and not may_fill(out, value):
             place = self._place_for(None)
         return header, timeout, partial(self._read, timeout, value, out, place), None
-
-    def _write(self, packed: Any) -> None:
-        at = self._half * (self._board.posted + 1 & 1)
-        self._write_slot(self._memory, at, self._index, packed)
-        self._fence()
 
     def _read(
         self, timeout: float | None, value: Any, out: Any, place: Any, notes: Sequence[Note]
@@ -129,12 +129,7 @@ class PreparedBroadcast(PreparedCall):
         if self.window is None:
             header = self.header._replace(payload=self.layout.to_bytes(packed))
             return header, timeout, read, None
-        return self.header, timeout, read, partial(self._write, packed)
-
-    def _write(self, packed: Any) -> None:
-        at = self._half * (self._board.posted + 1 & 1)
-        self.layout.write(self._memory, at, 0, packed)
-        self._fence()
+        return self.header, timeout, read, partial(self.write, packed)
 
     def brings(self, note: Note) -> bool:
         """Return whether what came with the source's note has this layout."""
@@ -172,21 +167,15 @@ class PreparedGather(PreparedCall):
 
         :raises OSError: if there is no space for the slots.
         """
-        super().__init__(plane, layout, note)
         size, index = plane.small_slot, plane.index
-        self._own_at = index * size
+        super().__init__(plane, layout, note, index * size)
         self._others = [(i, i * size) for i in range(plane.count) if i != index]
         self._count, self._otherwise = plane.count, otherwise
 
     def start(self, packed: Any, obj: Any, timeout: float | None) -> FirstRound:
         """Return the round that gathers `obj`."""
         read = partial(self._read, timeout, obj)
-        return self.header, timeout, read, partial(self._write, packed)
-
-    def _write(self, packed: Any) -> None:
-        at = self._half * (self._board.posted + 1 & 1)
-        self.layout.write(self._memory, at + self._own_at, 0, packed)
-        self._fence()
+        return self.header, timeout, read, partial(self.write, packed)
 
     def _read(self, timeout: float | None, obj: Any, notes: Sequence[Note]) -> list[Any]:
         header, read, memory = self.header, self.layout.read, self._memory
