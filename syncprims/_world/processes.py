@@ -57,11 +57,12 @@ def adopt_orphans(adopt: bool = True) -> None:
 
 def _control(operation: int, value: int) -> None:
     if sys.platform == "linux":
-        _load_libc().prctl(operation, value, 0, 0, 0)
+        load_libc().prctl(operation, value, 0, 0, 0)
 
 
 @functools.cache
-def _load_libc() -> Any:
+def load_libc() -> Any:
+    """Return the C library of this process."""
     return ctypes.CDLL(None)
 
 

@@ -9,6 +9,7 @@ import importlib
 import re
 from pathlib import Path
 
+from syncprims._world.processes import load_libc
 from syncprims._world.registry import load_backend
 from syncprims._world.version import version
 
@@ -36,9 +37,8 @@ def _use_huge_pages() -> None:
     """Move this process's memory to huge pages: a fork copies an entry for every page."""
     with contextlib.suppress(FileNotFoundError):  # only Linux has /proc
         maps = Path("/proc/self/maps").read_text()
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advise, size = load_libc().madvise, ctypes.c_size_t(_HUGE_PAGE)
         for begin, end in _OWN_MEMORY.findall(maps):
             first = -(-int(begin, 16) // _HUGE_PAGE) * _HUGE_PAGE
             for page in range(first, int(end, 16) - _HUGE_PAGE + 1, _HUGE_PAGE):
-                advise(page, _HUGE_PAGE, _MADV_COLLAPSE)  # it fails if the page is not in use
+                advise(ctypes.c_void_p(page), size, _MADV_COLLAPSE)  # it fails if it is not in use

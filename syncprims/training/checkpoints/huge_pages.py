@@ -10,9 +10,10 @@ other. Linux gives huge ones to programs that ask for them (madvise(2), MADV_HUG
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from syncprims._world.processes import load_libc
 
 if TYPE_CHECKING:
     import torch
@@ -26,20 +27,10 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     Its contents are not touched.
     """
     size = tensor.untyped_storage().nbytes()
-    madvise = _load_madvise() if size >= _LEAST else None
-    if madvise is not None:
+    if size >= _LEAST and hasattr(mmap, "MADV_HUGEPAGE"):  # only Linux has such advice
         begin = tensor.untyped_storage().data_ptr()
         inset = -begin % mmap.PAGESIZE
         whole = (size - inset) // mmap.PAGESIZE * mmap.PAGESIZE
-        madvise(begin + inset, whole, mmap.MADV_HUGEPAGE)  # without them, it does nothing
+        place = ctypes.c_void_p(begin + inset), ctypes.c_size_t(whole)
+        load_libc().madvise(*place, mmap.MADV_HUGEPAGE)  # without huge pages, it does nothing
     return tensor
-
-
-@functools.cache
-def _load_madvise() -> Any:
-    """Return the function of the C library; None on systems without such advice."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
