@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,16 +40,22 @@ def pytest_collection_finish() -> None:
     prepare_forks()
 
 
+def _target(descriptor: Path) -> str:
+    with contextlib.suppress(OSError):  # the one that lists the directory is closed by now
+        return str(descriptor.readlink())
+    return ""
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Generator[None]:
     """Fail a test that leaves a variable, a thread, a descriptor, a process or a closed world."""
 
-    def state() -> tuple[dict[str, str], set[str], int, str]:
+    def state() -> tuple[dict[str, str], set[str], Counter[str], str]:
         environ = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
         threads = {thread.name for thread in threading.enumerate()}
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
         found = children.read_text() if children.exists() else ""
-        return environ, threads, len(list(Path("/dev/fd").iterdir())), found
+        return environ, threads, Counter(map(_target, Path("/dev/fd").iterdir())), found
 
     before = state()
     yield
@@ -56,7 +64,7 @@ def nothing_left_behind() -> Generator[None]:
         gc.collect()  # frees what frames of exceptions hold, also those of earlier tests
         after = state()
     assert (*after[:2], after[3]) == (*before[:2], before[3])
-    assert after[2] <= before[2]
+    assert after[2].total() <= before[2].total(), f"left open: {after[2] - before[2]}"
     assert runtime._state.ended is None
 
 

@@ -19,13 +19,14 @@ _DELAY = 1.0  # seconds
 
 @functools.cache
 def _bar_class() -> Any:
-    """Return tqdm's class with a lock of this process.
+    """Return tqdm's class with a lock of this process, and without its thread.
 
-    Forked ranks share tqdm's own lock, and it stays locked if one of them is killed inside.
+    Forked ranks share tqdm's own lock, and it stays locked if one of them is killed inside. Its
+    thread would stay until the process ends.
     """
     from tqdm.auto import tqdm
 
-    return type("ProgressBar", (tqdm,), {"_lock": threading.RLock()})
+    return type("ProgressBar", (tqdm,), {"_lock": threading.RLock(), "monitor_interval": 0})
 
 
 @contextlib.contextmanager

@@ -273,19 +273,25 @@ def test_more_shards_than_may_be_open_are_no_fault_of_a_file(
     parts = nn.ModuleList([nn.Linear(1, 1) for _ in range(20)])
     saved(tmp_path / "m", meeting_place, parts, max_shard_size=1)
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == 40
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken, free, most = {int(one.name) for one in Path("/dev/fd").iterdir()}, 0, 0
-    while free < 10:
-        free, most = free + (most not in taken), most + 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    try:
-        with pytest.raises(sp.CheckpointError, match=r"cannot be opened: .*ulimit -n") as caught:
-            load_checkpoint_in_model(parts, tmp_path / "m")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert caught.value.errno == errno.EMFILE
-    assert "Load another" not in str(caught.value)
-    load_checkpoint_in_model(parts, tmp_path / "m")
+
+    def descriptors() -> list[str]:
+        return sorted(f"{one.name}: {os.path.realpath(one)}" for one in Path("/dev/fd").iterdir())
+
+    def load() -> None:
+        before = descriptors()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 10, hard))
+        try:
+            with pytest.raises(sp.CheckpointError, match=r"opened: .*ulimit -n") as caught:
+                load_checkpoint_in_model(parts, tmp_path / "m")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert caught.value.errno == errno.EMFILE
+        assert "Load another" not in str(caught.value)
+        load_checkpoint_in_model(parts, tmp_path / "m")
+        assert descriptors() == before
+
+    Ranks(Kind("single", 1), meeting_place).run(load)  # the limit is for its process alone
 
 
 # -- models that are not plain ------------------------------------------------------------------

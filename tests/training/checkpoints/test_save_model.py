@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,7 @@ def test_what_takes_long_shows_a_bar_on_main(
         save_model(nn.Linear(8, 8), tmp_path / "m")
         if sp.is_main():
             load_checkpoint_in_model(nn.Linear(8, 8), tmp_path / "m")
+        assert "tqdm_monitor" not in {thread.name for thread in threading.enumerate()}
 
     world.run(program)
     shown = capfd.readouterr().err
