@@ -261,9 +261,13 @@ class Accumulator:
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Return `optimizer` wrapped: it steps and clears only when a window is closed."""
-        if isinstance(optimizer, PreparedOptimizer):
+        if not isinstance(optimizer, PreparedOptimizer):
+            prepared = PreparedOptimizer(optimizer, self.windows)
+        elif any(optimizer is known for known in self.optimizers):
             return optimizer
-        prepared = PreparedOptimizer(optimizer, self.windows)
+        else:  # another accumulator's, or forgotten here
+            prepared = optimizer
+            prepared.follow(self.windows)
         self.optimizers.append(prepared)
         return prepared
 
@@ -289,6 +293,8 @@ class Accumulator:
                 f"saved in the middle of a window on {state['world_size']} ranks, and there are "
                 f"{get_world_size()}: save where sync_gradients is true, or use as many ranks"
             )
+        for optimizer in self.optimizers:
+            optimizer.forget_gradients()
         self.windows.load_state_dicts(state["windows"])
 
 

@@ -21,6 +21,8 @@ from .precision import Precision
 
 #: How ranks name a window to each other: by its prepared models, else by its number.
 WindowName = int | tuple[int, ...]
+#: Of each parameter of an optimizer, what its step between windows has taken out of ``.grad``.
+HeldGradients = dict[torch.Tensor, torch.Tensor | None]
 
 
 class WindowSet:
@@ -44,7 +46,7 @@ class WindowSet:
         self.models: list[nn.Module] = []  #: prepared models, for a block that names none
         self.entered: list[AccumulationWindow] = []  #: in the order of their latest blocks
         #: per prepared optimizer, gradients that are kept outside of ``.grad`` until its step
-        self.held: list[tuple[Optimizer, dict[torch.Tensor, torch.Tensor]]] = []
+        self.held: list[tuple[Optimizer, HeldGradients]] = []
         #: with unequal inputs: sends what this rank does, returns what the ranks that train sent
         self.announce: Callable[[str, Any], list[Any]] | None = None
         self.first_active = 0  #: the lowest rank that still trains
@@ -158,8 +160,14 @@ class WindowSet:
         """Continue windows, matched in the order in which they are first entered."""
         self._loaded = list(states)
         for window in self._by_models.values():
-            if self._loaded:
-                window.load_state_dict(self._loaded.pop(0))
+            for p in window.parameters:  # what they hold now is of no step any more
+                p.grad = None
+        for window in self._by_models.values():
+            window.load_state_dict(self._loaded.pop(0) if self._loaded else _FULL)
+
+
+#: The state of a window that is full, or that no block has entered.
+_FULL: dict[str, Any] = {"count": 0, "weighted": None, "weights": [], "gradients": {}, "held": {}}
 
 
 class AccumulationWindow:
@@ -347,7 +355,7 @@ class AccumulationWindow:
         there = [p.grad for p in self.parameters if p.grad is not None] if self.weights else []
         for optimizer, held in self._shared.held:
             if held and self.owns({id(p) for p in parameters_of(optimizer)}):
-                there += held.values()
+                there += (gradient for gradient in held.values() if gradient is not None)
         if factor != 1.0 and there:
             torch._foreach_mul_(there, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             for p, gradient, before in self._leftovers:
@@ -400,15 +408,21 @@ class AccumulationWindow:
     def state_dict(self) -> dict[str, Any]:
         """Return counts and this rank's gradients of a window that is not full."""
         if self.sync or not self.count:
-            return {"count": 0, "weighted": None, "weights": [], "gradients": {}}
+            return dict(_FULL)
+        parameters: list[torch.Tensor] = [*self.parameters]
+        places = {p: str(i) for i, p in enumerate(parameters)}
         return {
             "count": self.count,
             "weighted": self._weighted,
             "weights": list(self.weights),
             "gradients": {
-                str(i): p.grad.detach().clone()
-                for i, p in enumerate(self.parameters)
-                if p.grad is not None
+                place: p.grad.detach().clone() for p, place in places.items() if p.grad is not None
+            },
+            "held": {
+                places[p]: None if gradient is None else gradient.detach().clone()
+                for _, held in self._shared.held
+                for p, gradient in held.items()
+                if p in places
             },
         }
 
@@ -418,9 +432,16 @@ class AccumulationWindow:
         self.sync = self.stepped = not state["count"]
         self.count, self._weighted = state["count"], state["weighted"]
         self.weights = list(state["weights"])
+        parameters: list[torch.Tensor] = [*self.parameters]
         for index, gradient in state["gradients"].items():
-            parameter = self.parameters[int(index)]
-            parameter.grad = gradient.to(parameter.device, copy=True)
+            p = parameters[int(index)]
+            p.grad = gradient.to(p.device, copy=True)
+        for index, gradient in state.get("held", {}).items():
+            p = parameters[int(index)]
+            kept = None if gradient is None else gradient.to(p.device, copy=True)
+            for optimizer, held in self._shared.held:
+                if any(p is one for one in parameters_of(optimizer)):
+                    held[p] = kept
 
 
 def check_joinable(models: Iterable[nn.Module]) -> None:

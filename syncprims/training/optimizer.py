@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .accumulation_window import AccumulationWindow, WindowSet, parameters_of
+from .accumulation_window import AccumulationWindow, HeldGradients, WindowSet, parameters_of
 from .gradient_sync import average_gradients
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # pyright: ignore[reportPrivateUsage]
@@ -36,23 +36,30 @@ class PreparedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, windows: WindowSet) -> None:
         # Not Optimizer.__init__: the wrapped optimizer holds everything already.
         self.optimizer = optimizer
+        self._recorder = _StepRecorder(optimizer)
+        # An optimizer's own zero_grad() is always called.
+        self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
         self.steps_taken = 0
         self.steps_skipped = 0
         self.step_was_skipped = False  #: the last step met an overflow, on some rank
-        self._precision = windows.precision
-        self._shared = windows
-        self._recorder = _StepRecorder(optimizer)
+        # Gradients of earlier micro-batches, if other optimizers' losses reach these parameters.
+        self._held: HeldGradients = {}
+        self.follow(windows)
+
+    def follow(self, windows: WindowSet) -> None:
+        """Step and clear when these windows are closed, and forget all earlier ones."""
+        self._shared, self._precision = windows, windows.precision
+        self._windows: list[AccumulationWindow] = []
+        self._known_windows = self._known_groups = -1
+        self.forget_gradients()
+        windows.held.append((self.optimizer, self._held))
+
+    def forget_gradients(self) -> None:
+        """Forget what is known of the gradients: others have taken their place."""
         self._used = False  # a step has used the gradients
         self._stepped: list[float] | None = None  # of the last step's window, as its identity
         self._ready = False  # the gradients are unscaled, and whole
-        # Gradients of earlier micro-batches, if other optimizers' losses reach these parameters.
-        self._held: dict[torch.Tensor, torch.Tensor] = {}
-        self._is_holding = False
-        self._windows: list[AccumulationWindow] = []
-        self._known_windows = self._known_groups = -1
-        # An optimizer's own zero_grad() is always called.
-        self._plain = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
-        windows.held.append((optimizer, self._held))
+        self._held.clear()
 
     # -- the optimizer's own ------------------------------------------------------------------
 
@@ -127,7 +134,7 @@ class PreparedOptimizer(Optimizer):
                 self._hold_gradients()
             return None
         scaled = self._precision.scaler is not None
-        if scaled or self._is_holding:
+        if scaled or self._held:
             self.unscale_gradients()
         result = None
         self.step_was_skipped = False
@@ -160,10 +167,10 @@ class PreparedOptimizer(Optimizer):
                 and window.weights is not self._stepped
                 and (not window.sync or window.count > 1)
             ):
-                if self._is_holding:
+                if self._held:
                     for p in parameters_of(self.optimizer):
-                        p.grad = self._held.pop(p, None)
-                    self._is_holding = False
+                        p.grad = self._held.get(p)
+                    self._held.clear()
                 return
         if set_to_none and self._plain and not _is_profiled():
             # As torch does, without its profiler's mark, which takes longer than all the rest.
@@ -172,7 +179,7 @@ class PreparedOptimizer(Optimizer):
                     p.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._used = self._ready = self._is_holding = False
+        self._used = self._ready = False
         self._held.clear()
 
     def unscale_gradients(self) -> None:
@@ -180,7 +187,7 @@ class PreparedOptimizer(Optimizer):
         if self._ready:
             return
         self._ready = True
-        if self._is_holding:
+        if self._held:
             self._add_held_gradients()
         scaler = self._precision.scaler
         if scaler is None:
@@ -197,23 +204,24 @@ class PreparedOptimizer(Optimizer):
     def _hold_gradients(self) -> None:
         """Move gradients out of ``.grad``: other optimizers' losses will write there."""
         for p in parameters_of(self.optimizer):
-            if p.grad is not None:
-                before = self._held.get(p)
-                self._held[p] = p.grad if before is None else before.add_(p.grad)
-                p.grad = None
-        self._is_holding = True
+            before = self._held.get(p)
+            if before is None:
+                self._held[p] = p.grad
+            elif p.grad is not None:
+                before.add_(p.grad)
+            p.grad = None
 
     def _add_held_gradients(self) -> None:
         """Add held gradients to ``.grad``, averaged, which the last backward pass did not do."""
         parameters = parameters_of(self.optimizer)
         now = {p: p.grad for p in parameters}
         for p in parameters:
-            p.grad = self._held.pop(p, None)
+            p.grad = self._held.get(p)
         average_gradients(p for p in parameters if isinstance(p, torch.nn.Parameter))
         for p, gradient in now.items():
             if gradient is not None:
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
-        self._is_holding = False
+        self._held.clear()
 
 
 class _StepRecorder(Optimizer):

@@ -115,6 +115,9 @@ class Precision:
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(state)
+            # Steps since its last update are not those of the saved job.
+            self._stepped.clear()
+            self.scaler._per_optimizer_states.clear()  # pyright: ignore[reportPrivateUsage]
 
 
 class _AutocastForward:

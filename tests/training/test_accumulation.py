@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +26,7 @@ from torch import nn
 
 import syncprims
 from syncprims.training import (
+    Accelerator,
     Accumulator,
     PreparedOptimizer,
     broadcast_model,
@@ -283,10 +285,10 @@ def _noise(step: int, rank: int) -> torch.Tensor:
     return torch.randn(2, 2, generator=made).double()
 
 
-def _adversaries(pair: _Pair, together: bool) -> None:
+def _adversaries(pair: _Pair, together: bool, steps: range = range(6)) -> None:
     rank = syncprims.get_rank()
     accumulator = pair.accumulator
-    for step in range(6):
+    for step in steps:
         z = _noise(step, rank)
         if together:
             with accumulator.accumulate(pair.g, pair.d):
@@ -338,6 +340,80 @@ def test_adversaries_get_their_own_gradients(world: Ranks, steps: int, together:
 
     for mine, wanted in world.run(program):
         assert close(mine, wanted, within=1e-10)
+
+
+@everywhere
+@pytest.mark.parametrize("together", [True, False], ids=["one block", "two blocks"])
+def test_adversaries_go_on_in_the_middle_of_a_window(world: Ranks, together: bool) -> None:
+    """In another process, and in the same one after steps that are given up."""
+
+    def program() -> None:
+        whole = _Pair(3)
+        _adversaries(whole, together)
+        for at in (1, 2, 4):
+            first, second = _Pair(3), _Pair(3)
+            parts = [(p.g, p.d, p.opt_g, p.opt_d, p.accumulator) for p in (first, second)]
+            _adversaries(first, together, range(at))
+            states = copy.deepcopy([part.state_dict() for part in parts[0]])
+            _adversaries(first, together, range(at, at + 1))
+            for parts_of_one, pair in zip(parts, (first, second), strict=True):
+                for part, state in zip(parts_of_one, states, strict=True):
+                    part.load_state_dict(copy.deepcopy(state))
+                _adversaries(pair, together, range(at, 6))
+                for model, wanted in ((pair.g, whole.g), (pair.d, whole.d)):
+                    assert numbers(model) == numbers(wanted)
+
+    world.run(program)
+
+
+@everywhere
+def test_a_loaded_state_has_no_gradients_of_a_window_that_is_given_up(world: Ranks) -> None:
+    def program() -> list[float]:
+        accumulator = Accumulator(2)
+        model = unit_model()
+        optimizer = accumulator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+        def micro(value: float) -> None:
+            with accumulator.accumulate(model):
+                accumulator.backward(model(value * ones()).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        micro(1)
+        micro(1)
+        state = copy.deepcopy(accumulator.state_dict())
+        micro(100)
+        accumulator.load_state_dict(state)
+        micro(2)
+        micro(4)
+        return numbers(model)
+
+    assert world.run(program) == [[-4.0]] * world.ranks
+
+
+@everywhere
+def test_what_was_prepared_follows_the_job_that_prepares_it_again(world: Ranks) -> None:
+    def program() -> list[Any]:
+        seen: list[Any] = []
+        job = Accelerator(gradient_accumulation_steps=2, cpu=True)
+        model, optimizer = job.prepare(
+            *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0))
+        )
+        other = Accelerator(gradient_accumulation_steps=2, cpu=True)
+        for owner in (job, job, other):
+            owner.free_memory()
+            again, same = owner.prepare(model, optimizer)
+            assert same is optimizer
+            assert "optimizer_0" in owner.stateful()
+            for _ in range(2):
+                with owner.accumulate(again):
+                    owner.backward(again(ones()).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen += numbers(again)
+        return seen
+
+    assert world.run(program) == [[0.0, -1.0, -1.0, -2.0, -2.0, -3.0]] * world.ranks
 
 
 @with_others

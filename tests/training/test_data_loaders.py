@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -23,11 +24,18 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
-from syncprims.training import Accelerator, prepare_data_loader, skip_first_batches, to_device
+from syncprims.training import (
+    Accelerator,
+    prepare_data_loader,
+    set_seed,
+    skip_first_batches,
+    to_device,
+)
 from syncprims.training.data.batch_shards import BatchShard, ShardPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from support.rank_worlds import Ranks
 
@@ -359,6 +367,96 @@ def test_an_order_drawn_from_generators_that_all_share_goes_on(
 
     seen = [x for rank in world.run(program) for x in rank]
     assert sorted(seen) == list(range(24))
+
+
+class Augmented(Dataset[float]):
+    """Draws from generators that the training uses, too."""
+
+    def __init__(self, draw: Callable[[int], list[int]]) -> None:
+        self._draw = draw
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> float:
+        return 1000.0 * index + self._draw(1000)[0]
+
+
+@alone
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_reading_draws_is_as_in_a_plain_loop_and_goes_on(
+    world: Ranks, draw: str, tmp_path: Path
+) -> None:
+    def train(job: Accelerator, batches: Any, save_at: int = 0) -> list[Any]:
+        seen: list[Any] = []
+        for batch in batches:
+            seen.append([batch.tolist(), DRAWS[draw](1000)])  # as dropout does
+            if len(seen) == save_at:
+                job.save_state(tmp_path)
+        return seen
+
+    def program() -> None:
+        set_seed(5)
+        source = feed(Augmented(DRAWS[draw]), batch_size=2)
+        generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        job = Accelerator(cpu=True, seed=1)
+        plain = train(job, source) + train(job, source)
+        for save_at in range(1, 5):
+            random.setstate(generators[0])
+            np.random.set_state(generators[1])
+            torch.set_rng_state(generators[2])
+            job = Accelerator(cpu=True, seed=1)
+            loader = job.prepare(source)
+            if draw != "torch":  # there a plain loader draws a seed for each epoch
+                assert train(job, loader, save_at) + train(job, loader) == plain
+            else:
+                plain = train(job, loader, save_at) + train(job, loader)
+            job.load_state(tmp_path)
+            assert train(job, loader) + train(job, loader) == plain[save_at:]
+
+    world.run(program)
+
+
+@alone
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_place_that_is_set_in_the_loop_is_where_the_next_one_begins(
+    world: Ranks, workers: int
+) -> None:
+    def program() -> None:
+        loader = prepare_data_loader(feed(range(4), batch_size=1, num_workers=workers), seed=1)
+        list(loader)
+        begin = loader.state_dict()
+        order = items(list(loader))
+        for back in (lambda: loader.load_state_dict(begin), lambda: loader.set_epoch(1)):
+            for stop in (True, False):
+                loader.set_epoch(1)
+                for _ in loader:
+                    back()
+                    if stop:
+                        break
+                assert loader.state_dict() == begin
+        assert items(list(loader)) == order
+
+    world.run(program)
+
+
+class WithArguments(DataLoader[int]):
+    """A loader with a constructor of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(range(count), batch_size=2)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+
+
+class DerivedFromIt(WithArguments):
+    pass
+
+
+@alone
+@pytest.mark.parametrize("of", [WithArguments, DerivedFromIt])
+def test_a_loader_may_have_a_constructor_with_other_arguments(
+    world: Ranks, of: type[WithArguments]
+) -> None:
+    assert world.run(lambda: items(list(prepare_data_loader(of(4))))) == [[[0, 1], [2, 3]]]
 
 
 @alone

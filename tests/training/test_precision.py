@@ -124,6 +124,46 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: Ranks, clip: bool)
     assert world.run(program) == [wanted] * world.ranks
 
 
+@alone
+def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up(world: Ranks) -> None:
+    """A step that is not counted yet, and gradients that are unscaled already."""
+
+    def program() -> None:
+        def micro(*, clip: bool = True, step: bool = True) -> None:
+            with job.accumulate(model):
+                optimizer.zero_grad()
+                job.backward(model(ones()).sum())
+                if clip:
+                    job.clip_grad_norm_(model.parameters(), 100.0)
+                if step:
+                    optimizer.step()
+
+        def state() -> list[Any]:
+            parts = model, optimizer, job.accumulator, job.accumulator.precision
+            return copy.deepcopy([part.state_dict() for part in parts])
+
+        def load(states: list[Any]) -> None:
+            parts = model, optimizer, job.accumulator, job.accumulator.precision
+            for part, one in zip(parts, states, strict=True):
+                part.load_state_dict(one)
+
+        job = Accelerator(mixed_precision="fp16", cpu=True, scaler={"growth_interval": 3})
+        model = unit_model()
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        micro()
+        begin = state()
+        micro()
+        wanted = state()
+        for given_up in ({}, {"step": False}, {"clip": False}):
+            load(copy.deepcopy(begin))
+            micro(**given_up)
+            load(copy.deepcopy(begin))
+            micro()
+            assert state() == wanted
+
+    world.run(program)
+
+
 @everywhere
 @pytest.mark.parametrize("together", [True, False])
 def test_two_optimizers_unscale_once_each(world: Ranks, together: bool) -> None:

@@ -40,6 +40,15 @@ class ShardPlan(NamedTuple):
     dispatch: bool = False  #: rank 0 reads for all
 
 
+class Draw:
+    """One iteration of a batch shard: what is known of its batches, by number."""
+
+    def __init__(self) -> None:
+        #: items that are not padding, of a round that is not full
+        self.real: dict[int, int] = {}
+        self.count: int | None = None  #: of all batches, once the last one is drawn
+
+
 class BatchShard:
     """This rank's batches of a batch sampler: lists of indices, or single indices.
 
@@ -57,8 +66,7 @@ class BatchShard:
         self.skip = self.seed = self.epoch = 0
         self.checked = False  #: the first batches are compared on all ranks
         self.seeded = True  #: the order follows from seed and epoch, else from torch's generators
-        #: items that are not padding, by the number of this rank's batch, of a round not full
-        self.real: dict[int, int] = {}
+        self.latest = Draw()  #: of the iteration that began last
         self.single = False  #: each rank gets one index at a time, and not a list of them
         if plan.split and self.batch_size is not None and self.batch_size % plan.ranks:
             raise ValueError(
@@ -100,11 +108,11 @@ class BatchShard:
         return total if last > self.plan.rank * self.batch_size // self.plan.ranks else total - 1
 
     def __iter__(self) -> Iterator[Any]:
-        self.real = {}
-        dealt = self._split(self.real) if self.plan.split else self._deal(self.real)
+        self.latest = drawn = Draw()
+        dealt = self._split(drawn.real) if self.plan.split else self._deal(drawn.real)
         if self.seeded:
             dealt = draw(dealt, self.batches, self.seed, self.epoch)
-        return islice(dealt, self.skip, None)
+        return islice(_counted(dealt, drawn), self.skip, None)
 
     def _checked(self) -> Iterator[Any]:
         """Yield the batches, after a check that the first ones are the same on all ranks.
@@ -184,6 +192,14 @@ class BatchShard:
             if mine := items[rank * part : (rank + 1) * part]:
                 yield mine
                 parts += 1
+
+
+def _counted(batches: Iterable[Any], drawn: Draw) -> Iterator[Any]:
+    """Yield the batches, and count them before the last one is yielded."""
+    for number, (batch, is_last) in enumerate(_mark_last(batches), 1):
+        if is_last:
+            drawn.count = number
+        yield batch
 
 
 def _mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

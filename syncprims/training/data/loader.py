@@ -98,7 +98,8 @@ class OpenLoaders:
 class PreparedLoader(DataLoader[T]):
     """A loader of this rank's batches.
 
-    Each iteration is an epoch of its own. It reads one batch ahead, to know which one is the last.
+    Each iteration is an epoch of its own. The sampler shows which batch is the last one; a stream
+    is read one batch ahead to know it.
     Everything else (`dataset`, `batch_size`, `num_workers`) is that of :attr:`loader`.
     """
 
@@ -174,7 +175,7 @@ class PreparedLoader(DataLoader[T]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`."""
-        self._progress.epoch, self._progress.batch, self._progress.resume = epoch, 0, 0
+        self._progress.move(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the order: seed, epoch, and the epoch's batches yielded so far.
@@ -208,9 +209,9 @@ class PreparedLoader(DataLoader[T]):
                 f"with as many ranks, or from the end of an epoch"
             )
         progress = self._progress
-        progress.seed, progress.epoch = state["seed"], state["epoch"]
-        progress.batch = progress.resume = state["batch"]
-        progress.stream = state.get("stream")
+        progress.seed = state["seed"]
+        progress.move(state["epoch"], state["batch"])
+        progress.stream, progress.at_end = state.get("stream"), state.get("at_end", False)
         if self._skip_finished and state.get("at_end"):
             self.set_epoch(progress.epoch + 1)
 
@@ -218,7 +219,8 @@ class PreparedLoader(DataLoader[T]):
         progress = self._progress
         epoch, done = progress.epoch, max(self._skip, progress.resume)
         progress.batch, progress.resume, progress.at_end = done, 0, False
-        cursor, finished = Cursor(self), False
+        progress.current = cursor = Cursor(self)
+        finished = False
         self._loaders.enter(cursor)
         try:
             dispatched = self._plan.dispatch
@@ -230,16 +232,25 @@ class PreparedLoader(DataLoader[T]):
             if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
                 device = None  # batches cannot be anywhere else
             shard = self._shard
+            drawn = None if shard is None or dispatched else shard.latest
             streamed = isinstance(self.loader.dataset, IterableDataset)
             stateful = streamed and not dispatched and hasattr(self.loader, "state_dict")
             after = next(batches, _END)
             while (batch := after) is not _END:
                 # torchdata's state of a stream, before the batch ahead is read
                 stream = self.loader.state_dict() if stateful else None  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
-                after = next(batches, _END)
-                progress.batch, progress.stream = progress.batch + 1, stream
-                cursor.at_end = progress.at_end = after is _END
-                cursor.real = None if shard is None else shard.real.get(progress.batch - 1)
+                if drawn is None:
+                    after = next(batches, _END)
+                    cursor.at_end = after is _END
+                else:
+                    # The next batch is read after the body of this one: reading may draw from the
+                    # generators that the body draws from, and a state is saved in the body.
+                    cursor.at_end = done + 1 == drawn.count
+                    cursor.real = drawn.real.get(done)
+                done += 1
+                if progress.current is cursor:
+                    progress.batch, progress.stream = done, stream
+                    progress.at_end = cursor.at_end
                 unbatched = self.loader.batch_sampler is None and not dispatched
                 cursor.single = unbatched if shard is None else shard.single and not dispatched
                 if isinstance(batch, Counted):
@@ -248,14 +259,15 @@ class PreparedLoader(DataLoader[T]):
                 if device is not None:
                     batch = to_device(batch, device, non_blocking=self._non_blocking)
                 yield batch
+                if drawn is not None:
+                    after = next(batches, _END)
             finished = True
         finally:
             self._loaders.leave(cursor)
             # Where the order is torch's own, an epoch that was left has not been one, as there.
             ended = finished or progress.seed is not None
-            if ended and progress.epoch == epoch and not progress.resume:
-                progress.epoch, progress.batch, progress.stream = epoch + 1, 0, None
-                progress.at_end = False
+            if ended and progress.current is cursor:
+                progress.move(epoch + 1, 0)
 
     def _begin(self, epoch: int, done: int) -> Iterator[Any]:
         """Return the batches of `epoch` after the first `done`, which are not read if possible."""
@@ -295,6 +307,12 @@ class _Progress:
     at_end: bool = False  #: the latest batch is the epoch's last
     resume: int = 0  #: batches that the next iteration leaves out
     stream: dict[str, Any] | None = None  #: for streams, the state of torchdata's loader
+    current: Cursor | None = None  #: the iteration whose end ends the epoch
+
+    def move(self, epoch: int, batch: int) -> None:
+        """Let the next iteration begin here. The end of one that runs now changes nothing."""
+        self.epoch, self.batch, self.resume, self.current = epoch, batch, batch, None
+        self.at_end, self.stream = False, None
 
 
 def prepare_data_loader(
@@ -395,7 +413,7 @@ def _options(loader: DataLoader[T]) -> tuple[Callable[..., DataLoader[T]], dict[
     names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
     options: dict[str, Any] = {n: getattr(loader, n) for n in names if hasattr(loader, n)}
     kind: Callable[..., DataLoader[T]] = type(loader)
-    if "__init__" in vars(kind) and kind is not DataLoader and not hasattr(loader, "state_dict"):
+    if type(loader).__init__ is not DataLoader.__init__ and not hasattr(loader, "state_dict"):
         kind = DataLoader  # a subclass may have a constructor with other arguments
     return kind, options
 
