@@ -79,6 +79,11 @@ class WindowSet:
         """Return the windows in the order in which they were first entered."""
         return list(self._by_models.values())
 
+    def has_scaled(self, *, besides: AccumulationWindow) -> bool:
+        """Return whether another window, or one that was loaded, has gradients of this scale."""
+        loaded = any(state["count"] for state in self._loaded)
+        return loaded or any(w.count and not w.sync for w in self.entered if w is not besides)
+
     def owning(self, parameters: Iterable[torch.Tensor]) -> list[AccumulationWindow]:
         """Return the windows that hold gradients of these parameters, the last entered one last."""
         ids = {id(p) for p in parameters}
@@ -276,9 +281,11 @@ class AccumulationWindow:
 
     def open(self) -> None:
         """Begin a new window of the same models."""
-        entered = self._shared.entered
-        if self._scaled and all(w.sync or not w.count for w in entered if w is not self):
-            self._shared.precision.update_scaler()  # no other window has gradients of its scale
+        if self._scaled and not self._shared.has_scaled(besides=self):
+            self._shared.precision.update_scaler()
+        self._begin()
+
+    def _begin(self) -> None:
         self.count, self.sync, self.stepped = 0, False, False
         self.weights, self._weighted, self._factor = [], None, None
         self._leftovers.clear()
@@ -416,10 +423,10 @@ class AccumulationWindow:
             "weighted": self._weighted,
             "weights": list(self.weights),
             "gradients": {
-                place: p.grad.detach().clone() for p, place in places.items() if p.grad is not None
+                place: _saved(p.grad) for p, place in places.items() if p.grad is not None
             },
             "held": {
-                places[p]: None if gradient is None else gradient.detach().clone()
+                places[p]: None if gradient is None else _saved(gradient)
                 for _, held in self._shared.held
                 for p, gradient in held.items()
                 if p in places
@@ -428,20 +435,37 @@ class AccumulationWindow:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a saved window of the same models; a full one is loaded as after its step."""
-        self.open()
+        self._begin()  # other windows go on with the scale that it was saved with
         self.sync = self.stepped = not state["count"]
         self.count, self._weighted = state["count"], state["weighted"]
         self.weights = list(state["weights"])
         parameters: list[torch.Tensor] = [*self.parameters]
         for index, gradient in state["gradients"].items():
             p = parameters[int(index)]
-            p.grad = gradient.to(p.device, copy=True)
+            p.grad = _loaded(gradient, p)
         for index, gradient in state.get("held", {}).items():
             p = parameters[int(index)]
-            kept = None if gradient is None else gradient.to(p.device, copy=True)
+            kept = None if gradient is None else _loaded(gradient, p)
             for optimizer, held in self._shared.held:
                 if any(p is one for one in parameters_of(optimizer)):
                     held[p] = kept
+
+
+def _saved(gradient: torch.Tensor) -> Any:
+    """Return a copy of a gradient that a state can hold; of a sparse one, its parts."""
+    gradient = gradient.detach()
+    if not gradient.is_sparse:
+        return gradient.clone()
+    return {"indices": gradient._indices().clone(), "values": gradient._values().clone()}  # pyright: ignore[reportPrivateUsage]
+
+
+def _loaded(saved: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the gradient of `parameter` that :func:`_saved` has returned."""
+    device = parameter.device
+    if isinstance(saved, torch.Tensor):
+        return saved.to(device, copy=True)
+    indices, values = (saved[name].to(device, copy=True) for name in ("indices", "values"))
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
 
 def check_joinable(models: Iterable[nn.Module]) -> None:

@@ -35,6 +35,8 @@ from syncprims.training import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from support.rank_worlds import Ranks
 
 
@@ -564,6 +566,29 @@ def test_a_window_goes_on_in_another_process(world: Ranks) -> None:
     for mine, theirs in world.run(program):
         assert mine == theirs
         assert close([mine], [mean], 1e-6)
+
+
+@everywhere
+def test_a_sparse_gradient_goes_on_in_another_process(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        jobs = [Accelerator(gradient_accumulation_steps=3, cpu=True) for _ in range(2)]
+        weights = torch.arange(12.0).reshape(6, 2)
+        models = [nn.Embedding.from_pretrained(weights, freeze=False, sparse=True) for _ in jobs]
+        steps = [torch.optim.SparseAdam(model.parameters(), lr=0.1) for model in models]
+        for job, *parts in zip(jobs, models, steps, strict=True):
+            parts[:] = job.prepare(*parts)
+            for at in range(6):
+                with job.accumulate(parts[0]):
+                    rows = torch.tensor([at, (at + syncprims.get_rank()) % 6, 3])
+                    job.backward(parts[0](rows).square().sum())
+                    parts[1].step()
+                    parts[1].zero_grad()
+                if job is jobs[0] and at == 3:
+                    job.save_state(tmp_path)
+                    job.load_state(tmp_path)
+        assert torch.equal(models[0].weight, models[1].weight)
+
+    world.run(program)
 
 
 @alone

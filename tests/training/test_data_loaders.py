@@ -440,6 +440,34 @@ def test_a_place_that_is_set_in_the_loop_is_where_the_next_one_begins(
     world.run(program)
 
 
+@alone
+def test_loaders_side_by_side_go_on_after_a_last_batch(world: Ranks) -> None:
+    """Also the longer one, which is left in the middle."""
+
+    def program() -> None:
+        made = [
+            [
+                prepare_data_loader(feed(range(n), batch_size=1, shuffle=True), seed=n)
+                for n in (3, 5)
+            ]
+            for _ in range(2)
+        ]
+        seen: list[list[Any]] = [[], []]
+        states: list[Any] = []
+        for _ in range(2):
+            for pair in zip(*made[0], strict=False):
+                seen[0].append([one.item() for one in pair])
+                states.append([loader.state_dict() for loader in made[0]])
+        for loader, state in zip(made[1], states[2], strict=True):
+            loader.load_state_dict(state)
+        for _ in range(2):
+            for pair in zip(*made[1], strict=False):
+                seen[1].append([one.item() for one in pair])
+        assert seen[1] == seen[0][3:]
+
+    world.run(program)
+
+
 class WithArguments(DataLoader[int]):
     """A loader with a constructor of its own."""
 

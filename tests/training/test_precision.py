@@ -164,6 +164,42 @@ def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up(world: Ranks) 
     world.run(program)
 
 
+@alone
+def test_two_windows_go_on_with_one_scale(world: Ranks) -> None:
+    """An overflow in the first of them changes the scale when the other one is closed, too."""
+
+    def program() -> None:
+        def begin() -> Any:
+            job = Accelerator(2, "fp16", cpu=True, scaler={"init_scale": 1024.0})
+            models = [unit_model(), unit_model()]
+            steps = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+            return job, job.prepare(*models), job.prepare(*steps)
+
+        def micro(job: Accelerator, models: Any, steps: Any, at: int) -> None:
+            for number, (model, optimizer) in enumerate(zip(models, steps, strict=True)):
+                with job.accumulate(model):
+                    loss = model(ones()).sum()
+                    job.backward(loss * float("inf") if at == 1 and not number else loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        first, second = begin(), begin()
+        for at in range(4):
+            micro(*first, at)
+            if at == 0:
+                parts = [
+                    [*models, *steps, job.accumulator] for job, models, steps in (first, second)
+                ]
+                for one, other in zip(*parts, strict=True):
+                    other.load_state_dict(copy.deepcopy(one.state_dict()))
+            else:
+                micro(*second, at)
+            for one, other in zip(first[1], second[1], strict=True):
+                assert numbers(one) == numbers(other)
+
+    world.run(program)
+
+
 @everywhere
 @pytest.mark.parametrize("together", [True, False])
 def test_two_optimizers_unscale_once_each(world: Ranks, together: bool) -> None:

@@ -216,13 +216,25 @@ class PreparedLoader(DataLoader[T]):
             self.set_epoch(progress.epoch + 1)
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
+        batches = self._iterate()
+        if self._progress.resume:
+            # It ends its epoch even if it is left without a batch: a loader beside it in a `zip`
+            # may have had its last one.
+            next(batches)
+        return batches
+
+    def _iterate(self) -> Iterator[Any]:
+        """Yield the batches of an epoch; first None, if the epoch is resumed."""
         progress = self._progress
         epoch, done = progress.epoch, max(self._skip, progress.resume)
+        resumed = progress.resume > 0
         progress.batch, progress.resume, progress.at_end = done, 0, False
         progress.current = cursor = Cursor(self)
         finished = False
         self._loaders.enter(cursor)
         try:
+            if resumed:
+                yield None
             dispatched = self._plan.dispatch
             if dispatched:
                 batches = dispatch(lambda: self._begin(epoch, 0), self._plan, done)
