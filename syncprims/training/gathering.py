@@ -83,23 +83,28 @@ def gather_for_metrics(
     """Return what :func:`gather` does, without items that only pad the last batches. Collective.
 
     The first `real` items are no padding; None stands for all. Objects other than tensors are
-    gathered into a list of all ranks' objects; lists and tuples are concatenated. If an item is
-    `single`, all that a rank passes belongs to it, and the items are as many ranks.
+    gathered into a list of all ranks' objects; lists and tuples, of an object for each item, are
+    concatenated. If an item is `single`, all that a rank passes belongs to it, and the items are as
+    many ranks.
+
+    :raises TypeError: on several ranks, for a list or tuple of tensors and other objects: these are
+        not the items.
     """
     real, ranks = (None, real) if single else (real, None)
     if as_objects or not has_only_tensors(tensor):
+        listed = isinstance(tensor, list | tuple)
+        mixed = listed and not as_objects and any(map(torch.is_tensor, tensor))
+        if mixed and syncprims.get_world_size() > 1:
+            raise TypeError(
+                "gather_for_metrics() takes tensors, or a list with one object for each item, and "
+                "this is a list of tensors and other objects; gather its parts one by one"
+            )
         rows = syncprims.all_gather(tensor, name=name)[:ranks]
-        parts = rows if isinstance(tensor, list | tuple) else [rows]
-        joined: Any = [item for part in parts for item in part]
-    else:
-        if ranks is not None and syncprims.get_rank() >= ranks:
-            tensor = map_tensors(lambda one: one.reshape(one.shape or (1,))[:0], tensor)
-        joined = gather(tensor, name=name)
-    if real is None:
-        return joined
-    if isinstance(joined, list) and not has_only_tensors(joined):
-        return joined[:real]  # pyright: ignore[reportUnknownVariableType]
-    return map_tensors(lambda one: one[:real], joined)
+        return ([item for row in rows for item in row] if listed else rows)[:real]
+    if ranks is not None and syncprims.get_rank() >= ranks:
+        tensor = map_tensors(lambda one: one.reshape(one.shape or (1,))[:0], tensor)
+    joined = gather(tensor, name=name)
+    return joined if real is None else map_tensors(lambda one: one[:real], joined)
 
 
 def reduce(

@@ -154,6 +154,27 @@ def test_metrics_are_gathered_without_the_padding(world: Ranks) -> None:
     assert world.run(program) == [[numbers, words, numbers, words]] * world.ranks
 
 
+@everywhere
+def test_an_object_for_each_item_may_be_a_tensor(world: Ranks) -> None:
+    """A list of them is cut, and not each of them."""
+
+    def program() -> list[Any]:
+        accelerator = Accelerator(cpu=True)
+        tensors, boxes = [], []
+        for batch in accelerator.prepare(feed(range(7), batch_size=2)):
+            own = [torch.arange(x, x + 4) for x in batch.tolist()]
+            tensors += accelerator.gather_for_metrics(own, use_gather_object=True)
+            found = [{"boxes": one} for one in own]
+            boxes += accelerator.gather_for_metrics(found, use_gather_object=True)
+            if accelerator.num_processes > 1:
+                with pytest.raises(TypeError, match="gather its parts one by one"):
+                    accelerator.gather_for_metrics((batch, ["a text"]))
+        return [[one.tolist() for one in tensors], [one["boxes"].tolist() for one in boxes]]
+
+    wanted = [list(range(x, x + 4)) for x in range(7)]
+    assert world.run(program) == [[wanted, wanted]] * world.ranks
+
+
 class Tables(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(tables())
