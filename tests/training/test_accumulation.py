@@ -354,7 +354,9 @@ def test_adversaries_go_on_in_the_middle_of_a_window(world: Ranks, together: boo
         _adversaries(whole, together)
         for at in (1, 2, 4):
             first, second = _Pair(3), _Pair(3)
-            parts = [(p.g, p.d, p.opt_g, p.opt_d, p.accumulator) for p in (first, second)]
+            parts: list[Any] = [
+                (p.g, p.d, p.opt_g, p.opt_d, p.accumulator) for p in (first, second)
+            ]
             _adversaries(first, together, range(at))
             states = copy.deepcopy([part.state_dict() for part in parts[0]])
             _adversaries(first, together, range(at, at + 1))
@@ -571,22 +573,24 @@ def test_a_window_goes_on_in_another_process(world: Ranks) -> None:
 @everywhere
 def test_a_sparse_gradient_goes_on_in_another_process(world: Ranks, tmp_path: Path) -> None:
     def program() -> None:
-        jobs = [Accelerator(gradient_accumulation_steps=3, cpu=True) for _ in range(2)]
         weights = torch.arange(12.0).reshape(6, 2)
-        models = [nn.Embedding.from_pretrained(weights, freeze=False, sparse=True) for _ in jobs]
-        steps = [torch.optim.SparseAdam(model.parameters(), lr=0.1) for model in models]
-        for job, *parts in zip(jobs, models, steps, strict=True):
-            parts[:] = job.prepare(*parts)
+        found: list[torch.Tensor] = []
+        for saves in (False, True):
+            job = Accelerator(gradient_accumulation_steps=3, cpu=True)
+            model: Any = nn.Embedding(6, 2, sparse=True, _weight=weights.clone())
+            optimizer: Any = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+            model, optimizer = job.prepare(model, optimizer)
             for at in range(6):
-                with job.accumulate(parts[0]):
+                with job.accumulate(model):
                     rows = torch.tensor([at, (at + syncprims.get_rank()) % 6, 3])
-                    job.backward(parts[0](rows).square().sum())
-                    parts[1].step()
-                    parts[1].zero_grad()
-                if job is jobs[0] and at == 3:
+                    job.backward(model(rows).square().sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if saves and at == 3:
                     job.save_state(tmp_path)
                     job.load_state(tmp_path)
-        assert torch.equal(models[0].weight, models[1].weight)
+            found += list(model.parameters())
+        assert torch.equal(*found)
 
     world.run(program)
 

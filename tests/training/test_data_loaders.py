@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -448,14 +449,16 @@ def test_a_place_that_is_set_in_the_loop_is_where_the_next_one_begins(
         list(loader)
         begin = loader.state_dict()
         order = items(list(loader))
-        for back in (lambda: loader.load_state_dict(begin), lambda: loader.set_epoch(1)):
-            for stop in (True, False):
-                loader.set_epoch(1)
-                for _ in loader:
-                    back()
-                    if stop:
-                        break
-                assert loader.state_dict() == begin
+        for stop, loads in itertools.product((True, False), repeat=2):
+            loader.set_epoch(1)
+            for _ in loader:
+                if loads:
+                    loader.load_state_dict(begin)
+                else:
+                    loader.set_epoch(1)
+                if stop:
+                    break
+            assert loader.state_dict() == begin
         assert items(list(loader)) == order
 
     world.run(program)

@@ -139,22 +139,22 @@ def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up(world: Ranks) 
                     optimizer.step()
 
         def state() -> list[Any]:
-            parts = model, optimizer, job.accumulator, job.accumulator.precision
             return copy.deepcopy([part.state_dict() for part in parts])
 
         def load(states: list[Any]) -> None:
-            parts = model, optimizer, job.accumulator, job.accumulator.precision
             for part, one in zip(parts, states, strict=True):
                 part.load_state_dict(one)
 
         job = Accelerator(mixed_precision="fp16", cpu=True, scaler={"growth_interval": 3})
         model = unit_model()
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        parts: list[Any] = [model, optimizer, job.accumulator, job.accumulator.precision]
         micro()
         begin = state()
         micro()
         wanted = state()
-        for given_up in ({}, {"step": False}, {"clip": False}):
+        options: list[dict[str, bool]] = [{}, {"step": False}, {"clip": False}]
+        for given_up in options:
             load(copy.deepcopy(begin))
             micro(**given_up)
             load(copy.deepcopy(begin))
@@ -175,7 +175,7 @@ def test_two_windows_go_on_with_one_scale(world: Ranks) -> None:
             steps = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
             return job, job.prepare(*models), job.prepare(*steps)
 
-        def micro(job: Accelerator, models: Any, steps: Any, at: int) -> None:
+        def micro(at: int, job: Accelerator, models: Any, steps: Any) -> None:
             for number, (model, optimizer) in enumerate(zip(models, steps, strict=True)):
                 with job.accumulate(model):
                     loss = model(ones()).sum()
@@ -185,7 +185,7 @@ def test_two_windows_go_on_with_one_scale(world: Ranks) -> None:
 
         first, second = begin(), begin()
         for at in range(4):
-            micro(*first, at)
+            micro(at, *first)
             if at == 0:
                 parts = [
                     [*models, *steps, job.accumulator] for job, models, steps in (first, second)
@@ -193,7 +193,7 @@ def test_two_windows_go_on_with_one_scale(world: Ranks) -> None:
                 for one, other in zip(*parts, strict=True):
                     other.load_state_dict(copy.deepcopy(one.state_dict()))
             else:
-                micro(*second, at)
+                micro(at, *second)
             for one, other in zip(first[1], second[1], strict=True):
                 assert numbers(one) == numbers(other)
 
