@@ -11,7 +11,7 @@ import struct
 import sys
 from abc import ABC, abstractmethod
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
@@ -30,7 +30,7 @@ from .arrays import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
     from syncprims.interface import Window
 
@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
 _LINE = 64  # bytes, of a processor's cache
 _CRC = 4  # bytes
-_MOST_NUMBERS = 64  # in one container
+_MOST_PARTS = 64  # of one container
+_MOST_OF_TREES = 256 << 10  # bytes in all slots, which so take one round
 _LONGEST = 1024  # bytes of a description: a label has to fit into a cell
 _CODES = {float: "d", int: "q"}
+_CONTAINERS = dict, list, tuple
 
 
 def key_of(value: object) -> Hashable:
@@ -61,13 +63,24 @@ def key_of(value: object) -> Hashable:
 
 
 def _key_of_dict(value: dict[Any, Any]) -> Hashable:
-    if len(value) > _MOST_NUMBERS:
-        return None
-    return (dict, *value, *map(type, value), *map(type, value.values()))
+    parts = _keys_of_parts(value.values())
+    return None if parts is None else (dict, *value, *map(type, value), *parts)
 
 
 def _key_of_sequence(value: list[Any] | tuple[Any, ...]) -> Hashable:
-    return (type(value), *map(type, value)) if len(value) <= _MOST_NUMBERS else None
+    parts = _keys_of_parts(value)
+    return None if parts is None else (type(value), *parts)
+
+
+def _keys_of_parts(parts: Collection[Any]) -> Sequence[Hashable] | None:
+    if len(parts) > _MOST_PARTS:
+        return None
+    kinds = tuple(map(type, parts))
+    distinct = {*kinds}
+    if distinct <= _CODES.keys():
+        return kinds
+    keys = [*map(key_of, parts)] if distinct.isdisjoint(_CONTAINERS) else [None]
+    return None if None in keys else keys
 
 
 #: By the type of a value; those of numpy and torch when they are needed.
@@ -82,32 +95,67 @@ _KEYS: dict[type, Callable[[Any], Hashable]] = {
 
 def make_layout(value: Any, members: int) -> Layout | None:
     """Return the layout of values like this one; None if they have none."""
-    kind = type(cast("object", value))
-    made: Layout | None = None
-    if kind in _CODES:
-        made = NumberLayout(value, members)
-    elif kind in (dict, list, tuple):
-        keys, numbers = (value, value.values()) if kind is dict else ((), value)
-        if value and {type(key) for key in keys} <= {str} and {*map(type, numbers)} <= {*_CODES}:
-            made = NumberLayout(value, members)
-    elif (spec := spec_of(value)) is not None and spec.device == "cpu" and spec.nbytes:
-        made = ArrayLayout(spec, members)
-    return made if made is not None and len(made.data) <= _LONGEST else None
+    outline = _outline_of_leaf(value)
+    if outline is None and type(cast("object", value)) in _CONTAINERS:
+        outline = _outline_of_container(value)
+    made = None if outline is None else _layout_of(outline, members)
+    if made is None or len(made.data) > _LONGEST:
+        return None
+    is_tree = isinstance(made, TreeLayout)
+    return None if is_tree and made.stride * members > _MOST_OF_TREES else made
 
 
 def read_layout(data: bytes, members: int) -> Layout:
     """Return the layout that another member's `data` describes."""
-    specs: list[Spec] = []
-    value = codec.decode(data, allow_pickle=False, out_of_band=specs.append)
-    return ArrayLayout(specs[0], members) if specs else NumberLayout(value, members)
+    return _layout_of(codec.decode(data, allow_pickle=False, out_of_band=_itself), members)
+
+
+def _outline_of_leaf(value: Any) -> Any:
+    """Return what is the same for all values of one layout: 0 for a number, an array's spec."""
+    kind = type(cast("object", value))
+    if kind in _CODES:
+        return kind()
+    spec = spec_of(value)
+    return spec if spec is not None and spec.device == "cpu" and spec.nbytes else None
+
+
+def _outline_of_container(value: Any) -> Any:
+    container = _Container(value)
+    parts = [*map(_outline_of_leaf, container.parts(value))]
+    if not parts or None in parts or not {*map(type, container.keys)} <= {str}:
+        return None
+    # A large array in a container travels by itself.
+    is_large = any(isinstance(part, Spec) and part.nbytes >= codec.LARGE for part in parts)
+    return None if is_large else container.build(parts)
+
+
+def _layout_of(outline: Any, members: int) -> Layout:
+    if isinstance(outline, Spec):
+        return ArrayLayout(outline, members)
+    if type(outline) in _CODES or {*map(type, _Container(outline).parts(outline))} <= {*_CODES}:
+        return NumberLayout(outline, members)
+    return TreeLayout(outline, members)
+
+
+class _Container:
+    """A flat dict, list or tuple: how it is taken apart, and made of its parts again."""
+
+    def __init__(self, like: Any) -> None:
+        self._kind: Any = type(like)
+        self.keys = tuple(like) if self._kind is dict else ()
+        of_dict: Any = cast("Any", dict).values
+        self.parts: Callable[[Any], Collection[Any]] = of_dict if self._kind is dict else _itself
+
+    def build(self, parts: Sequence[Any]) -> Any:
+        """Return such a container of these parts."""
+        return dict(zip(self.keys, parts, strict=True)) if self.keys else self._kind(parts)
 
 
 class Layout(ABC):
     """The places of the values of all members, for values of one shape."""
 
-    #: What the value is: its encoding, with zeros for numbers, and for an array only its spec.
-    data: bytes
-    stride: int  #: bytes of a slot
+    data: bytes  #: What the value is: the encoding of its outline.
+    stride: int  #: Bytes from one slot to the next.
     #: Returns what :meth:`write` writes; None if this value does not fit.
     pack: Callable[[Any], Any]
 
@@ -117,10 +165,17 @@ class Layout(ABC):
         self.half = 0  #: bytes of it for one round
         self.is_placed = False
         self.one_round = True  #: a reduction takes one round, and not one for each piece
+        self.is_large = False  #: a single array that, without a layout, travels out of band
 
-    @abstractmethod
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
+        memory = bytearray(self.stride)
+        self.write(memory, 0, 0, packed)
+        return bytes(memory)
+
+    @abstractmethod
+    def widen(self, stride: int) -> None:
+        """Become a part of slots that are `stride` bytes apart."""
 
     @abstractmethod
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
@@ -136,10 +191,7 @@ class Layout(ABC):
 
     @abstractmethod
     def reducer(self, op: str) -> Reducer:
-        """Return what reduces all slots with `op`.
-
-        :raises TypeError: if `op` cannot reduce such values.
-        """
+        """Return what reduces all slots with `op`, which can reduce such values."""
 
 
 class Reducer(ABC):
@@ -160,29 +212,27 @@ class Reducer(ABC):
 class NumberLayout(Layout):
     """A float, an int of 64 bits, or a flat dict, list or tuple of them."""
 
-    def __init__(self, value: Any, members: int) -> None:
+    def __init__(self, outline: Any, members: int) -> None:
         super().__init__()
-        kind = type(cast("object", value))
-        self._kind: Any = kind
-        self._keys = tuple(value) if kind is dict else ()
-        of_container: Any = cast("Any", dict).values if kind is dict else _itself
-        self._numbers: Any = _alone if kind in _CODES else of_container
-        numbers = list(self._numbers(value))
-        zeros = [type(number)() for number in numbers]
-        self.data = codec.encode(self._build(zeros))
-        self._width = width = len(numbers)
-        codes = "".join(_CODES[type(number)] for number in numbers)
+        self.data = codec.encode(outline)
+        self._is_alone = type(outline) in _CODES
+        container = _Container([outline] if self._is_alone else outline)
+        self._build = itemgetter(0) if self._is_alone else container.build
+        self._numbers: Any = _alone if self._is_alone else container.parts
+        codes = "".join(_CODES[type(zero)] for zero in self._numbers(outline))
+        self._members, self._width = members, len(codes)
         self._one, self._all = struct.Struct(f"<{codes}"), struct.Struct(f"<{codes * members}")
         # A slot holds the numbers and their checksum: a damaged one is never a wrong result.
-        self.stride = _up(8 * width + _CRC)
-        slot = f"{8 * width}sI{self.stride - 8 * width - _CRC}x"
-        self._slot, self._slots = struct.Struct(f"<{slot}"), struct.Struct(f"<{slot * members}")
+        self._contents = f"{8 * self._width}sI"
+        self._slot = struct.Struct(f"<{self._contents}")
+        self.widen(_up(self._slot.size))
         self.pack = self._pack
 
-    def _build(self, numbers: Sequence[Any]) -> Any:
-        if self._kind in _CODES:
-            return numbers[0]
-        return dict(zip(self._keys, numbers, strict=True)) if self._keys else self._kind(numbers)
+    def widen(self, stride: int) -> None:
+        """Become a part of slots that are `stride` bytes apart."""
+        self.stride = stride
+        gap = f"{stride - self._slot.size}x"
+        self._slots = struct.Struct(f"<{gap.join([self._contents] * self._members)}")
 
     def _pack(self, value: Any) -> bytes | None:
         """Return the bytes of the slot; None if an int has more than 64 bits."""
@@ -211,15 +261,10 @@ class NumberLayout(Layout):
             bodies.append(body)
         return numbers.unpack(b"".join(bodies))
 
-    def to_bytes(self, packed: Any) -> bytes:
-        """Return the contents of a slot."""
-        data: bytes = packed
-        return data
-
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
         """Write the slot of member number `index`."""
         at += index * self.stride
-        memory[at : at + self.stride] = packed
+        memory[at : at + len(packed)] = packed
 
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
@@ -237,7 +282,7 @@ class NumberLayout(Layout):
     def reduce(self, memory: Memory, at: int, op: str) -> Any:
         """Return the reduction of all slots."""
         numbers, width = self._unpack(self._all, self._slots, memory, at), self._width
-        if self._kind in _CODES:
+        if self._is_alone:
             return reduction.reduce_numbers(numbers, op)
         return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
 
@@ -262,8 +307,9 @@ class ArrayLayout(Layout):
     def __init__(self, spec: Spec, members: int) -> None:
         super().__init__()
         self.spec = spec
-        self.data = codec.encode_spec(spec)
+        self.data = codec.encode(spec)
         self.stride = _up(spec.nbytes)
+        self.is_large = spec.nbytes >= codec.LARGE
         self._members = members
         self._dtype = spec.loaded_dtype
         self.library: Any = sys.modules[spec.library]
@@ -283,9 +329,9 @@ class ArrayLayout(Layout):
             self._slot_dtype = known or numpy_dtype(self.library.uint8)
             self._slot_shape = (spec.nbytes // int(self._slot_dtype.itemsize),)
 
-    def to_bytes(self, packed: Any) -> bytes:
-        """Return the contents of a slot."""
-        return raw(flat(packed)).tobytes().ljust(self.stride, b"\0")
+    def widen(self, stride: int) -> None:
+        """Become a part of slots that are `stride` bytes apart."""
+        self.stride = stride
 
     def slots_at(self, memory: Memory, at: int) -> list[Any]:
         """Return the items in each slot, in one dimension; the first slot is at `at`."""
@@ -350,7 +396,6 @@ class ArrayReducer(Reducer):
     def __init__(self, layout: ArrayLayout, op: str) -> None:
         spec = layout.spec
         like = spec.make()
-        reduction.check_value(like, op)
         self._layout, self._is_tensor = layout, spec.library == "torch"
         dtype = self._dtype = reduction.result_dtype(like, op)
         self._empty: Callable[[], Any]
@@ -379,6 +424,69 @@ class ArrayReducer(Reducer):
         if self._is_tensor:
             mark_written(place)
         return place
+
+
+class TreeLayout(Layout):
+    """A flat dict, list or tuple of small arrays and numbers: a part of the slot for each."""
+
+    def __init__(self, outline: Any, members: int) -> None:
+        super().__init__()
+        self.data = codec.encode(outline)
+        self._container = container = _Container(outline)
+        self.parts: list[tuple[int, Layout]] = []  #: each with where it begins in a slot
+        self.stride = 0
+        for part in container.parts(outline):
+            layout = _layout_of(part, members)
+            self.parts.append((self.stride, layout))
+            self.stride += layout.stride
+        self.widen(self.stride)
+        self.build = container.build
+        self.pack = self._pack
+
+    def widen(self, stride: int) -> None:
+        """Become a part of slots that are `stride` bytes apart."""
+        self.stride = stride
+        for _, layout in self.parts:
+            layout.widen(stride)
+
+    def _pack(self, value: Any) -> list[Any] | None:
+        parts = zip(self.parts, self._container.parts(value), strict=True)
+        packed = [layout.pack(part) for (_, layout), part in parts]
+        return None if any(one is None for one in packed) else packed
+
+    def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
+        """Write the slot of member number `index`."""
+        for (begin, layout), part in zip(self.parts, packed, strict=True):
+            layout.write(memory, at + begin, index, part)
+
+    def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
+        """Return the value in the slot of member number `index`."""
+        return self.build([layout.read(memory, at + begin, index) for begin, layout in self.parts])
+
+    def fits(self, out: Any) -> bool:
+        """Return False: containers are made."""
+        return False
+
+    def reducer(self, op: str) -> Reducer:
+        """Return what reduces all slots with `op`."""
+        return TreeReducer(self, op)
+
+
+class TreeReducer(Reducer):
+    """Containers become a new one, of what their parts become."""
+
+    def __init__(self, layout: TreeLayout, op: str) -> None:
+        self._build = layout.build
+        self._parts = [(begin, part.reducer(op)) for begin, part in layout.parts]
+
+    def place_for(self, out: Any) -> list[Any]:
+        """Return a new array for each array."""
+        return [part.place_for(None) for _, part in self._parts]
+
+    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
+        """Return the reduction of all slots; its arrays are those of `place`."""
+        parts = zip(self._parts, place, strict=True)
+        return self._build([part.reduce(memory, at + b, one) for (b, part), one in parts])
 
 
 def _octets(tensor: Any) -> Any:

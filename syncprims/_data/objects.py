@@ -370,6 +370,7 @@ def _prepared_reduction(
     call: PreparedReduction | None
     layout, packed, call = found
     if call is None:
+        reduction.check_value(value, op)
 
         def in_pieces(timeout: float | None, value: Any, place: Any) -> None:
             operands = [Operand(value, place)]
