@@ -42,7 +42,7 @@ _MOST_PARTS = 64  # of one container
 _MOST_OF_TREES = 256 << 10  # bytes in all slots, which so take one round
 _LONGEST = 1024  # bytes of a description: a label has to fit into a cell
 _CODES = {float: "d", int: "q"}
-_CONTAINERS = dict, list, tuple
+_CONTAINERS = frozenset((dict, list, tuple))
 
 
 def key_of(value: object) -> Hashable:
@@ -75,11 +75,13 @@ def _key_of_sequence(value: list[Any] | tuple[Any, ...]) -> Hashable:
 def _keys_of_parts(parts: Collection[Any]) -> Sequence[Hashable] | None:
     if len(parts) > _MOST_PARTS:
         return None
-    kinds = tuple(map(type, parts))
-    distinct = {*kinds}
-    if distinct <= _CODES.keys():
+    kinds = [*map(type, parts)]
+    for kind in kinds:
+        if kind not in _CODES:
+            break
+    else:
         return kinds
-    keys = [*map(key_of, parts)] if distinct.isdisjoint(_CONTAINERS) else [None]
+    keys = [*map(key_of, parts)] if _CONTAINERS.isdisjoint(kinds) else [None]
     return None if None in keys else keys
 
 
@@ -154,8 +156,8 @@ class _Container:
 class Layout(ABC):
     """The places of the values of all members, for values of one shape."""
 
-    data: bytes  #: What the value is: the encoding of its outline.
-    stride: int  #: Bytes from one slot to the next.
+    data: bytes  #: what the value is: the encoding of its outline
+    stride: int  #: bytes from one slot to the next
     #: Returns what :meth:`write` writes; None if this value does not fit.
     pack: Callable[[Any], Any]
 
@@ -173,9 +175,9 @@ class Layout(ABC):
         self.write(memory, 0, 0, packed)
         return bytes(memory)
 
-    @abstractmethod
     def widen(self, stride: int) -> None:
         """Become a part of slots that are `stride` bytes apart."""
+        self.stride = stride
 
     @abstractmethod
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
@@ -185,9 +187,9 @@ class Layout(ABC):
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`: in `out`, if that is an array."""
 
-    @abstractmethod
     def fits(self, out: Any) -> bool:
-        """Return whether :meth:`read` can fill `out`."""
+        """Return whether :meth:`read` can fill `out`; else it makes the value."""
+        return False
 
     @abstractmethod
     def reducer(self, op: str) -> Reducer:
@@ -230,7 +232,7 @@ class NumberLayout(Layout):
 
     def widen(self, stride: int) -> None:
         """Become a part of slots that are `stride` bytes apart."""
-        self.stride = stride
+        super().widen(stride)
         gap = f"{stride - self._slot.size}x"
         self._slots = struct.Struct(f"<{gap.join([self._contents] * self._members)}")
 
@@ -270,10 +272,6 @@ class NumberLayout(Layout):
         """Return the value in the slot of member number `index`."""
         at += index * self.stride
         return self._build(self._unpack(self._one, self._slot, memory, at))
-
-    def fits(self, out: Any) -> bool:
-        """Return False: numbers are made."""
-        return False
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`; each can reduce numbers."""
@@ -328,10 +326,6 @@ class ArrayLayout(Layout):
             self.pack = flat if self.is_known else _octets
             self._slot_dtype = known or numpy_dtype(self.library.uint8)
             self._slot_shape = (spec.nbytes // int(self._slot_dtype.itemsize),)
-
-    def widen(self, stride: int) -> None:
-        """Become a part of slots that are `stride` bytes apart."""
-        self.stride = stride
 
     def slots_at(self, memory: Memory, at: int) -> list[Any]:
         """Return the items in each slot, in one dimension; the first slot is at `at`."""
@@ -433,19 +427,19 @@ class TreeLayout(Layout):
         super().__init__()
         self.data = codec.encode(outline)
         self._container = container = _Container(outline)
+        self.build = container.build
         self.parts: list[tuple[int, Layout]] = []  #: each with where it begins in a slot
-        self.stride = 0
+        size = 0
         for part in container.parts(outline):
             layout = _layout_of(part, members)
-            self.parts.append((self.stride, layout))
-            self.stride += layout.stride
-        self.widen(self.stride)
-        self.build = container.build
+            self.parts.append((size, layout))
+            size += layout.stride
+        self.widen(size)
         self.pack = self._pack
 
     def widen(self, stride: int) -> None:
         """Become a part of slots that are `stride` bytes apart."""
-        self.stride = stride
+        super().widen(stride)
         for _, layout in self.parts:
             layout.widen(stride)
 
@@ -462,10 +456,6 @@ class TreeLayout(Layout):
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
         return self.build([layout.read(memory, at + begin, index) for begin, layout in self.parts])
-
-    def fits(self, out: Any) -> bool:
-        """Return False: containers are made."""
-        return False
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`."""
