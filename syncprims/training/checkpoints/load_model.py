@@ -7,10 +7,6 @@ A model that is on the meta device has no values that could be lost. Its new mem
 the files are checked, in one pass. If they are damaged, it is on the meta device again.
 """
 
-# Torch is typed in part, and what comes out of JSON may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import contextlib
