@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from zlib import crc32
 
 from syncprims.errors import EncodingError
@@ -142,19 +142,14 @@ class Layout(ABC):
         """
 
 
-class Reducer(ABC):
+class Reducer(NamedTuple):
     """How the values in all slots become one, for one layout and one `op`."""
 
-    @abstractmethod
-    def place_for(self, out: Any) -> Any:
-        """Return the array for the result: `out` if it fits. None for numbers."""
-
-    @abstractmethod
-    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
-        """Return the reduction, in rank order, of slots of which the first is at `at`.
-
-        An array is in `place`.
-        """
+    #: ``place_for(out)`` returns the array for the result: `out` if it fits. None for numbers.
+    place_for: Callable[[Any], Any]
+    #: ``reduce(memory, at, place)`` returns the reduction, in rank order, of slots of which the
+    #: first is at `at`. An array is in `place`.
+    reduce: Callable[[Memory, int, Any], Any]
 
 
 class NumberLayout(Layout):
@@ -232,7 +227,11 @@ class NumberLayout(Layout):
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`; each can reduce numbers."""
-        return NumberReducer(self, op)
+
+        def reduce(memory: Memory, at: int, _: Any) -> Any:
+            return self.reduce(memory, at, op)
+
+        return Reducer(_no_array, reduce)
 
     def reduce(self, memory: Memory, at: int, op: str) -> Any:
         """Return the reduction of all slots."""
@@ -240,20 +239,6 @@ class NumberLayout(Layout):
         if self._kind in _CODES:
             return reduction.reduce_numbers(numbers, op)
         return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
-
-
-class NumberReducer(Reducer):
-    """Numbers become new numbers."""
-
-    def __init__(self, layout: NumberLayout, op: str) -> None:
-        self._reduce, self._op = layout.reduce, op
-
-    def place_for(self, out: Any) -> None:
-        """Return None: numbers are made."""
-
-    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
-        """Return the reduction of all slots."""
-        return self._reduce(memory, at, self._op)
 
 
 class ArrayLayout(Layout):
@@ -341,11 +326,12 @@ class ArrayLayout(Layout):
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`."""
-        return ArrayReducer(self, op)
+        made = ArrayReducer(self, op)
+        return Reducer(made.place_for, made.reduce)
 
 
-class ArrayReducer(Reducer):
-    """Arrays become a new one, or the caller's."""
+class ArrayReducer:
+    """Reduces arrays into a new one, or into the caller's."""
 
     def __init__(self, layout: ArrayLayout, op: str) -> None:
         spec = layout.spec
@@ -389,6 +375,10 @@ def _octets(tensor: Any) -> Any:
 
 def _flattened(array: Any) -> Any:
     return array if array.ndim == 1 else array.reshape(-1)
+
+
+def _no_array(out: Any) -> None:
+    """Return None: numbers are made."""
 
 
 def _itself(value: Any) -> Any:

@@ -24,6 +24,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from syncprims._protocol.deadlock import describe_group
+from syncprims._protocol.diagnosis import CURE_MISMATCH
 from syncprims.errors import PeerLost
 from syncprims.interface import Label
 
@@ -34,10 +35,6 @@ from .probe import JOIN
 
 E = TypeVar("E", bound=BaseException)
 
-_CURE = (
-    "Every rank must make the same calls in the same order: look for a branch, an early return or "
-    "a loop count that differs between ranks."
-)
 _SHOWN = 8  # calls of a rank, where they are listed
 
 
@@ -168,7 +165,7 @@ def add_note(error: E, note: str) -> E:
 
 
 def _described(what: str, run: WorldRun) -> str:
-    parts = [what, _all_lines(run), _first_difference(run), _CURE]
+    parts = [what, _all_lines(run), _first_difference(run), CURE_MISMATCH]
     return "\n".join(part for part in parts if part)
 
 
