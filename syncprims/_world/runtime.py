@@ -287,7 +287,7 @@ def _check_is_rank(state: _State) -> None:
 def _find_topology(environ: Mapping[str, str]) -> Topology:
     """Return this process's topology by its launcher, or by the group it has initialized itself.
 
-    Which of them says so depends on their sizes alone, which are the same on all ranks. If the
+    Which of them decides depends on their sizes alone, which are the same on all ranks. If the
     group is smaller, the backend refuses it: each of the launcher's ranks may have one of its own.
     """
     group = _get_process_group()
@@ -395,7 +395,7 @@ def leave_group_world(world: World) -> None:
 # -- for tests: ranks that are threads, and backends that are observed -----------------------------
 
 
-def clean_environ() -> dict[str, str]:
+def environ_without_rank() -> dict[str, str]:
     """Return this process's variables without those that say which rank it is, and where."""
     own = {"SYNCPRIMS_BACKEND", "SYNCPRIMS_DIR", "SYNCPRIMS_ERROR_FILE"}
     outer = list_rank_variables() | own

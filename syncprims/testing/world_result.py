@@ -230,10 +230,10 @@ def _calls(outcome: RankOutcome, run: WorldRun) -> str:
 
 
 def _first_difference(run: WorldRun) -> str:
-    """Return where ranks first came to different calls, or one made none; "" if nowhere.
+    """Return where ranks first made different calls, or one made none; "" if they never did.
 
-    If all made the same calls, it is the first round to which they came from different lines: that
-    may be right, but is where to look if it is not.
+    If all made the same calls, it is the first round that they reached from different lines: these
+    may be correct, but are the place to look if they are not.
     """
     boards = {call.at for outcome in run.outcomes for call in outcome.calls}
     places = ""
