@@ -494,16 +494,7 @@ def _start_once(
 ) -> World:
     _check_is_rank(state)
     environ = state.environ
-    settings = read_settings(environ)._replace(first_call=first_call)
-    if join_within is not None:
-        settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
-    if timeout is not None:
-        if settings.timeout not in (None, timeout):
-            raise ConfigurationError(
-                f"init(timeout={timeout:g}) contradicts SYNCPRIMS_TIMEOUT={settings.timeout:g}; "
-                f"drop one of them"
-            )
-        settings = settings._replace(timeout=timeout)
+    settings = _make_settings(environ, timeout, join_within)._replace(first_call=first_call)
     if state is _state:
         _open_standard_streams()
         _exit_hooks.install(brief=settings.error_file is not None)
@@ -538,6 +529,23 @@ def _start_once(
             _exit_hooks.install(brief=settings.error_file is not None)
         raise
     return world
+
+
+def _make_settings(
+    environ: Mapping[str, str], timeout: float | None, join_within: float | None
+) -> Settings:
+    """Return the settings by the variables and the arguments of the call that starts the world."""
+    settings = read_settings(environ)
+    if join_within is not None:
+        settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
+    if timeout is None:
+        return settings
+    if settings.timeout not in (None, timeout):
+        raise ConfigurationError(
+            f"init(timeout={timeout:g}) contradicts SYNCPRIMS_TIMEOUT={settings.timeout:g}; "
+            f"drop one of them"
+        )
+    return settings._replace(timeout=timeout)
 
 
 def _open_standard_streams() -> None:
