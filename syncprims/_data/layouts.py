@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from zlib import crc32
 
 from syncprims.errors import EncodingError
@@ -196,19 +196,14 @@ class Layout(ABC):
         """Return what reduces all slots with `op`, which can reduce such values."""
 
 
-class Reducer(ABC):
+class Reducer(NamedTuple):
     """How the values in all slots become one, for one layout and one `op`."""
 
-    @abstractmethod
-    def place_for(self, out: Any) -> Any:
-        """Return the array for the result: `out` if it fits. None for numbers."""
-
-    @abstractmethod
-    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
-        """Return the reduction, in rank order, of slots of which the first is at `at`.
-
-        An array is in `place`.
-        """
+    #: ``place_for(out)`` returns the array for the result: `out` if it fits. None for numbers.
+    place_for: Callable[[Any], Any]
+    #: ``reduce(memory, at, place)`` returns the reduction, in rank order, of slots of which the
+    #: first is at `at`. An array is in `place`.
+    reduce: Callable[[Memory, int, Any], Any]
 
 
 class NumberLayout(Layout):
@@ -275,7 +270,11 @@ class NumberLayout(Layout):
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`; each can reduce numbers."""
-        return NumberReducer(self, op)
+
+        def reduce(memory: Memory, at: int, _: Any) -> Any:
+            return self.reduce(memory, at, op)
+
+        return Reducer(_no_array, reduce)
 
     def reduce(self, memory: Memory, at: int, op: str) -> Any:
         """Return the reduction of all slots."""
@@ -283,20 +282,6 @@ class NumberLayout(Layout):
         if self._is_alone:
             return reduction.reduce_numbers(numbers, op)
         return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
-
-
-class NumberReducer(Reducer):
-    """Numbers become new numbers."""
-
-    def __init__(self, layout: NumberLayout, op: str) -> None:
-        self._reduce, self._op = layout.reduce, op
-
-    def place_for(self, out: Any) -> None:
-        """Return None: numbers are made."""
-
-    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
-        """Return the reduction of all slots."""
-        return self._reduce(memory, at, self._op)
 
 
 class ArrayLayout(Layout):
@@ -381,11 +366,12 @@ class ArrayLayout(Layout):
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`."""
-        return ArrayReducer(self, op)
+        made = ArrayReducer(self, op)
+        return Reducer(made.place_for, made.reduce)
 
 
-class ArrayReducer(Reducer):
-    """Arrays become a new one, or the caller's."""
+class ArrayReducer:
+    """Reduces arrays into a new one, or into the caller's."""
 
     def __init__(self, layout: ArrayLayout, op: str) -> None:
         spec = layout.spec
@@ -427,12 +413,12 @@ class TreeLayout(Layout):
         super().__init__()
         self.data = codec.encode(outline)
         self._container = container = _Container(outline)
-        self.build = container.build
-        self.parts: list[tuple[int, Layout]] = []  #: each with where it begins in a slot
+        self._build = container.build
+        self._parts: list[tuple[int, Layout]] = []  # each with where it begins in a slot
         size = 0
         for part in container.parts(outline):
             layout = _layout_of(part, members)
-            self.parts.append((size, layout))
+            self._parts.append((size, layout))
             size += layout.stride
         self.widen(size)
         self.pack = self._pack
@@ -440,43 +426,37 @@ class TreeLayout(Layout):
     def widen(self, stride: int) -> None:
         """Become a part of slots that are `stride` bytes apart."""
         super().widen(stride)
-        for _, layout in self.parts:
+        for _, layout in self._parts:
             layout.widen(stride)
 
     def _pack(self, value: Any) -> list[Any] | None:
-        parts = zip(self.parts, self._container.parts(value), strict=True)
+        parts = zip(self._parts, self._container.parts(value), strict=True)
         packed = [layout.pack(part) for (_, layout), part in parts]
         return None if any(one is None for one in packed) else packed
 
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
         """Write the slot of member number `index`."""
-        for (begin, layout), part in zip(self.parts, packed, strict=True):
+        for (begin, layout), part in zip(self._parts, packed, strict=True):
             layout.write(memory, at + begin, index, part)
 
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
-        return self.build([layout.read(memory, at + begin, index) for begin, layout in self.parts])
+        return self._build(
+            [layout.read(memory, at + begin, index) for begin, layout in self._parts]
+        )
 
     def reducer(self, op: str) -> Reducer:
-        """Return what reduces all slots with `op`."""
-        return TreeReducer(self, op)
+        """Return what reduces all slots with `op`, part by part."""
+        parts = [(begin, layout.reducer(op)) for begin, layout in self._parts]
 
+        def places_for(_: Any) -> list[Any]:
+            return [part.place_for(None) for _, part in parts]
 
-class TreeReducer(Reducer):
-    """Containers become a new one, of what their parts become."""
+        def reduce(memory: Memory, at: int, places: list[Any]) -> Any:
+            pairs = zip(parts, places, strict=True)
+            return self._build([part.reduce(memory, at + b, place) for (b, part), place in pairs])
 
-    def __init__(self, layout: TreeLayout, op: str) -> None:
-        self._build = layout.build
-        self._parts = [(begin, part.reducer(op)) for begin, part in layout.parts]
-
-    def place_for(self, out: Any) -> list[Any]:
-        """Return a new array for each array."""
-        return [part.place_for(None) for _, part in self._parts]
-
-    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
-        """Return the reduction of all slots; its arrays are those of `place`."""
-        parts = zip(self._parts, place, strict=True)
-        return self._build([part.reduce(memory, at + b, one) for (b, part), one in parts])
+        return Reducer(places_for, reduce)
 
 
 def _octets(tensor: Any) -> Any:
@@ -487,6 +467,10 @@ def _octets(tensor: Any) -> Any:
 
 def _flattened(array: Any) -> Any:
     return array if array.ndim == 1 else array.reshape(-1)
+
+
+def _no_array(out: Any) -> None:
+    """Return None: numbers are made."""
 
 
 def _itself(value: Any) -> Any:

@@ -13,8 +13,8 @@ from . import codec, reduction
 from .arrays import Spec, fits, library_of, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
 from .plane import DataPlane
+from .prepared_calls import FirstRound, PreparedBroadcast, PreparedGather, PreparedReduction
 from .results import copy_into
-from .slots import FirstRound, PreparedBroadcast, PreparedGather, PreparedReduction
 from .transport import Operand, Transport
 
 if TYPE_CHECKING:

@@ -362,7 +362,7 @@ def test_a_slow_reader_never_reads_the_next_call(world: Ranks) -> None:
         trigger = sp.Trigger(lag=1)
         for layout in (layouts.NumberLayout, layouts.ArrayLayout):
             _delay(layout, "read", slow)
-        for reducer in (layouts.NumberReducer, layouts.ArrayReducer):
+        for reducer in (layouts.NumberLayout, layouts.ArrayReducer):
             _delay(reducer, "reduce", slow)
         for step in range(60):
             size = dice.choice([1, 100, 500, 3000, 40_000, 150_000])

@@ -117,8 +117,8 @@ def value(seed: int, step: Step, number: int, rank: int) -> Any:
     if step.kind in ("broadcast", "all_gather"):
         form = of_all.choice(("small", "array", "list", "large"))
         if form in ("array", "list"):
-            array = np.arange(own.randrange(1, 50), dtype=np.int32) * own.randrange(100)
-            return [array, own.randrange(100)] if form == "list" else array
+            counts = np.arange(own.randrange(1, 50), dtype=np.int32) * own.randrange(100)
+            return [counts, own.randrange(100)] if form == "list" else counts
         size = own.randrange(2100, 60_000) if form == "large" else own.randrange(20)
         return {"seed": seed, "step": number, "rank": rank, "blob": own.randbytes(size)}
     return None
