@@ -267,7 +267,7 @@ class Accumulator:
             return optimizer
         else:  # another accumulator's, or forgotten here
             prepared = optimizer
-            prepared.follow(self.windows)
+            prepared._follow(self.windows)  # pyright: ignore[reportPrivateUsage]
         self.optimizers.append(prepared)
         return prepared
 
@@ -294,7 +294,7 @@ class Accumulator:
                 f"{get_world_size()}: save where sync_gradients is true, or use as many ranks"
             )
         for optimizer in self.optimizers:
-            optimizer.forget_gradients()
+            optimizer._forget_gradients()  # pyright: ignore[reportPrivateUsage]
         self.windows.load_state_dicts(state["windows"])
 
 

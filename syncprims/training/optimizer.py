@@ -44,17 +44,17 @@ class PreparedOptimizer(Optimizer):
         self.step_was_skipped = False  #: the last step met an overflow, on some rank
         # Gradients of earlier micro-batches, if other optimizers' losses reach these parameters.
         self._held: HeldGradients = {}
-        self.follow(windows)
+        self._follow(windows)
 
-    def follow(self, windows: WindowSet) -> None:
+    def _follow(self, windows: WindowSet) -> None:
         """Step and clear when these windows are closed, and forget all earlier ones."""
         self._shared, self._precision = windows, windows.precision
         self._windows: list[AccumulationWindow] = []
         self._known_windows = self._known_groups = -1
-        self.forget_gradients()
+        self._forget_gradients()
         windows.held.append((self.optimizer, self._held))
 
-    def forget_gradients(self) -> None:
+    def _forget_gradients(self) -> None:
         """Forget what is known of the gradients: others have taken their place."""
         self._used = False  # a step has used the gradients
         self._stepped: list[float] | None = None  # of the last step's window, as its identity
