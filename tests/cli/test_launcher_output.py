@@ -6,7 +6,6 @@ import collections
 import os
 import pty
 import subprocess
-import threading
 from pathlib import Path
 from typing import IO
 
@@ -42,7 +41,7 @@ class Screen:
         return self._pipes[-1]
 
     def start(self) -> None:
-        self._thread: threading.Thread = self._output.forward(self._sources)
+        self._output.forward(self._sources)
 
     def read(self, until: str) -> str:
         """Return what is shown, once `until` is."""
@@ -58,7 +57,7 @@ class Screen:
         """Return all that was shown (in a file), once all pipes are closed."""
         for pipe in self._pipes:
             pipe.close()
-        self._thread.join(60)
+        self._output.finish()
         self._file.close()
         if self._master >= 0:
             os.close(self._master)
