@@ -99,6 +99,21 @@ def test_a_line_is_shown_before_the_next_one_comes(tmp_path: Path) -> None:
     assert screen.end() == "".join(lines)
 
 
+def test_a_stream_that_another_program_made_non_blocking_gets_all_output(
+    launches: Launches,
+) -> None:
+    launches.write("print('x' * 200_000)\n")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with subprocess.Popen(
+        command("-n", "2", str(launches.script)), env=launches.environ, stdout=writer
+    ) as launcher:
+        os.close(writer)
+        with os.fdopen(reader, "rb") as shown:
+            assert shown.read().count(b"x") == 400_000
+    assert launcher.returncode == 0
+
+
 def test_the_lines_of_a_traceback_stay_together(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     errors = [screen.pipe(rank, errors=True) for rank in range(2)]
