@@ -36,6 +36,11 @@ CONTROL = {
         "Gloo": "dist.all_reduce(tensor(1.0)).item()",
     },
     "metrics": {OURS: "all_reduce(a small dict of metrics)"},
+    "small arrays": {
+        OURS: "all_reduce(a dict of two small arrays)",
+        "Gloo": "dist.all_reduce of two small tensors, in place",
+        "Accelerate": "reduce(a dict of two small tensors)",
+    },
     "all_gather": {
         OURS: "all_gather(rank)",
         "MPICH": "allgather(rank)",
@@ -185,6 +190,8 @@ ROWS = (
          Aim("Gloo", at_least=10))),
     Row("`all_reduce` of a dict of metrics, `file`", "control", "metrics", _ALL, "us",
         (Aim(OURS, at_most=4, operation="barrier"),)),
+    Row("`all_reduce` of a dict of two small arrays, `file`", "control", "small arrays", _ALL,
+        "us", (Aim("Gloo", at_least=10), Aim("Accelerate", at_least=10))),
     Row("small object broadcast, `file`", "control", "small dict", _ALL, "us",
         (Aim("Gloo", at_least=25),), shown=("MPICH",)),
     Row("small object broadcast under torchrun", "torchrun", "small dict", _ALL, "us",

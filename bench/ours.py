@@ -49,6 +49,7 @@ def main() -> None:
                 "small dict": lambda: sp.broadcast(timing.SMALL_DICT),
                 "number": lambda: sp.all_reduce(1.0),
                 "metrics": lambda: sp.all_reduce(timing.METRICS, "mean"),
+                "small arrays": lambda: sp.all_reduce(timing.ARRAYS),
                 "lagging check": tight.check,
             },
             stepped={

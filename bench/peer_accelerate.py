@@ -16,6 +16,8 @@ def main() -> None:
         mine = torch.tensor([figure], dtype=torch.float64)
         return [float(each) for each in accelerator.gather(mine)]
 
+    arrays = {name: torch.from_numpy(array) for name, array in timing.ARRAYS.items()}
+
     timing.run(
         timing.Library(
             rank=rank,
@@ -25,6 +27,7 @@ def main() -> None:
             calls={
                 "barrier": accelerator.wait_for_everyone,
                 "flag": accelerator.check_trigger,
+                "small arrays": lambda: accelerator.reduce(arrays),
             },
         )
     )

@@ -30,6 +30,12 @@ def main() -> None:
     def small_dict() -> None:
         dist.broadcast_object_list([timing.SMALL_DICT if rank == 0 else None])
 
+    arrays = [torch.from_numpy(array) for array in timing.ARRAYS.values()]
+
+    def small_arrays() -> None:
+        for array in arrays:
+            dist.all_reduce(array)
+
     timing.run(
         timing.Library(
             rank=rank,
@@ -42,6 +48,7 @@ def main() -> None:
                 "all_gather": all_gather,
                 "small dict": small_dict,
                 "number": number,
+                "small arrays": small_arrays,
             },
             broadcast=lambda array: dist.broadcast(torch.from_numpy(array), 0),
             all_reduce=lambda value, out: dist.all_reduce(torch.from_numpy(out)),

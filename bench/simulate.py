@@ -29,7 +29,6 @@ HOSTS = (1, 2, 8, 64, 512, 4096, 10_000)
 TOLERANCE = 0.35  #: relative to the measured medians, which differ by as much from run to run
 LINK = 50.0  #: microseconds one way between hosts; assumed, not measured
 SPREAD = 0.01 * SECOND
-RANK_LINKS = 2  #: connections per rank
 
 
 class Check(NamedTuple):

@@ -149,8 +149,8 @@ class PeerLost(SyncError, ConnectionError):
     ) -> PeerLost:
         """Return the error that `rank` has ended, and rank `waiting` waits for it to join.
 
-        :param joined: it has joined an earlier world of the run, as one that waited in vain.
-        :param call: that starts the world of the one that waits.
+        :param joined: it has joined an earlier world of the run, or waited for this one and left.
+        :param call: the call that starts the world of the rank that waits.
         """
         ended = f"ended ({how})" if how else "ended"
         ended = f"joined and {ended}" if joined else f"{ended} before its first call"

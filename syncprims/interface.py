@@ -331,7 +331,7 @@ class Board(ABC):
 
     @abstractmethod
     def abort(self, verdict: bytes) -> None:
-        """Break the board for good at this rank's oldest uncollected round.
+        """Break the board, permanently, at this rank's oldest uncollected round.
 
         No member passes that round or a later one; rounds before it stay collectable. The first
         verdict stands; if the round has completed meanwhile, nothing happens.
@@ -400,8 +400,8 @@ class Backend(ABC):
         """Record that the process of this rank has ended, for those that wait for it to join.
 
         `how` it ended, as ``exit code 0``, is what a launcher knows. None says that this process is
-        about to end, and has had no world; ``settings.first_call`` is the call that waited for one
-        in vain, if there was one. Optional: without it they wait until a timeout.
+        about to end, and has had no world; ``settings.first_call`` is the call that waited for one,
+        if there was one. Optional: without it they wait until a timeout.
         """
 
     @classmethod  # noqa: B027 - optional

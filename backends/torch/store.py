@@ -379,7 +379,7 @@ def agree_on_run_id(topology: Topology, settings: Settings, host: str) -> str | 
 def _get_default_store() -> tuple[Any, Any]:
     """Return the store of the default group, and the one below its prefixes."""
     # Torch has no public name for it, and the ranks must meet where they have met before.
-    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    store = dist.distributed_c10d._get_default_store()
     inner: Any = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store

@@ -271,7 +271,7 @@ def assert_same(
 
     Arrays, tensors, parameters, and mappings, lists and tuples of them are compared by type, shape,
     dtype and bytes; mappings and sets may differ in order. Of these only digests travel. Any other
-    object is equal if it consists of equal parts, or says so itself; then it may travel, too.
+    object is equal if its parts are, or if its own ``==`` says so; then it may travel, too.
     `name` says in errors what the value is.
 
     :param timeout: seconds, or a `timedelta`; None is the world's default.

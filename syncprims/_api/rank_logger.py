@@ -39,16 +39,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
                 return
             topology = get_topology()
             # Where it is not known yet which rank is a node's first, all of them log.
-            if (local and topology.local_rank > 0) or (
-                main_only and not local and topology.rank != 0
-            ):
+            another = topology.local_rank > 0 if local else main_only and topology.rank != 0
+            if another:
                 return
             if once:
-                key = (
-                    topology.rank,
-                    level,
-                    f"{msg}{args or ''}",
-                )  # threads that are ranks share this
+                # With the rank: threads that are ranks share this logger.
+                key = topology.rank, level, f"{msg}{args or ''}"
                 if key in self._logged:
                     return
                 self._logged.add(key)

@@ -76,7 +76,7 @@ class Trigger:
 
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`syncprims.barrier`.
         """
-        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        caller = sys._getframe(1)
         before, repeat = self._before, self._repeat
         if before is not None and repeat is not None and not self._set:
             code, at, _, again = repeat

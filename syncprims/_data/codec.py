@@ -40,7 +40,8 @@ def encode(
 ) -> bytes:
     """Return `obj` as bytes.
 
-    With `out_of_band`, large arrays are appended to that list, and only their specs are encoded.
+    With `out_of_band`, large arrays are appended to that list, and only their specs are encoded. A
+    :class:`Spec` in `obj` stands for such an array, too.
 
     :raises EncodingError: if it needs pickle, and pickle is forbidden or cannot do it. The message
         says which part of the object that is.
@@ -56,11 +57,6 @@ def encode(
     except _Refused as refused:
         raise _explain(obj, refused.__cause__) from refused.__cause__
     return _PICKLES + data if encoder.pickles else data
-
-
-def encode_spec(spec: Spec) -> bytes:
-    """Return what :func:`encode` writes for an array of this spec that travels out of band."""
-    return _sized(_OUT_OF_BAND, spec.encode())
 
 
 def is_one_array(data: bytes) -> bool:
@@ -163,6 +159,8 @@ class _Encoder:
             out.append(_sized(b"b", obj))
         elif kind is complex:
             out.append(b"c" + _COMPLEX.pack(obj.real, obj.imag))
+        elif kind is Spec:
+            out.append(_sized(_OUT_OF_BAND, obj.encode()))
         elif depth >= _DEEPEST:
             raise _NeedsPickle
         elif kind in _CONTAINERS:
@@ -181,7 +179,7 @@ class _Encoder:
     def _write_array(self, spec: Spec, obj: Any, out: list[bytes]) -> None:
         if self._out_of_band is not None and obj.nbytes >= LARGE:
             self._out_of_band.append(obj)
-            out.append(encode_spec(spec))
+            out.append(_sized(_OUT_OF_BAND, spec.encode()))
         else:
             out += (_sized(b"a", spec.encode()), _sized(b"", raw(flat(on_host(obj))).tobytes()))
 

@@ -88,7 +88,7 @@ def _all_equal(found: list[list[Any]]) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two objects say that they are equal, or consist of equal parts."""
+    """Return whether two objects compare equal, or consist of equal parts."""
     try:
         if one == other:
             return True

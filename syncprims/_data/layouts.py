@@ -11,8 +11,8 @@ import struct
 import sys
 from abc import ABC, abstractmethod
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from zlib import crc32
 
 from syncprims.errors import EncodingError
@@ -30,7 +30,7 @@ from .arrays import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
     from syncprims.interface import Window
 
@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
 _LINE = 64  # bytes, of a processor's cache
 _CRC = 4  # bytes
-_MOST_NUMBERS = 64  # in one container
+_MOST_PARTS = 64  # of one container
+_MOST_OF_TREES = 256 << 10  # bytes in all slots, which so take one round
 _LONGEST = 1024  # bytes of a description: a label has to fit into a cell
 _CODES = {float: "d", int: "q"}
+_CONTAINERS = frozenset((dict, list, tuple))
 
 
 def key_of(value: object) -> Hashable:
@@ -61,13 +63,26 @@ def key_of(value: object) -> Hashable:
 
 
 def _key_of_dict(value: dict[Any, Any]) -> Hashable:
-    if len(value) > _MOST_NUMBERS:
-        return None
-    return (dict, *value, *map(type, value), *map(type, value.values()))
+    parts = _keys_of_parts(value.values())
+    return None if parts is None else (dict, *value, *map(type, value), *parts)
 
 
 def _key_of_sequence(value: list[Any] | tuple[Any, ...]) -> Hashable:
-    return (type(value), *map(type, value)) if len(value) <= _MOST_NUMBERS else None
+    parts = _keys_of_parts(value)
+    return None if parts is None else (type(value), *parts)
+
+
+def _keys_of_parts(parts: Collection[Any]) -> Sequence[Hashable] | None:
+    if len(parts) > _MOST_PARTS:
+        return None
+    kinds = [*map(type, parts)]
+    for kind in kinds:
+        if kind not in _CODES:
+            break
+    else:
+        return kinds
+    keys = [*map(key_of, parts)] if _CONTAINERS.isdisjoint(kinds) else [None]
+    return None if None in keys else keys
 
 
 #: By the type of a value; those of numpy and torch when they are needed.
@@ -82,32 +97,67 @@ _KEYS: dict[type, Callable[[Any], Hashable]] = {
 
 def make_layout(value: Any, members: int) -> Layout | None:
     """Return the layout of values like this one; None if they have none."""
-    kind = type(cast("object", value))
-    made: Layout | None = None
-    if kind in _CODES:
-        made = NumberLayout(value, members)
-    elif kind in (dict, list, tuple):
-        keys, numbers = (value, value.values()) if kind is dict else ((), value)
-        if value and {type(key) for key in keys} <= {str} and {*map(type, numbers)} <= {*_CODES}:
-            made = NumberLayout(value, members)
-    elif (spec := spec_of(value)) is not None and spec.device == "cpu" and spec.nbytes:
-        made = ArrayLayout(spec, members)
-    return made if made is not None and len(made.data) <= _LONGEST else None
+    outline = _outline_of_leaf(value)
+    if outline is None and type(cast("object", value)) in _CONTAINERS:
+        outline = _outline_of_container(value)
+    made = None if outline is None else _layout_of(outline, members)
+    if made is None or len(made.data) > _LONGEST:
+        return None
+    is_tree = isinstance(made, TreeLayout)
+    return None if is_tree and made.stride * members > _MOST_OF_TREES else made
 
 
 def read_layout(data: bytes, members: int) -> Layout:
     """Return the layout that another member's `data` describes."""
-    specs: list[Spec] = []
-    value = codec.decode(data, allow_pickle=False, out_of_band=specs.append)
-    return ArrayLayout(specs[0], members) if specs else NumberLayout(value, members)
+    return _layout_of(codec.decode(data, allow_pickle=False, out_of_band=_itself), members)
+
+
+def _outline_of_leaf(value: Any) -> Any:
+    """Return what is the same for all values of one layout: 0 for a number, an array's spec."""
+    kind = type(cast("object", value))
+    if kind in _CODES:
+        return kind()
+    spec = spec_of(value)
+    return spec if spec is not None and spec.device == "cpu" and spec.nbytes else None
+
+
+def _outline_of_container(value: Any) -> Any:
+    container = _Container(value)
+    parts = [*map(_outline_of_leaf, container.parts(value))]
+    if not parts or None in parts or not {*map(type, container.keys)} <= {str}:
+        return None
+    # A large array in a container travels by itself.
+    is_large = any(isinstance(part, Spec) and part.nbytes >= codec.LARGE for part in parts)
+    return None if is_large else container.build(parts)
+
+
+def _layout_of(outline: Any, members: int) -> Layout:
+    if isinstance(outline, Spec):
+        return ArrayLayout(outline, members)
+    if type(outline) in _CODES or {*map(type, _Container(outline).parts(outline))} <= {*_CODES}:
+        return NumberLayout(outline, members)
+    return TreeLayout(outline, members)
+
+
+class _Container:
+    """A flat dict, list or tuple: how it is taken apart, and made of its parts again."""
+
+    def __init__(self, like: Any) -> None:
+        self._kind: Any = type(like)
+        self.keys = tuple(like) if self._kind is dict else ()
+        of_dict: Any = cast("Any", dict).values
+        self.parts: Callable[[Any], Collection[Any]] = of_dict if self._kind is dict else _itself
+
+    def build(self, parts: Sequence[Any]) -> Any:
+        """Return such a container of these parts."""
+        return dict(zip(self.keys, parts, strict=True)) if self.keys else self._kind(parts)
 
 
 class Layout(ABC):
     """The places of the values of all members, for values of one shape."""
 
-    #: What the value is: its encoding, with zeros for numbers, and for an array only its spec.
-    data: bytes
-    stride: int  #: bytes of a slot
+    data: bytes  #: what the value is: the encoding of its outline
+    stride: int  #: bytes from one slot to the next
     #: Returns what :meth:`write` writes; None if this value does not fit.
     pack: Callable[[Any], Any]
 
@@ -117,10 +167,17 @@ class Layout(ABC):
         self.half = 0  #: bytes of it for one round
         self.is_placed = False
         self.one_round = True  #: a reduction takes one round, and not one for each piece
+        self.is_large = False  #: a single array that, without a layout, travels out of band
 
-    @abstractmethod
     def to_bytes(self, packed: Any) -> bytes:
         """Return the contents of a slot."""
+        memory = bytearray(self.stride)
+        self.write(memory, 0, 0, packed)
+        return bytes(memory)
+
+    def widen(self, stride: int) -> None:
+        """Become a part of slots that are `stride` bytes apart."""
+        self.stride = stride
 
     @abstractmethod
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
@@ -130,59 +187,49 @@ class Layout(ABC):
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`: in `out`, if that is an array."""
 
-    @abstractmethod
     def fits(self, out: Any) -> bool:
-        """Return whether :meth:`read` can fill `out`."""
+        """Return whether :meth:`read` can fill `out`; else it makes the value."""
+        return False
 
     @abstractmethod
     def reducer(self, op: str) -> Reducer:
-        """Return what reduces all slots with `op`.
-
-        :raises TypeError: if `op` cannot reduce such values.
-        """
+        """Return what reduces all slots with `op`, which can reduce such values."""
 
 
-class Reducer(ABC):
+class Reducer(NamedTuple):
     """How the values in all slots become one, for one layout and one `op`."""
 
-    @abstractmethod
-    def place_for(self, out: Any) -> Any:
-        """Return the array for the result: `out` if it fits. None for numbers."""
-
-    @abstractmethod
-    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
-        """Return the reduction, in rank order, of slots of which the first is at `at`.
-
-        An array is in `place`.
-        """
+    #: ``place_for(out)`` returns the array for the result: `out` if it fits. None for numbers.
+    place_for: Callable[[Any], Any]
+    #: ``reduce(memory, at, place)`` returns the reduction, in rank order, of slots of which the
+    #: first is at `at`. An array is in `place`.
+    reduce: Callable[[Memory, int, Any], Any]
 
 
 class NumberLayout(Layout):
     """A float, an int of 64 bits, or a flat dict, list or tuple of them."""
 
-    def __init__(self, value: Any, members: int) -> None:
+    def __init__(self, outline: Any, members: int) -> None:
         super().__init__()
-        kind = type(cast("object", value))
-        self._kind: Any = kind
-        self._keys = tuple(value) if kind is dict else ()
-        of_container: Any = cast("Any", dict).values if kind is dict else _itself
-        self._numbers: Any = _alone if kind in _CODES else of_container
-        numbers = list(self._numbers(value))
-        zeros = [type(number)() for number in numbers]
-        self.data = codec.encode(self._build(zeros))
-        self._width = width = len(numbers)
-        codes = "".join(_CODES[type(number)] for number in numbers)
+        self.data = codec.encode(outline)
+        self._is_alone = type(outline) in _CODES
+        container = _Container([outline] if self._is_alone else outline)
+        self._build = itemgetter(0) if self._is_alone else container.build
+        self._numbers: Any = _alone if self._is_alone else container.parts
+        codes = "".join(_CODES[type(zero)] for zero in self._numbers(outline))
+        self._members, self._width = members, len(codes)
         self._one, self._all = struct.Struct(f"<{codes}"), struct.Struct(f"<{codes * members}")
         # A slot holds the numbers and their checksum: a damaged one is never a wrong result.
-        self.stride = _up(8 * width + _CRC)
-        slot = f"{8 * width}sI{self.stride - 8 * width - _CRC}x"
-        self._slot, self._slots = struct.Struct(f"<{slot}"), struct.Struct(f"<{slot * members}")
+        self._contents = f"{8 * self._width}sI"
+        self._slot = struct.Struct(f"<{self._contents}")
+        self.widen(_up(self._slot.size))
         self.pack = self._pack
 
-    def _build(self, numbers: Sequence[Any]) -> Any:
-        if self._kind in _CODES:
-            return numbers[0]
-        return dict(zip(self._keys, numbers, strict=True)) if self._keys else self._kind(numbers)
+    def widen(self, stride: int) -> None:
+        """Become a part of slots that are `stride` bytes apart."""
+        super().widen(stride)
+        gap = f"{stride - self._slot.size}x"
+        self._slots = struct.Struct(f"<{gap.join([self._contents] * self._members)}")
 
     def _pack(self, value: Any) -> bytes | None:
         """Return the bytes of the slot; None if an int has more than 64 bits."""
@@ -211,49 +258,30 @@ class NumberLayout(Layout):
             bodies.append(body)
         return numbers.unpack(b"".join(bodies))
 
-    def to_bytes(self, packed: Any) -> bytes:
-        """Return the contents of a slot."""
-        data: bytes = packed
-        return data
-
     def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
         """Write the slot of member number `index`."""
         at += index * self.stride
-        memory[at : at + self.stride] = packed
+        memory[at : at + len(packed)] = packed
 
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
         at += index * self.stride
         return self._build(self._unpack(self._one, self._slot, memory, at))
 
-    def fits(self, out: Any) -> bool:
-        """Return False: numbers are made."""
-        return False
-
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`; each can reduce numbers."""
-        return NumberReducer(self, op)
+
+        def reduce(memory: Memory, at: int, _: Any) -> Any:
+            return self.reduce(memory, at, op)
+
+        return Reducer(_no_array, reduce)
 
     def reduce(self, memory: Memory, at: int, op: str) -> Any:
         """Return the reduction of all slots."""
         numbers, width = self._unpack(self._all, self._slots, memory, at), self._width
-        if self._kind in _CODES:
+        if self._is_alone:
             return reduction.reduce_numbers(numbers, op)
         return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
-
-
-class NumberReducer(Reducer):
-    """Numbers become new numbers."""
-
-    def __init__(self, layout: NumberLayout, op: str) -> None:
-        self._reduce, self._op = layout.reduce, op
-
-    def place_for(self, out: Any) -> None:
-        """Return None: numbers are made."""
-
-    def reduce(self, memory: Memory, at: int, place: Any) -> Any:
-        """Return the reduction of all slots."""
-        return self._reduce(memory, at, self._op)
 
 
 class ArrayLayout(Layout):
@@ -262,8 +290,9 @@ class ArrayLayout(Layout):
     def __init__(self, spec: Spec, members: int) -> None:
         super().__init__()
         self.spec = spec
-        self.data = codec.encode_spec(spec)
+        self.data = codec.encode(spec)
         self.stride = _up(spec.nbytes)
+        self.is_large = spec.nbytes >= codec.LARGE
         self._members = members
         self._dtype = spec.loaded_dtype
         self.library: Any = sys.modules[spec.library]
@@ -282,10 +311,6 @@ class ArrayLayout(Layout):
             self.pack = flat if self.is_known else _octets
             self._slot_dtype = known or numpy_dtype(self.library.uint8)
             self._slot_shape = (spec.nbytes // int(self._slot_dtype.itemsize),)
-
-    def to_bytes(self, packed: Any) -> bytes:
-        """Return the contents of a slot."""
-        return raw(flat(packed)).tobytes().ljust(self.stride, b"\0")
 
     def slots_at(self, memory: Memory, at: int) -> list[Any]:
         """Return the items in each slot, in one dimension; the first slot is at `at`."""
@@ -341,16 +366,16 @@ class ArrayLayout(Layout):
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`."""
-        return ArrayReducer(self, op)
+        made = ArrayReducer(self, op)
+        return Reducer(made.place_for, made.reduce)
 
 
-class ArrayReducer(Reducer):
-    """Arrays become a new one, or the caller's."""
+class ArrayReducer:
+    """Reduces arrays into a new one, or into the caller's."""
 
     def __init__(self, layout: ArrayLayout, op: str) -> None:
         spec = layout.spec
         like = spec.make()
-        reduction.check_value(like, op)
         self._layout, self._is_tensor = layout, spec.library == "torch"
         dtype = self._dtype = reduction.result_dtype(like, op)
         self._empty: Callable[[], Any]
@@ -381,6 +406,59 @@ class ArrayReducer(Reducer):
         return place
 
 
+class TreeLayout(Layout):
+    """A flat dict, list or tuple of small arrays and numbers: a part of the slot for each."""
+
+    def __init__(self, outline: Any, members: int) -> None:
+        super().__init__()
+        self.data = codec.encode(outline)
+        self._container = container = _Container(outline)
+        self._build = container.build
+        self._parts: list[tuple[int, Layout]] = []  # each with where it begins in a slot
+        size = 0
+        for part in container.parts(outline):
+            layout = _layout_of(part, members)
+            self._parts.append((size, layout))
+            size += layout.stride
+        self.widen(size)
+        self.pack = self._pack
+
+    def widen(self, stride: int) -> None:
+        """Become a part of slots that are `stride` bytes apart."""
+        super().widen(stride)
+        for _, layout in self._parts:
+            layout.widen(stride)
+
+    def _pack(self, value: Any) -> list[Any] | None:
+        parts = zip(self._parts, self._container.parts(value), strict=True)
+        packed = [layout.pack(part) for (_, layout), part in parts]
+        return None if any(one is None for one in packed) else packed
+
+    def write(self, memory: Memory, at: int, index: int, packed: Any) -> None:
+        """Write the slot of member number `index`."""
+        for (begin, layout), part in zip(self._parts, packed, strict=True):
+            layout.write(memory, at + begin, index, part)
+
+    def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
+        """Return the value in the slot of member number `index`."""
+        return self._build(
+            [layout.read(memory, at + begin, index) for begin, layout in self._parts]
+        )
+
+    def reducer(self, op: str) -> Reducer:
+        """Return what reduces all slots with `op`, part by part."""
+        parts = [(begin, layout.reducer(op)) for begin, layout in self._parts]
+
+        def places_for(_: Any) -> list[Any]:
+            return [part.place_for(None) for _, part in parts]
+
+        def reduce(memory: Memory, at: int, places: list[Any]) -> Any:
+            pairs = zip(parts, places, strict=True)
+            return self._build([part.reduce(memory, at + b, place) for (b, part), place in pairs])
+
+        return Reducer(places_for, reduce)
+
+
 def _octets(tensor: Any) -> Any:
     import numpy
 
@@ -389,6 +467,10 @@ def _octets(tensor: Any) -> Any:
 
 def _flattened(array: Any) -> Any:
     return array if array.ndim == 1 else array.reshape(-1)
+
+
+def _no_array(out: Any) -> None:
+    """Return None: numbers are made."""
 
 
 def _itself(value: Any) -> Any:

@@ -13,8 +13,8 @@ from . import codec, reduction
 from .arrays import Spec, fits, library_of, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
 from .plane import DataPlane
+from .prepared_calls import FirstRound, PreparedBroadcast, PreparedGather, PreparedReduction
 from .results import copy_into
-from .slots import FirstRound, PreparedBroadcast, PreparedGather, PreparedReduction
 from .transport import Operand, Transport
 
 if TYPE_CHECKING:
@@ -370,6 +370,7 @@ def _prepared_reduction(
     call: PreparedReduction | None
     layout, packed, call = found
     if call is None:
+        reduction.check_value(value, op)
 
         def in_pieces(timeout: float | None, value: Any, place: Any) -> None:
             operands = [Operand(value, place)]

@@ -163,7 +163,7 @@ class DataPlane:
         for index, (note, layout) in enumerate(zip(notes, layouts, strict=True)):
             if layout is None:
                 found.append(note.payload)
-            elif overlap or layout.stride >= codec.LARGE:
+            elif overlap or layout.is_large:
                 found.append(layout.data)
             elif (window := self.place(layout)) is None:
                 found.append(codec.encode(layout.read(bytearray(note.payload), 0, 0)))

@@ -4,7 +4,7 @@ A missing note at one board says nothing about another: if rank 0 waits in a gro
 rank 1, and rank 1 in the world's for rank 0, each board only shows a slow rank. So a rank that has
 waited for a second publishes where it waits and how many rounds it has posted at each board, and
 reads what the others published. A rank waits for *all* missing members and posts nothing until it
-has their notes, so a cycle of ranks that each lack the next one's note is a deadlock for good.
+has their notes, so a cycle of ranks that each lack the next one's note never resolves.
 (A rank with another thread that may make a call may post while it waits; it takes no part.)
 """
 

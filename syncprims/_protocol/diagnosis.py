@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from syncprims.errors import SyncError
     from syncprims.interface import Board, BoardView, Label, Status
 
-_CURE_MISMATCH = (
+CURE_MISMATCH = (
     "Every rank must make the same calls in the same order: look for a branch, an early return or "
     "a loop count that differs between ranks."
 )
@@ -33,7 +33,7 @@ _WITH_VALUES = {"broadcast", "all_gather", "all_reduce", "any_rank", "all_ranks"
 
 
 def mismatch_error(
-    rank: int, number: int, calls: dict[int, str], cure: str = _CURE_MISMATCH
+    rank: int, number: int, calls: dict[int, str], cure: str = CURE_MISMATCH
 ) -> CollectiveMismatch:
     """Return the error of ranks that met in different calls, a line for each."""
     return CollectiveMismatch(
@@ -204,7 +204,7 @@ class Snapshot:
             count = status.rounds - self._own
             after = f"after round {count}" if count > 0 else "without a call"
             what = f"rank {rank} finished {after} while others wait in"
-            cure = f"Rank {rank} made fewer calls than the others. {_CURE_MISMATCH}"
+            cure = f"Rank {rank} made fewer calls than the others. {CURE_MISMATCH}"
         else:
             how = f": {status.detail}" if status.detail else ""
             what = f"rank {rank} was lost{how}, while others wait in"

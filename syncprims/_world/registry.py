@@ -1,4 +1,4 @@
-"""Which backend runs the world. The only door to ``syncprims.backends``.
+"""Which backend runs the world. The only module that loads a backend.
 
 The choice depends on the arguments and the environment alone, never on what happens to be
 importable here, since two ranks must not choose differently. There is no silent fallback: a
@@ -6,7 +6,7 @@ contradiction is an error that names both sides.
 
 A table of strings comes first, so that only the chosen backend is imported. Entry points of the
 group ``syncprims.backends`` are read only for a name that the table does not have: at 512 ranks on
-a shared disk, reading them at every start would open a flood of small files.
+a shared disk, reading them at every start would open very many small files.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def _check_is_rank(state: _State) -> None:
 def _find_topology(environ: Mapping[str, str]) -> Topology:
     """Return this process's topology by its launcher, or by the group it has initialized itself.
 
-    Which of them says so depends on their sizes alone, which are the same on all ranks. If the
+    Which of them decides depends on their sizes alone, which are the same on all ranks. If the
     group is smaller, the backend refuses it: each of the launcher's ranks may have one of its own.
     """
     group = _get_process_group()
@@ -395,7 +395,7 @@ def leave_group_world(world: World) -> None:
 # -- for tests: ranks that are threads, and backends that are observed -----------------------------
 
 
-def clean_environ() -> dict[str, str]:
+def environ_without_rank() -> dict[str, str]:
     """Return this process's variables without those that say which rank it is, and where."""
     own = {"SYNCPRIMS_BACKEND", "SYNCPRIMS_DIR", "SYNCPRIMS_ERROR_FILE"}
     outer = list_rank_variables() | own
@@ -494,16 +494,7 @@ def _start_once(
 ) -> World:
     _check_is_rank(state)
     environ = state.environ
-    settings = read_settings(environ)._replace(first_call=first_call)
-    if join_within is not None:
-        settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
-    if timeout is not None:
-        if settings.timeout not in (None, timeout):
-            raise ConfigurationError(
-                f"init(timeout={timeout:g}) contradicts SYNCPRIMS_TIMEOUT={settings.timeout:g}; "
-                f"drop one of them"
-            )
-        settings = settings._replace(timeout=timeout)
+    settings = _make_settings(environ, timeout, join_within)._replace(first_call=first_call)
     if state is _state:
         _open_standard_streams()
         _exit_hooks.install(brief=settings.error_file is not None)
@@ -538,6 +529,23 @@ def _start_once(
             _exit_hooks.install(brief=settings.error_file is not None)
         raise
     return world
+
+
+def _make_settings(
+    environ: Mapping[str, str], timeout: float | None, join_within: float | None
+) -> Settings:
+    """Return the settings by the variables and the arguments of the call that starts the world."""
+    settings = read_settings(environ)
+    if join_within is not None:
+        settings = settings._replace(join_timeout=min(join_within, settings.join_timeout))
+    if timeout is None:
+        return settings
+    if settings.timeout not in (None, timeout):
+        raise ConfigurationError(
+            f"init(timeout={timeout:g}) contradicts SYNCPRIMS_TIMEOUT={settings.timeout:g}; "
+            f"drop one of them"
+        )
+    return settings._replace(timeout=timeout)
 
 
 def _open_standard_streams() -> None:

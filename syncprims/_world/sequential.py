@@ -98,8 +98,8 @@ class InTurn:
 def _deliver_output(rounds: Rounds) -> None:
     """Return when all that this rank has printed has been read, at the latest after a moment.
 
-    A launcher reads each rank's output from a pipe of its own. What stands in two pipes at the same
-    time has lost its order.
+    A launcher reads each rank's output from a pipe of its own. If two pipes hold text at the same
+    time, it cannot know which was printed first.
     """
     if rounds.board.virtual_time:
         return  # ranks are threads, which share their output

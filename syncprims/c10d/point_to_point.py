@@ -378,10 +378,11 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 class _TransferWork(Work):
-    """The handle of a send or receive that may not be over."""
+    """The handle of a send, or of a receive into `tensor`, that may not be over."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
         super().__init__()
+        self._received = [] if tensor is None else [tensor]
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -415,8 +416,8 @@ class _TransferWork(Work):
         return future
 
     def result(self) -> list[torch.Tensor]:
-        """Return what was received."""
-        return []
+        """Return what was received; nothing for a send."""
+        return self._received
 
     def source_rank(self) -> int:
         """Return the group rank that has sent it.
@@ -429,8 +430,10 @@ class _TransferWork(Work):
 class _SendWork(_TransferWork):
     """The handle of a send."""
 
-    def __init__(self, owner: PointToPoint, transfer: Transfer) -> None:
-        super().__init__()
+    def __init__(
+        self, owner: PointToPoint, transfer: Transfer, tensor: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(tensor)
         self._owner, self._transfer = owner, transfer
 
     def _finish(self, timeout: float | None) -> None:
@@ -452,9 +455,9 @@ class _ReceiveWork(_SendWork):
         tensor: torch.Tensor,
         src: int,
     ) -> None:
-        super().__init__(owner, transfer)
+        super().__init__(owner, transfer, tensor)
         self._place: OutputTensor | None = place
-        self._tensor, self._src = tensor, src
+        self._src = src
 
     def _finish(self, timeout: float | None) -> None:
         super()._finish(timeout)
@@ -478,10 +481,6 @@ class _ReceiveWork(_SendWork):
 
     _source_rank = source_rank
 
-    def result(self) -> list[torch.Tensor]:
-        """Return what was received."""
-        return [self._tensor]
-
 
 class _AnyReceive(_TransferWork):
     """The handle of a receive from any rank: a task of every wait until a rank has sent."""
@@ -494,7 +493,7 @@ class _AnyReceive(_TransferWork):
         tensor: torch.Tensor,
         timeout: float | None,
     ) -> None:
-        super().__init__()
+        super().__init__(tensor)
         self._owner, self._channels, self._own = owner, channels, own
         self._tensor, self._timeout = tensor, timeout
         self._notes = {rank: one.note_of(_describe(tensor)) for rank, one in channels.items()}
@@ -565,10 +564,6 @@ class _AnyReceive(_TransferWork):
 
     _source_rank = source_rank
 
-    def result(self) -> list[torch.Tensor]:
-        """Return what was received."""
-        return [self._tensor]
-
 
 class _SelfChannel:
     """What a rank has sent to itself with one tag."""
@@ -584,8 +579,8 @@ class _SelfReceive(_TransferWork):
     def __init__(
         self, channel: _SelfChannel, place: OutputTensor, tensor: torch.Tensor, src: int
     ) -> None:
-        super().__init__()
-        self._channel, self._place, self._tensor, self._src = channel, place, tensor, src
+        super().__init__(tensor)
+        self._channel, self._place, self._src = channel, place, src
         self._over = False
         channel.receives.append(self)
 
@@ -618,7 +613,3 @@ class _SelfReceive(_TransferWork):
         return self._src
 
     _source_rank = source_rank
-
-    def result(self) -> list[torch.Tensor]:
-        """Return what was received."""
-        return [self._tensor]

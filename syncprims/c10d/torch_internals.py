@@ -298,7 +298,7 @@ def replace_group_maker() -> Callable[[], None]:
         if group in tables.pg_map:
             group.serve_as(asked)
             tables.pg_map[group] = dist.Backend(asked), prefixed
-            tables.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(asked))
+            tables.pg_backend_config[group] = str(module.BackendConfig(asked))
         return group, prefixed
 
     module._new_process_group_helper = make
@@ -326,10 +326,11 @@ def serve_every_backend() -> Generator[None]:
         undo()
 
 
-def replace_rendezvous(
+@contextlib.contextmanager
+def replaced_rendezvous(
     rendezvous: Callable[[str, int, int], tuple[Any, int, int]],
-) -> Callable[[], None]:
-    """Make `init_process_group` find its store, rank and size here; return what ends that.
+) -> Generator[None]:
+    """Make `init_process_group`, within the block, find its store, rank and size here.
 
     It calls ``rendezvous(url, rank, world_size)`` of its module, with -1 for what the program does
     not say (2.0 and newer).
@@ -341,11 +342,10 @@ def replace_rendezvous(
         yield rendezvous(url, rank, world_size)
 
     module.rendezvous = meet
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         module.rendezvous = original
-
-    return undo
 
 
 # -- ranks that are threads ------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def convert_file(values: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _is_off(value: object) -> bool:
-    parts: list[object] = list(value.values()) if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    parts: list[object] = list(value.values()) if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownArgumentType]
     return all(part in _OFF for part in parts)
 
 

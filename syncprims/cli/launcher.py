@@ -306,7 +306,8 @@ class _LaunchedRun:
             # If a signal comes now, those that are there get it.
             while len(self._ranks) < self._plan.ranks and not self._received:
                 self._start(len(self._ranks))
-            self._output.forward(self._sources)  # in the first thread: now none is forked
+            # In the first thread: from now on no process is forked.
+            self._output.forward(self._sources)
             self._watch()
         finally:
             # Ended ranks are still zombies, so this kills what they started, and nothing else.

@@ -102,7 +102,7 @@ class Observation:
     def look(self) -> list[WorldReport]:
         """Return what the worlds do now; none once all have ended."""
         if self._which is None and self._before:
-            self._close_readers()
+            self.close()
             self._readers = self._find()
         reports: list[WorldReport] = []
         seen: dict[str, _Look] = {}
@@ -118,9 +118,6 @@ class Observation:
 
     def close(self) -> None:
         """Release what is open."""
-        self._close_readers()
-
-    def _close_readers(self) -> None:
         for reader in self._readers:
             reader.close()
         self._readers = ()

@@ -14,7 +14,7 @@ from syncprims._protocol.deadlock import Wait
 from syncprims._world.host import free_port
 from syncprims._world.processes import end_processes
 from syncprims._world.registry import BY_TORCH
-from syncprims._world.runtime import clean_environ
+from syncprims._world.runtime import environ_without_rank
 from syncprims._world.scratch import scratch_directory
 from syncprims.errors import describe_exit
 
@@ -64,7 +64,7 @@ class ProcessWorld:
     def _environ(self, folder: Path) -> dict[str, str]:
         backend = self._spec.backend or "file"
         environ = {
-            **clean_environ(),
+            **environ_without_rank(),
             "SYNCPRIMS_BACKEND": backend,
             "SYNCPRIMS_RUN_ID": folder.name,
             "SYNCPRIMS_DIR": str(folder / "board"),

@@ -7,7 +7,7 @@ the turn orders the memory accesses of both threads, also without a global inter
 
 A rank may have threads of its own, which run when they like. Such a thread has a turn too, but only
 inside a call of the library. It takes the turn from a rank that is busy elsewhere, since that may
-be waiting for it. So with them a seed does not decide the order. While one that waits nowhere may
+be waiting for it. So with them a seed does not decide the order. While one that is not waiting may
 still make a call, no rank counts as stuck, and time stands still.
 
 Time is virtual: it stands still while any rank can continue, and else jumps to the next deadline.
@@ -110,7 +110,7 @@ class Seed(NamedTuple):
 
 
 class RankThread(threading.Thread):
-    """The thread of a rank: a daemon, but what it starts is none unless it says so.
+    """The thread of a rank: a daemon; threads that it starts are not, unless they ask for it.
 
     A thread inherits this from the one that starts it, and a rank is the main thread elsewhere.
     """
@@ -333,7 +333,7 @@ class Scheduler:
             self._pass_to(self._choose(None))
 
     def _may_come(self) -> bool:
-        """Return whether a thread that waits nowhere may still make a call, or let a rank leave."""
+        """Return whether a thread that does not wait may make a call, or let a rank leave."""
         if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
             return True  # it has lost the turn, since it was busy elsewhere
         leaving = any(self._has_threads(rank) for rank in self._leaving)

@@ -20,7 +20,7 @@ from syncprims._protocol.deadlock import Wait, describe_group
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import load_backend
-from syncprims._world.runtime import clean_environ, thread_as_rank, threads_as_ranks
+from syncprims._world.runtime import environ_without_rank, thread_as_rank, threads_as_ranks
 from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
@@ -83,7 +83,7 @@ class ThreadWorld(Observer):
     def __init__(self, spec: WorldSpec, output: RankOutput | None) -> None:
         self._spec = spec
         self._output = output
-        environ = {**clean_environ(), "SYNCPRIMS_BACKEND": "threads"}
+        environ = {**environ_without_rank(), "SYNCPRIMS_BACKEND": "threads"}
         if not spec.traced:
             environ.pop("SYNCPRIMS_TRACE", None)
         self._environs = [

@@ -308,7 +308,7 @@ def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:
 
 
 def _spawn(path: Path, rank: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
-    # It looks for modules where this process does, and nowhere else before.
+    # It looks for modules in the places where this process does, and in no other place first.
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOT, "\n".join(sys.path), str(path), rank],
         stdin=subprocess.DEVNULL,

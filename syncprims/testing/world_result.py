@@ -24,6 +24,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from syncprims._protocol.deadlock import describe_group
+from syncprims._protocol.diagnosis import CURE_MISMATCH
 from syncprims.errors import PeerLost
 from syncprims.interface import Label
 
@@ -34,10 +35,6 @@ from .probe import JOIN
 
 E = TypeVar("E", bound=BaseException)
 
-_CURE = (
-    "Every rank must make the same calls in the same order: look for a branch, an early return or "
-    "a loop count that differs between ranks."
-)
 _SHOWN = 8  # calls of a rank, where they are listed
 
 
@@ -168,7 +165,7 @@ def add_note(error: E, note: str) -> E:
 
 
 def _described(what: str, run: WorldRun) -> str:
-    parts = [what, _all_lines(run), _first_difference(run), _CURE]
+    parts = [what, _all_lines(run), _first_difference(run), CURE_MISMATCH]
     return "\n".join(part for part in parts if part)
 
 
@@ -233,10 +230,10 @@ def _calls(outcome: RankOutcome, run: WorldRun) -> str:
 
 
 def _first_difference(run: WorldRun) -> str:
-    """Return where ranks first came to different calls, or one made none; "" if nowhere.
+    """Return where ranks first made different calls, or one made none; "" if they never did.
 
-    If all made the same calls, it is the first round to which they came from different lines: that
-    may be right, but is where to look if it is not.
+    If all made the same calls, it is the first round that they reached from different lines: these
+    may be correct, but are the place to look if they are not.
     """
     boards = {call.at for outcome in run.outcomes for call in outcome.calls}
     places = ""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from syncprims._protocol import trace_file
 from syncprims._protocol.trace_file import LEFT, POSTED, RESULT, ROUND, TEXT, WAITING
 from syncprims.errors import ConfigurationError, parse_ranks
+from syncprims.interface import Label
 
 _WORDS = ("posted", "since", "done", "number")
 _ENTRY = np.dtype(
@@ -39,10 +40,7 @@ class TracedCall(NamedTuple):
     site: str
 
     def __str__(self) -> str:
-        text = self.kind if self.name is None else f"{self.kind} {self.name!r}"
-        if self.op not in (None, "sum"):
-            text += f" with op {self.op!r}"
-        return text if self.src is None else f"{text} from rank {self.src}"
+        return Label(*self).call
 
 
 class NameTable:

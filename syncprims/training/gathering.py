@@ -98,7 +98,7 @@ def gather_for_metrics(
     if real is None:
         return joined
     if isinstance(joined, list) and not has_only_tensors(joined):
-        return joined[:real]  # pyright: ignore[reportUnknownVariableType]
+        return joined[:real]
     return map_tensors(lambda one: one[:real], joined)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
 
 
 class BackwardWatch:
@@ -52,7 +52,7 @@ class BackwardWatch:
 
     def _note(self, place: int) -> None:
         # A failed pass never ended: the number of the pass shows that, and an empty set would not.
-        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         if number != self._pass:
             self._pass, self._reached = number, set()
             _engine.queue_callback(self._end)

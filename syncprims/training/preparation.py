@@ -191,7 +191,7 @@ class Preparation:
             if isinstance(obj, Optimizer):
                 made[index] = self.accumulator.prepare_optimizer(obj)
             elif isinstance(obj, DataLoader):
-                made[index] = self.loader(obj)  # pyright: ignore[reportUnknownArgumentType]
+                made[index] = self.loader(obj)
         return tuple(self.scheduler(one) if _is_scheduler(one) else one for one in made)
 
 

@@ -21,12 +21,12 @@ def map_tensors(
     if is_leaf(tree):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, part, is_leaf) for part in tree))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return type(tree)(*(map_tensors(function, part, is_leaf) for part in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(function, part, is_leaf) for part in tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return type(tree)(map_tensors(function, part, is_leaf) for part in tree)
     if isinstance(tree, Mapping):
-        mapped = {key: map_tensors(function, part, is_leaf) for key, part in tree.items()}  # pyright: ignore[reportUnknownVariableType]
-        return as_mapping_type(tree, mapped)  # pyright: ignore[reportUnknownArgumentType]
+        mapped = {key: map_tensors(function, part, is_leaf) for key, part in tree.items()}
+        return as_mapping_type(tree, mapped)
     if is_dataclass(tree) and not isinstance(tree, type):
         made = copy.copy(tree)
         for field in fields(tree):
@@ -41,7 +41,7 @@ def named_leaves(tree: Any, name: str = "tensor") -> Iterator[tuple[str, Any]]:
     """Yield the leaves that :func:`map_tensors` sees, each with its path, as ``tensor['x'][0]``."""
     parts: list[tuple[str, Any]] = []
     if isinstance(tree, list | tuple | Mapping):
-        items: Any = tree.items() if isinstance(tree, Mapping) else enumerate(tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        items: Any = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         parts = [(f"{name}[{key!r}]", part) for key, part in items]
     elif is_dataclass(tree) and not isinstance(tree, type):
         held = (field.name for field in fields(tree) if hasattr(tree, field.name))
@@ -55,7 +55,7 @@ def named_leaves(tree: Any, name: str = "tensor") -> Iterator[tuple[str, Any]]:
 def has_only_tensors(tree: Any) -> bool:
     """Return whether every leaf of lists, tuples and mappings is a tensor."""
     if isinstance(tree, list | tuple):
-        return all(map(has_only_tensors, tree))  # pyright: ignore[reportUnknownArgumentType]
+        return all(map(has_only_tensors, tree))
     if not torch.is_tensor(tree) and hasattr(tree, "values"):
         return all(map(has_only_tensors, tree.values()))
     return torch.is_tensor(tree)

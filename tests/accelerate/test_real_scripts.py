@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import ROOT
 from support.accelerate_scripts import installed, port
-from support.rank_worlds import Kind, free_port
+from support.rank_worlds import Kind
 from support.training_models import TRAINED
+
+from syncprims._world.host import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable

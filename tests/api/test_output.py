@@ -6,16 +6,15 @@ import contextlib
 import io
 import json
 import logging
-import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import in_processes
+from support.rank_environment import clean_environ
 
 import syncprims as sp
-from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from support.rank_worlds import Ranks
@@ -152,12 +151,10 @@ print(json.dumps(told + [(root.level, list(root.handlers)) == before, logger.nam
 @pytest.mark.parametrize("rank", [0, 1])
 def test_they_work_before_the_world_starts(rank: int) -> None:
     pytest.importorskip("tqdm")
-    outer = list_rank_variables()
-    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     # Nobody could join this world: it has no run id, and no other rank.
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "SYNCPRIMS_BACKEND": "file"}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=clean | place, capture_output=True, text=True,
+        [sys.executable, "-c", ALONE], env=clean_environ() | place, capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

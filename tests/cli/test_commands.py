@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from support import ROOT
-from support.rank_worlds import CLOSING, free_port
+from support.rank_environment import clean_environ
+from support.rank_worlds import CLOSING
 
 from syncprims import ConfigurationError
-from syncprims._world.launchers import list_rank_variables
+from syncprims._world.host import free_port
 from syncprims.cli import COMMANDS, completion, config, main, parser
 from syncprims.cli.accelerate_config import REFUSED
 from syncprims.cli.options import OPTIONS
@@ -31,8 +32,7 @@ print(sys.argv[1:], *[os.environ.get(name) for name in names])
 
 @pytest.fixture
 def clean() -> dict[str, str]:
-    outer = list_rank_variables() | {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
-    return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+    return clean_environ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 def call(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from support import ROOT
 from support.launcher_variables import OPEN_MPI, SHELL, SLURM, TORCHRUN
+from support.rank_environment import clean_environ
 
 from syncprims._world.launchers import list_rank_variables, make_rank_variables
 from syncprims._world.settings import find_misspelt
@@ -110,8 +110,7 @@ def test_contradictions_are_shown_as_the_errors_they_would_be(
 
 
 def test_the_command_itself() -> None:
-    outer = list_rank_variables() | {"MASTER_ADDR", "MASTER_PORT"}
-    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+    clean = clean_environ("MASTER_PORT")
 
     def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.rank_environment import clean_environ
 from support.rank_worlds import CLOSING, CROWDED, skip_unless_crowded
-
-from syncprims._world.launchers import list_rank_variables
 
 
 class Done(NamedTuple):
@@ -25,8 +24,7 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def clean() -> dict[str, str]:
-    outer = list_rank_variables()
-    return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+    return clean_environ()
 
 
 @pytest.fixture

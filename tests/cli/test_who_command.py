@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.observed import await_report
-from support.rank_worlds import PATIENCE, free_port
+from support.rank_environment import clean_environ
+from support.rank_worlds import PATIENCE
 
-from syncprims._world.runtime import clean_environ
+from syncprims._world.host import free_port
 from syncprims.cli import main
 from syncprims.doctor.verdict import NOTABLE
 

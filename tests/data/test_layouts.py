@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import random
 import time
 import weakref
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from conftest import several
 from support.rank_worlds import Ranks
 
 import syncprims as sp
-from syncprims._data import layouts
+from syncprims._data import codec, layouts, reduction
 from syncprims.interface import Label, Note
 
 KINDS: list[Any] = [3, -2, 0.5, True, 1 << 70, np.float64(0.25), 1 + 2j]
@@ -78,6 +79,7 @@ def test_one_line_may_broadcast_another_kind_of_value_each_time(world: Ranks) ->
             np.ones(0),
         ]
         values += [torch.ones(3), torch.ones(3, dtype=torch.bfloat16), {"a": torch.ones(2)}]
+        values += [(torch.ones(2), 3), [np.ones(2), np.ones((1, 2), "f4")], {"a": [np.ones(2)]}]
         dice = random.Random(5)
         place = np.zeros((2, 2), "f4")
         sources = range(n)
@@ -104,6 +106,7 @@ def test_each_rank_may_gather_another_value(world: Ranks) -> None:
         rank, n = sp.get_rank(), sp.get_world_size()
         kinds: list[Any] = [1.0, 7, [1.0] * 20, {"a": 1}, (1, 2.0), None, "text", 1 << 70, True]
         kinds += [np.ones(3), np.ones(300), np.ones(3000), torch.ones(3), np.ones(0), np.float32(1)]
+        kinds += [(np.ones(3), 1), {"a": torch.ones(2), "b": torch.zeros(2)}, [np.ones(190)] * 7]
         dice = random.Random(7)
         for step in range(120):
             values = dice.choices(kinds, k=1 if step % 3 == 0 else n) * n
@@ -122,6 +125,7 @@ def test_values_that_differ_in_structure_are_a_mismatch_on_all(world: Ranks) -> 
         values: list[Any] = [1.0, [1.0], [1.0, 2], (1.0,), {"a": 1.0}, {"b": 1.0}, np.ones(1)]
         values += [np.ones(2), np.ones(1, "f4"), torch.ones(1), np.ones(3000), {"a": [1.0]}]
         values += [[1.0] * 20, np.ones(30), torch.ones(200)]  # of other sizes in memory
+        values += [{"a": np.ones(1)}, {"a": torch.ones(1), "b": 1}, [np.ones(150), np.ones(150)]]
         for one, other in itertools.permutations(values, 2):
             with pytest.raises(sp.RankMismatch, match="differ in kind, shape or dtype"):
                 sp.all_reduce(other if last else one)
@@ -136,6 +140,41 @@ def test_keys_may_differ_in_order(world: Ranks) -> None:
         rank, n = sp.get_rank(), sp.get_world_size()
         mine = {"a": 1.0, "b": rank} if rank % 2 else {"b": rank, "a": 1.0}
         assert sp.all_reduce(mine) == {"a": n, "b": n * (n - 1) / 2}
+        one, other = torch.full((190,), float(rank)), np.full(190, rank)
+        pair = {"a": one, "b": other} if rank % 2 else {"b": other, "a": one}
+        total: Any = sp.all_reduce(pair)
+        assert total["a"].tolist() == total["b"].tolist() == [n * (n - 1) / 2] * 190
+
+    world.run(program)
+
+
+@several()
+def test_arrays_in_a_container_are_reduced_as_each_alone(world: Ranks) -> None:
+    def program() -> None:
+        torch.set_num_threads(1)
+        rank = sp.get_rank()
+        made = torch.Generator().manual_seed(rank)
+        tensor = torch.randn(6, 4, generator=made)
+        parts: dict[str, Any] = {
+            "a": tensor, "b": tensor.t()[1], "c": tensor.bfloat16(), "d": tensor[0, 0].half(),
+            "e": tensor.int(), "f": tensor > 0, "g": tensor.double().numpy(), "h": rank + 0.5,
+            "i": tensor.numpy()[::2, 1], "j": tensor[1].clone().requires_grad_(), "k": rank,
+            "l": np.array(math.nan if rank else 1.0), "m": tensor.numpy().astype(">f8"),
+        }  # fmt: skip
+        for op in get_args(reduction.Op):
+            alone: dict[str, Any] = {name: sp.all_reduce(parts[name], op) for name in parts}
+            for whole in (sp.all_reduce(parts, op), sp.all_reduce(list(parts.values()), op)):
+                found: Any = whole.values() if isinstance(whole, dict) else whole
+                for part, one in zip(found, alone.values(), strict=True):
+                    assert type(part) is type(one)
+                    assert codec.encode(part) == codec.encode(one)
+                    assert not getattr(part, "requires_grad", False)
+        with pytest.raises(TypeError, match=r"value\['x'\] is complex"):
+            sp.all_reduce({"n": 1, "x": tensor[0].to(torch.complex64)}, "max")
+        with pytest.raises(TypeError, match="out was given, and what arrived is a list"):
+            sp.all_reduce([tensor, 1], out=tensor)
+        assert sp.all_reduce({"a": tensor[0, 0] * 0 + 1, "n": 1 << 62}, "max")["n"] == 1 << 62
+        assert sp.all_reduce([tensor[0], 1 << 63])[1] == sp.get_world_size() << 63
 
     world.run(program)
 
@@ -323,7 +362,7 @@ def test_a_slow_reader_never_reads_the_next_call(world: Ranks) -> None:
         trigger = sp.Trigger(lag=1)
         for layout in (layouts.NumberLayout, layouts.ArrayLayout):
             _delay(layout, "read", slow)
-        for reducer in (layouts.NumberReducer, layouts.ArrayReducer):
+        for reducer in (layouts.NumberLayout, layouts.ArrayReducer):
             _delay(reducer, "reduce", slow)
         for step in range(60):
             size = dice.choice([1, 100, 500, 3000, 40_000, 150_000])
@@ -365,6 +404,8 @@ def test_a_value_of_a_known_shape_takes_one_round(world: Ranks) -> None:
             lambda: sp.broadcast(numbers),
             lambda: sp.broadcast([None, "text", numbers]),
             lambda: sp.all_reduce(torch.ones(100)),
+            lambda: sp.all_reduce({"loss": torch.tensor(0.5), "n": 3}, "mean"),
+            lambda: sp.broadcast((np.ones(3), torch.ones(3))),
         ]
         board = sp.current().group._rounds.board  # pyright: ignore[reportPrivateUsage]
         if board.engine is None:  # else these pass through it, between rounds

@@ -10,9 +10,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.rank_environment import clean_environ
 
 import syncprims as sp
-from syncprims._world.launchers import list_rank_variables
 from syncprims.cli.console import Style
 from syncprims.cli.doctor import report
 from syncprims.doctor.findings import Finding, findings, listed
@@ -179,10 +179,8 @@ def test_it_measures_every_backend(world: Ranks) -> None:
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    outer = list_rank_variables()
-    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     return subprocess.run(
-        [sys.executable, "-m", "syncprims", *words], env={**clean, **(env or {})},
+        [sys.executable, "-m", "syncprims", *words], env={**clean_environ(), **(env or {})},
         capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 from support.pages import blocks
-from support.rank_environment import clean_environment
+from support.rank_environment import environ_of_ranks
 
 pytestmark = pytest.mark.launchers
 
@@ -97,7 +97,7 @@ def test_ranks_meet(library: str, source: str, tmp_path: Path, meeting_place: Pa
     script.write_text(_TELL + source)
     done = subprocess.run(
         [sys.executable, str(script)],
-        env=clean_environment(meeting_place, PYTHONUNBUFFERED="1"),
+        env=environ_of_ranks(meeting_place, PYTHONUNBUFFERED="1"),
         cwd=tmp_path,
         capture_output=True,
         text=True,

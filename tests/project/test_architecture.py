@@ -22,7 +22,7 @@ LAYERS = ["errors", "interface", "_protocol", "_data", "_world", "_api", ""]
 #: What stands on the layers, and which internals it may import. ``""`` is what users import.
 ROOMS = {
     "doctor": {"errors", "interface", "_protocol", "_data", "_world", ""},
-    "tracing": {"errors", "_protocol"},
+    "tracing": {"errors", "interface", "_protocol"},
     "testing": {"errors", "interface", "_protocol", "_data", "_world", "", "c10d"},
     "training": {"errors", "_protocol", "_data", "_world", ""},
     "c10d": {"errors", "interface", "_protocol", "_data", "_world"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -13,8 +12,9 @@ from typing import Any
 
 import pytest
 from support.pages import PAGES, ROOT, Block, Command, blocks, commands, matches, name
+from support.rank_environment import clean_environ
 
-from syncprims._world.launchers import detect, list_rank_variables
+from syncprims._world.launchers import detect
 from syncprims.testing import run_world
 
 #: Blocks that say they cannot run here: a page that needs more has to be written another way.
@@ -139,14 +139,8 @@ def test_slow_commands_run_as_well(page: Path, tmp_path: Path) -> None:
 def try_commands(page: Path, tmp_path: Path, *, slow: bool) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
-    outer = list_rank_variables()
-    environ = {
-        k: v
-        for k, v in os.environ.items()
-        if "SYNCPRIMS" not in k
-        and k not in outer
-        and not k.startswith(("PYTEST", "COV", "COLUMNS", "CI"))
-    }
+    others = ("PYTEST", "COV", "COLUMNS", "CI")
+    environ = {k: v for k, v in clean_environ().items() if not k.startswith(others)}
     environ["PATH"] = f"{shims(tmp_path / 'bin')}:{environ['PATH']}"
     environ["PYTEST_DEBUG_TEMPROOT"] = str(tmp_path)
     environ |= {

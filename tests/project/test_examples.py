@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import ROOT
+from support.rank_environment import clean_environ
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn's digits")
@@ -25,7 +26,7 @@ def test_digits_learn_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None
             [sys.executable, "-m", "syncprims", "run", "-n", str(ranks),
              str(ROOT / "examples" / "digits.py"),
              "--cache", str(tmp_path / f"cache-{ranks}" / "digits.npz"), "--save", str(weights)],
-            env={k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k},
+            env=clean_environ(),
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -50,8 +51,7 @@ def preempt(folder: Path, steps: int) -> list[str]:
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_a_preempted_training_saves_on_all_ranks_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
-    clean |= {"OMP_NUM_THREADS": "1"}
+    clean = {**clean_environ(), "OMP_NUM_THREADS": "1"}
 
     def finish(folder: Path, steps: int) -> str:
         command = preempt(folder, steps)
@@ -85,14 +85,13 @@ def test_a_preempted_training_saves_on_all_ranks_and_goes_on_bit_for_bit(tmp_pat
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_a_failed_training_is_started_again_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
     sums = []
     for name, failing in (("whole", []), ("failed", ["--fail-at", "17"])):
         done = subprocess.run(
             [sys.executable, "-m", "syncprims", "run", "-n", "2", "--max-restarts", "1",
              str(ROOT / "examples" / "preempt.py"), "--directory", str(tmp_path / name),
              "--steps", "30", "--save-every", "10", *failing],
-            env={**clean, "OMP_NUM_THREADS": "1"},
+            env={**clean_environ(), "OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 from support import ROOT
+from support.rank_environment import clean_environ
 
 from syncprims import Topology
-from syncprims._world.launchers import detect, list_rank_variables
+from syncprims._world.launchers import detect
 from syncprims._world.settings import derive_store, read_settings
 from syncprims.testing import run_world
 
@@ -28,9 +28,7 @@ needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch
 
 def run(*command: object, folder: Path | None = None, **more: str) -> str:
     """Return what a Python command prints; nothing of this session reaches it."""
-    outer = list_rank_variables()
-    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k and k not in outer}
-    clean = {k: v for k, v in clean.items() if not k.startswith(("PYTEST", "COV"))}
+    clean = {k: v for k, v in clean_environ().items() if not k.startswith(("PYTEST", "COV"))}
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=folder, env={**clean, "OMP_NUM_THREADS": "1", **more},

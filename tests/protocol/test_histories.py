@@ -229,6 +229,22 @@ def passed_the_next(history: History) -> None:
     put(history, 1, 4, "again", fact="passed")
 
 
+def reported(history: History, again: object) -> None:
+    """Let rank 2 raise in a call, and be killed afterwards, or leave."""
+    history.events[2].append(Event(4, "raise", 43, None))
+    for rank in range(2):
+        put(history, rank, 4, "verdict", fact=["PeerFailed", 2, []])
+        put(history, rank, 4, "again", fact=again)
+
+
+def passed_a_reported_one(history: History) -> None:
+    reported(history, "passed")
+
+
+def blames_another_afterwards(history: History) -> None:
+    reported(history, ["PeerFailed", 2, [0, 2]])
+
+
 def before_the_kill(history: History) -> None:
     history.kills[2] = 49
 
@@ -243,6 +259,8 @@ def before_the_kill(history: History) -> None:
         (later_verdict, "torn at different steps"),
         (passed, "rank 0 passed step 4, where others got a verdict"),
         (passed_the_next, "rank 1 asked again and got passed"),
+        (passed_a_reported_one, "rank 1 asked again and got passed"),
+        (blames_another_afterwards, "rank 1 got an error that rank 0 is gone, but it was not"),
         (before_the_kill, "rank 0 got PeerLost about rank 2 before it happened"),
     ],
 )
@@ -251,6 +269,13 @@ def test_the_judge_sees_a_wrong_verdict(plant: Callable[[History], None], said: 
     plant(history)
     found = violations(history)
     assert any(said in one for one in found), found
+
+
+def test_a_reported_exception_breaks_nothing_and_its_rank_may_die_later() -> None:
+    for again in (["PeerFailed", 2, [2]], ["PeerLost", 2, [2]]):
+        history = torn()
+        reported(history, again)
+        assert violations(history) == []
 
 
 def test_the_judge_sees_who_hangs_or_dies_by_itself() -> None:

@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 import syncprims
 import syncprims.testing
 import syncprims.training  # imported once here, not in every forked example
+from support.rank_environment import clean_environ
 from support.rank_worlds import fork
 from syncprims._world import runtime
-from syncprims._world.launchers import list_rank_variables
 from syncprims.cli import main
 from syncprims.testing.world_spec import Kind, WorldSpec
 from syncprims.testing.worlds import run_once
@@ -146,8 +146,7 @@ def _shown(error: BaseException) -> str:
 
 def _alone(example: Example, folder: str) -> str:
     """Return the error of the code, run in a process that is not in a world."""
-    clean = {k: v for k, v in os.environ.items()
-             if k not in list_rank_variables() and "SYNCPRIMS" not in k}  # fmt: skip
+    clean = clean_environ()
     reader, writer = os.pipe()
 
     def body() -> None:

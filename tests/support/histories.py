@@ -198,19 +198,22 @@ def _reduced(values: list[Any], op: str | None) -> Any:
 
 def _causes(history: History) -> Iterator[str]:
     """Check that errors name only ranks that failed, and not before they failed."""
-    dead = history.dead()
-    raised = {rank: event.at for rank, event in history.when("raise").items()}
-    gone = {**raised, **dead}
     for rank, verdict in history.when("verdict").items():
-        kind, culprit, missing = verdict.fact
-        causes = {"PeerLost": dead, "PeerFailed": raised}.get(kind)
-        if causes is None or culprit not in causes:
-            yield f"rank {rank} got {kind} about rank {culprit}, and no such failure happened"
-        elif verdict.at < causes[culprit]:
-            yield f"rank {rank} got {kind} about rank {culprit} before it happened"
-        for other in missing:
-            if other not in gone:
-                yield f"rank {rank} got an error that rank {other} is gone, but it was not"
+        yield from _cause(history, rank, verdict)
+
+
+def _cause(history: History, rank: int, verdict: Event) -> Iterator[str]:
+    dead = history.dead()
+    raised = {other: event.at for other, event in history.when("raise").items()}
+    kind, culprit, missing = verdict.fact
+    causes = {"PeerLost": dead, "PeerFailed": raised}.get(kind)
+    if causes is None or culprit not in causes:
+        yield f"rank {rank} got {kind} about rank {culprit}, and no such failure happened"
+    elif verdict.at < causes[culprit]:
+        yield f"rank {rank} got {kind} about rank {culprit} before it happened"
+    for other in missing:
+        if other not in dead and other not in raised:
+            yield f"rank {rank} got an error that rank {other} is gone, but it was not"
 
 
 def _agreement(history: History) -> Iterator[str]:
@@ -234,12 +237,11 @@ def _agreement(history: History) -> Iterator[str]:
             yield f"rank {rank} got no verdict, and others did"
     for rank, again in history.when("again").items():
         kind, _, missing = expected = verdicts[rank].fact
-        allowed = [expected]
-        if kind == "PeerFailed" and not missing:
-            # An exception that is reported to all ranks breaks nothing. But its rank has left
-            # since, or another one has raised.
-            allowed += [[kind, r, gone] for r in history.when("raise") for gone in ([], [r])]
-        if again.fact not in allowed:
+        if kind == "PeerFailed" and not missing and isinstance(again.fact, list):
+            # An exception that is reported to all ranks breaks nothing: the next call has a verdict
+            # of its own. Its rank has left since, and others may have failed.
+            yield from _cause(history, rank, again)
+        elif again.fact != expected:
             yield f"rank {rank} asked again and got {again.fact}, not {expected}"
     needs = waits_for(history.steps)
     torn = min(needs[event.step] for event in verdicts.values())

@@ -273,6 +273,10 @@ CALLS: dict[str, Call] = {
     "all_reduce small array": Call(
         lambda i: _all_equal(sp.all_reduce(np.full(9, i), out=np.zeros(9, int))), lambda i: [2 * i]
     ),
+    "all_reduce small arrays": Call(
+        lambda i: [int(x.sum()) for x in sp.all_reduce([np.full(9, i), np.full(2, i)])],
+        lambda i: [18 * i, 4 * i],
+    ),
     "all_reduce no result": Call(_too_large, lambda _: "no result"),
     "all_reduce arrays": Call(
         lambda i: _all_equal(sp.all_reduce({"a": np.full(9_000, i)})["a"]), lambda i: [2 * i]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import textwrap
@@ -11,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncprims._world.launchers import list_rank_variables
+from support.rank_environment import clean_environ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -30,12 +29,6 @@ class Done(NamedTuple):
     def report(self) -> list[str]:
         """The lines of the launcher itself."""
         return [line for line in self.err.splitlines() if not line.startswith("[rank ")]
-
-
-def clean_environ() -> dict[str, str]:
-    """Return this process's variables without those of a launcher or of the library."""
-    outer = list_rank_variables()
-    return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
 
 
 def command(*words: str) -> list[str]:

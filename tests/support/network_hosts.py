@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncprims._world.launchers import list_rank_variables
+from support.rank_environment import clean_environ
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -69,10 +69,8 @@ class Host:
 
     def start(self, command: list[str], variables: Mapping[str, str]) -> None:
         """Create the namespaces; the command waits for :meth:`go`."""
-        outer = list_rank_variables() | {"MASTER_ADDR", "MASTER_PORT"}
-        clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+        clean = clean_environ("MASTER_PORT", "XDG_RUNTIME_DIR")
         clean |= {"TMPDIR": str(self.private), "OMP_NUM_THREADS": "1", **variables}
-        clean.pop("XDG_RUNTIME_DIR", None)
         flags = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         name = f"host{self.number}"
         self.agent = subprocess.Popen(

@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import syncprims as sp
-from support.rank_worlds import PATIENCE, Kind, environment, fork, free_port
+from support.rank_worlds import PATIENCE, Kind, environment, fork
+from syncprims._world.host import free_port
 from syncprims.doctor.observation import Observation, WorldReport
 
 if TYPE_CHECKING:

@@ -110,13 +110,15 @@ def value(seed: int, step: Step, number: int, rank: int) -> Any:
         if of_all.random() < 0.5:
             return own.randrange(-(10**20), 10**20)
         length = of_all.choice((1, 7, 500))  # whole numbers, so that sums are exact
-        return np.array([own.randrange(1000) for _ in range(length)], np.float64)
+        array = np.array([own.randrange(1000) for _ in range(length)], np.float64)
+        return {"n": own.randrange(1000), "v": array} if of_all.random() < 0.5 else array
     if step.kind == "broadcast" and rank != step.src:
         return None
     if step.kind in ("broadcast", "all_gather"):
-        form = of_all.choice(("small", "array", "large"))
-        if form == "array":
-            return np.arange(own.randrange(1, 50), dtype=np.int32) * own.randrange(100)
+        form = of_all.choice(("small", "array", "list", "large"))
+        if form in ("array", "list"):
+            counts = np.arange(own.randrange(1, 50), dtype=np.int32) * own.randrange(100)
+            return [counts, own.randrange(100)] if form == "list" else counts
         size = own.randrange(2100, 60_000) if form == "large" else own.randrange(20)
         return {"seed": seed, "step": number, "rank": rank, "blob": own.randbytes(size)}
     return None

@@ -11,8 +11,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def clean_environment(directory: Path, **more: str) -> dict[str, str]:
-    """Return this process's variables without those of a launcher, for ranks that meet there."""
-    outer = list_rank_variables() | {"MASTER_ADDR", "MASTER_PORT"}
-    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+def clean_environ(*others: str) -> dict[str, str]:
+    """Return this process's variables without the library's, any launcher's, and the `others`."""
+    outer = list_rank_variables().union(others)
+    return {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
+
+
+def environ_of_ranks(directory: Path, **more: str) -> dict[str, str]:
+    """Return the environment of ranks that meet in `directory`."""
+    clean = clean_environ("MASTER_PORT")
     return {**clean, "SYNCPRIMS_DIR": str(directory), "OMP_NUM_THREADS": "1", **more}

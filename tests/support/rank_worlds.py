@@ -9,7 +9,6 @@ import pickle
 import resource
 import select
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -24,7 +23,9 @@ import pytest
 import torch  # noqa: F401 - imported once, before ranks fork, because it takes seconds
 
 import syncprims
-from syncprims._world.launchers import list_rank_variables, make_rank_variables
+from support.rank_environment import clean_environ
+from syncprims._world.host import free_port
+from syncprims._world.launchers import make_rank_variables
 from syncprims.testing.world_spec import WorldSpec
 from syncprims.testing.worlds import run_once
 
@@ -47,14 +48,12 @@ class Kind(NamedTuple):
 
 def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str) -> dict[str, str]:
     """Return the environment of one rank, without variables of other launchers."""
-    outer = list_rank_variables()
-    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     own = make_rank_variables(rank, kind.ranks, kind.hosts) if kind.backend != "single" else {}
     if kind.hosts > 1:
         directory = directory / f"host-{rank * kind.hosts // kind.ranks}"
         directory.mkdir(mode=0o700, exist_ok=True)
     return {
-        **clean,
+        **clean_environ(),
         **own,
         "SYNCPRIMS_BACKEND": kind.backend,
         "SYNCPRIMS_RUN_ID": run_id,
@@ -62,13 +61,6 @@ def environment(kind: Kind, rank: int, directory: Path, run_id: str, **more: str
         "SYNCPRIMS_JOIN_TIMEOUT": "30",
         **more,
     }
-
-
-def free_port() -> int:
-    """Return a port that is free at the moment, for a store on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 _SERVER = """

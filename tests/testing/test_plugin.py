@@ -33,7 +33,7 @@ class Result(NamedTuple):
     out: str
 
     def counts(self, **expected: int) -> bool:
-        """Tell whether the last line counts these, and no failures but these."""
+        """Return whether the last line counts these, and no other failures."""
         last = self.out.strip().splitlines()[-1]
         return all(f"{n} {what}" in last for what, n in expected.items()) and (
             "failed" in expected or "failed" not in last

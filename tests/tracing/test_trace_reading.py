@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pytest
+from support.rank_environment import clean_environ
 from support.traces import SECOND, Planted
 
 from syncprims._protocol.trace_file import SEGMENT, START, Recorder
@@ -53,13 +54,12 @@ def analysis_of(planted: Planted) -> Analysis:
 
 
 def command(*args: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if "SYNCPRIMS" not in name}
     return subprocess.run(
         [sys.executable, "-m", "syncprims", "trace", *map(str, args)],
         capture_output=True,
         text=True,
         check=False,
-        env={**environ, **variables},
+        env={**clean_environ(), **variables},
     )
 
 

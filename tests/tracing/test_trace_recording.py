@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from conftest import several
+from support.rank_environment import clean_environ
 from support.rank_worlds import Kind, Ranks, Scripts, await_end
 from support.traces import Entry, Warnings, entries, only_run
 
@@ -330,9 +331,12 @@ def test_worlds_of_tests_are_runs_but_schedules_are_not(
 
 def test_without_a_trace_nothing_of_it_is_loaded() -> None:
     code = "import sys, syncprims; syncprims.barrier(); print(*sys.modules)"
-    clean = {name: value for name, value in os.environ.items() if "SYNCPRIMS" not in name}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=clean_environ(),
     )
     loaded = set(done.stdout.split())
     assert "syncprims._protocol.rounds" in loaded
@@ -342,11 +346,10 @@ def test_without_a_trace_nothing_of_it_is_loaded() -> None:
 
 def trace_command(*args: object) -> subprocess.CompletedProcess[str]:
     """Run ``syncprims trace`` into pipes."""
-    environ = {name: value for name, value in os.environ.items() if "SYNCPRIMS" not in name}
     return subprocess.run(
         [sys.executable, "-m", "syncprims", "trace", *map(str, args)],
         capture_output=True,
         text=True,
         check=False,
-        env=environ,
+        env=clean_environ(),
     )

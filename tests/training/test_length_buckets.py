@@ -97,7 +97,7 @@ class Case(NamedTuple):
         return job.prepare(feed(self.kind(self.sizes, drop_last=self.drop_last, **how)))
 
     def starves(self, ranks: int) -> bool:
-        """Tell whether a batch may be cut into fewer parts than there are ranks."""
+        """Return whether a batch may be cut into fewer parts than there are ranks."""
         return any(-(-size // -(-size // ranks)) < ranks for size in self.sizes)
 
 

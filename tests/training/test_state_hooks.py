@@ -166,7 +166,7 @@ def test_ranks_whose_hooks_leave_different_models_are_told(world: Ranks, tmp_pat
 
 
 def is_inside(thread: threading.Thread, function: str) -> bool:
-    """Tell whether a thread is inside of a call of this function."""
+    """Return whether a thread is in a call of this function."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back

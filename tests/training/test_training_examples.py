@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.rank_environment import clean_environ
 from support.training_models import TRAINED
-
-from syncprims._world.launchers import list_rank_variables
 
 EXAMPLES = ROOT / "examples"
 KINDS = [kind for kind in TRAINED if kind.ranks < 4]
@@ -25,11 +23,9 @@ def run(kind: object, script: str, *options: object) -> str:
     start = [sys.executable]
     if backend != "single":
         start += ["-m", "syncprims", "run", "-n", ranks, "--backend", backend]
-    outer = list_rank_variables()
     done = subprocess.run(
         [*start, str(EXAMPLES / script), *map(str, options)],
-        env={k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k and k not in outer}
-        | {"OMP_NUM_THREADS": "1"},
+        env={**clean_environ(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=150,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import in_processes, several
+from support.rank_environment import clean_environ
 
 import syncprims as sp
-from syncprims._world.launchers import list_rank_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,11 +21,9 @@ if TYPE_CHECKING:
 
 def say(code: str, **variables: str) -> tuple[int, str]:
     """Run code in a fresh interpreter with only these of our and the launchers' variables."""
-    outer = list_rank_variables()
-    clean = {k: v for k, v in os.environ.items() if k not in outer and "SYNCPRIMS" not in k}
     done = subprocess.run(
         [sys.executable, "-c", f"from syncprims import *\n{code}"],
-        env={**clean, **variables},
+        env={**clean_environ(), **variables},
         capture_output=True,
         text=True,
         timeout=60,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.rank_environment import clean_environ
 from support.rank_worlds import PATIENCE, Kind, Ranks, Scripts
 
 import syncprims as sp
@@ -285,10 +286,9 @@ if __name__ == "__main__":
     script = tmp_path / "main.py"
     script.write_text(source)
     meet = tmp_path / "meet"
-    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**clean, "SYNCPRIMS_DIR": str(meet)},
+        env={**clean_environ(), "SYNCPRIMS_DIR": str(meet)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -381,10 +381,9 @@ if __name__ == "__main__":
     [rank.join() for rank in ranks]
 """
     )
-    clean = {k: v for k, v in os.environ.items() if "SYNCPRIMS" not in k}
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**clean, "SYNCPRIMS_DIR": str(tmp_path / "meet")},
+        env={**clean_environ(), "SYNCPRIMS_DIR": str(tmp_path / "meet")},
         capture_output=True,
         text=True,
         timeout=60,

@@ -82,7 +82,7 @@ def send_to_device(
             key: part if key in skipped else send_to_device(part, device, non_blocking, skipped)
             for key, part in tensor.items()
         }
-        return type(tensor)(moved)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue, reportUnknownVariableType]
+        return type(tensor)(moved)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
     return _to_device(tensor, torch.device(device), non_blocking=non_blocking)
 
 
@@ -93,7 +93,7 @@ def is_torch_tensor(tensor: Any) -> bool:
 
 def is_namedtuple(data: Any) -> bool:
     """Return whether it is a named tuple."""
-    return isinstance(data, tuple) and hasattr(data, "_fields")  # pyright: ignore[reportUnknownArgumentType]
+    return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
@@ -142,7 +142,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """
     first = data[0]
     if isinstance(first, Mapping):
-        return type(first)({k: concatenate([d[k] for d in data], dim) for k in first})  # type: ignore[call-arg] # pyright: ignore[reportCallIssue, reportUnknownVariableType]
+        return type(first)({k: concatenate([d[k] for d in data], dim) for k in first})  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
     if isinstance(first, list | tuple):
         return honor_type(first, (concatenate(list(part), dim) for part in zip(*data, strict=True)))
     if not isinstance(first, torch.Tensor):

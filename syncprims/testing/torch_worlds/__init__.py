@@ -1,1 +1,1 @@
-"""Worlds of tests in which ``torch.distributed`` is served; nothing else of the kit needs torch."""
+"""Worlds of tests in which ``torch.distributed`` is served; all other worlds need no torch."""

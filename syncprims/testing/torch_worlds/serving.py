@@ -19,7 +19,7 @@ from syncprims._world.runtime import current
 from syncprims.c10d import serve_every_backend
 from syncprims.c10d.torch_internals import (
     forget_group_names,
-    replace_rendezvous,
+    replaced_rendezvous,
     threads_as_processes,
 )
 
@@ -68,12 +68,8 @@ class _Rendezvous:
 @contextlib.contextmanager
 def _serve(table: Table) -> Generator[None]:
     """Serve, within the block, every group that this process opens."""
-    undo = replace_rendezvous(_Rendezvous(table))
-    try:
-        with serve_every_backend():
-            yield
-    finally:
-        undo()
+    with replaced_rendezvous(_Rendezvous(table)), serve_every_backend():
+        yield
 
 
 class TorchThreads:

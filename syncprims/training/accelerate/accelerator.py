@@ -1,4 +1,4 @@
-"""The Accelerator: one object with Accelerate's names, a thin face over the parts."""
+"""The Accelerator: one object with Accelerate's names, a thin layer over the parts."""
 
 from __future__ import annotations
 

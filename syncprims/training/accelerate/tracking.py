@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import time
 from importlib.util import find_spec
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 import syncprims
-from syncprims.training.checkpoints.filesystem import LOG
 
 
 class Tracker:
@@ -257,7 +257,7 @@ class Tracking:
         kind, needs = _KNOWN[name]
         if needs and not any(map(find_spec, needs)):
             self._missing.append(name)
-            LOG.warning(
+            logging.getLogger("syncprims").warning(
                 "log_with=%r: its library is not installed, so nothing is logged there; pip "
                 "install %s, or use 'jsonl', which needs none", name, needs[0],
             )  # fmt: skip

@@ -1,9 +1,5 @@
 """States that Accelerate has saved: its files, read without running code."""
 
-# Torch is typed in part, and what comes out of a file may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import os

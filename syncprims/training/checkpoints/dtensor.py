@@ -1,9 +1,5 @@
 """Tensors that are distributed over ranks (DTensor, FSDP2), and the shard of this rank."""
 
-# Torch is typed in part, and what comes out of JSON may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import sys

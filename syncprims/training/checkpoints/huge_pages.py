@@ -4,9 +4,6 @@ Most of the time that a load into new memory takes, the kernel provides one smal
 other. Linux gives huge ones to programs that ask for them (madvise(2), MADV_HUGEPAGE).
 """
 
-# Torch is typed in part:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import ctypes

@@ -5,10 +5,6 @@ place of the digest itself. A digest finds damage and not malice: anyone who can
 also write a new digest.
 """
 
-# Torch is typed in part, and what comes out of JSON may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import contextlib

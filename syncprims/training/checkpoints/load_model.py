@@ -1,15 +1,11 @@
 """Load a model's weights, written here or by another program: checked first, then used.
 
-A parameter that lies in the CPU's memory as it does in the file is read into in place, by several
-threads: there is no other copy. All other tensors are copied, one after the other.
+A CPU parameter that has the same layout as in the file is filled from it by several threads, and
+no other copy is made. All other tensors are copied, one after the other.
 
 A model that is on the meta device has no values that could be lost. Its new memory is filled while
 the files are checked, in one pass. If they are damaged, it is on the meta device again.
 """
-
-# Torch is typed in part, and what comes out of JSON may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 from __future__ import annotations
 
@@ -227,7 +223,7 @@ def _load_in_place(
 
 
 def _is_alike(target: torch.Tensor, stored: StoredTensor) -> bool:
-    """Return whether a tensor lies in the CPU's memory just as it does in a file."""
+    """Return whether a tensor in the CPU's memory has the layout of its bytes in the file."""
     return (
         target.device.type == "cpu"
         and target.layout == torch.strided

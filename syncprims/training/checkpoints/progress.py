@@ -39,7 +39,7 @@ def progress_bar(
     """
     bar: Any = None
     done, begin = 0, time.monotonic()
-    hidden = quiet or sys.stderr is None or not is_main()  # pyright: ignore[reportUnnecessaryComparison] - of a daemon
+    hidden = quiet or sys.stderr is None or not is_main()  # None: of a daemon
 
     def add(size: int) -> None:
         nonlocal bar, done, hidden

@@ -5,10 +5,6 @@ readers see an ordinary safetensors file. It is written straight from the tensor
 pass. Format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
-# Torch is typed in part, and what comes out of JSON may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import contextlib

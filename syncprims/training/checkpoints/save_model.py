@@ -1,9 +1,5 @@
 """Save a model in the layout that other programs read, or one object: atomically."""
 
-# Torch is typed in part, and what a user hands over may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import contextlib

@@ -1,9 +1,5 @@
 """Save the whole state of a training, atomically, by all ranks together."""
 
-# Torch is typed in part, and what comes out of JSON may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import json

@@ -5,10 +5,6 @@ other value is an object whose ``"$"`` names its kind. Tensors and arrays are st
 Types are kept exactly. A value that only code could make again is refused when it is saved.
 """
 
-# Torch is typed in part, and what comes out of JSON may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import base64

@@ -4,10 +4,6 @@ A directory may hold a model in four ways. Readers take the first one that is th
 safetensors file, an index of safetensors shards, and the same two in torch's format.
 """
 
-# Torch is typed in part, and what comes out of JSON may be anything:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import contextlib

@@ -415,6 +415,6 @@ def _join(batches: list[Any]) -> Any:
 
 def _is_plain_list(part: Any) -> bool:
     """Return whether `part` is a list or tuple of objects that are no tensors or containers."""
-    if not isinstance(part, list | tuple) or hasattr(part, "_fields"):  # pyright: ignore[reportUnknownArgumentType]
+    if not isinstance(part, list | tuple) or hasattr(part, "_fields"):
         return False
-    return not any(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in part)  # pyright: ignore[reportUnknownVariableType]
+    return not any(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in part)

@@ -277,7 +277,7 @@ class PreparedLoader(DataLoader[T]):
                 seed_generators(sampler.batches, seed, epoch)
             return iter(loader)
         if isinstance(dataset, IterableDataset) and progress.stream is not None and done:
-            loader.load_state_dict(progress.stream)  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            loader.load_state_dict(progress.stream)  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
             return iter(loader)
         self._epochs.set(sampler, epoch)
         if seed is not None:
@@ -468,12 +468,12 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches}: it is a count")
     if isinstance(loader, PreparedLoader):
-        view = copy.copy(loader)  # pyright: ignore[reportUnknownVariableType]
+        view = copy.copy(loader)
         view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
-        return view  # pyright: ignore[reportUnknownVariableType]
+        return view
     if not isinstance(loader, DataLoader):
         return _Rest(loader, num_batches)
-    kind, options = _options(loader)  # pyright: ignore[reportUnknownArgumentType]
+    kind, options = _options(loader)
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers:
             return _Rest(loader, num_batches)  # each worker has a stream of its own

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds an
 
 
 def exit_codes(pids: Sequence[int]) -> list[int]:
-    """Wait for the ends of all, and end whoever hangs."""
+    """Wait for the ends of all, and kill those that hang."""
     deadline = time.monotonic() + PATIENCE
     codes: list[int] = []
     for pid in pids:

@@ -234,7 +234,7 @@ def test_a_planted_lock_is_refused(place: Place, kind: str) -> None:
 
 @pytest.mark.parametrize("mode", [0o644, 0o666])
 def test_a_lock_that_another_user_holds_is_refused_at_once(place: Place, mode: int) -> None:
-    """Whoever may read a file may lock it, and need never let go."""
+    """Any user who may read a file may lock it, and need not unlock it."""
     place.own_base(0o755)
     lock = place.base / f"{RUN_NAME}.lock"
     lock.touch()

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rank_environment import clean_environment
-from support.rank_worlds import free_port
+from support.rank_environment import environ_of_ranks
+
+from syncprims._world.host import free_port
 
 _TOLD = """
 import json, sys
@@ -32,7 +33,7 @@ def told(line: list[str], source: str, ranks: int, folder: Path, place: Path, **
     script.write_text(_TOLD + source)
     done = subprocess.run(
         [*line, sys.executable, str(script), str(folder)],
-        env=clean_environment(place, SYNCPRIMS_JOIN_TIMEOUT="30", **more),
+        env=environ_of_ranks(place, SYNCPRIMS_JOIN_TIMEOUT="30", **more),
         capture_output=True,
         text=True,
         check=False,

@@ -9,9 +9,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.rank_worlds import Kind, Ranks, Scripts, Signs, free_port
+from support.rank_worlds import Kind, Ranks, Scripts, Signs
 
 import syncprims as sp
+from syncprims._world.host import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -195,8 +195,8 @@ def test_a_late_rank_of_another_host_is_named(tmp_path: Path) -> None:
             report("end", json.dumps([said, total.item()]))
             dist.destroy_process_group()
             """,
-            GLOO_SOCKET_IFNAME="eth0",
-        )  # of the program's own group
+            GLOO_SOCKET_IFNAME="eth0",  # of the program's own group
+        )
         assert [end.code for end in net.wait()] == [0, 0], net.report_of(0)
         for rank in range(4):
             (missing, arrived, text), total = json.loads(net.report_of(rank))

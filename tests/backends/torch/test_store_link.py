@@ -15,7 +15,7 @@ store: Any = import_module("syncprims.backends.torch.store")
 
 
 class Recording(queue.SimpleQueue[Any]):
-    """Keeps how long whoever takes from it would wait."""
+    """Keeps how long a reader of it would wait."""
 
     def __init__(self) -> None:
         self.waits: list[float | None] = []

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.rank_environment import clean_environment
-from support.rank_worlds import Died, Kind, Ranks, Signs, fork, free_port, served_store
+from support.rank_environment import environ_of_ranks
+from support.rank_worlds import Died, Kind, Ranks, Signs, fork, served_store
 
 import syncprims as sp
+from syncprims._world.host import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,7 @@ def launched(
     script.write_text(HEAD + textwrap.dedent(source))
     done = subprocess.run(
         [sys.executable, *command, str(script), str(tmp_path)],
-        env=clean_environment(place, **more),
+        env=environ_of_ranks(place, **more),
         capture_output=True,
         text=True,
         check=False,
@@ -155,7 +156,7 @@ def _spawned(tmp_path: Path, place: Path) -> list[Any]:
     )
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), str(free_port())],
-        env=clean_environment(place),
+        env=environ_of_ranks(place),
         capture_output=True,
         text=True,
         check=False,
@@ -176,7 +177,7 @@ def test_a_group_that_is_not_the_launchers_world_is_refused(meeting_place: Path)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=clean_environment(meeting_place, **variables),
+        env=environ_of_ranks(meeting_place, **variables),
         capture_output=True,
         text=True,
         check=False,
@@ -273,7 +274,7 @@ def test_an_unreachable_store_ends_a_program_as_any_error_does(meeting_place: Pa
     place |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         [sys.executable, "-c", "import syncprims; syncprims.barrier()"],
-        env=clean_environment(meeting_place, **place, SYNCPRIMS_JOIN_TIMEOUT="2"),
+        env=environ_of_ranks(meeting_place, **place, SYNCPRIMS_JOIN_TIMEOUT="2"),
         capture_output=True,
         text=True,
         check=False,
@@ -621,7 +622,7 @@ def test_an_initialized_group_says_who_one_is(
     init = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/group"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), init, json.dumps(inner)],
-        env=clean_environment(meeting_place, SYNCPRIMS_JOIN_TIMEOUT="30", **outer),
+        env=environ_of_ranks(meeting_place, SYNCPRIMS_JOIN_TIMEOUT="30", **outer),
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -664,7 +665,7 @@ def test_a_world_that_was_started_before_the_group_is_refused(
     )
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), str(free_port())],
-        env=clean_environment(meeting_place),
+        env=environ_of_ranks(meeting_place),
         capture_output=True,
         text=True,
         check=False,

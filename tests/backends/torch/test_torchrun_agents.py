@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 from support.launches import await_condition
-from support.rank_environment import clean_environment
-from support.rank_worlds import PATIENCE, free_port
+from support.rank_environment import environ_of_ranks
+from support.rank_worlds import PATIENCE
+
+from syncprims._world.host import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +57,7 @@ class Agents:
             *(*options, str(script), str(tmp_path)),
         ]
         variables = {"SYNCPRIMS_JOIN_TIMEOUT": "40", "PYTHONUNBUFFERED": "1", **more}
-        self._environ = clean_environment(place, **variables)
+        self._environ = environ_of_ranks(place, **variables)
         self._started: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:

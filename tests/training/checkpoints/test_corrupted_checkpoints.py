@@ -79,7 +79,7 @@ each_way = pytest.mark.parametrize("way", WAYS)
 
 
 def refused(load: Callable[[str], None], folder: Path, name: str) -> bool:
-    """Tell whether it is refused in words that name the file."""
+    """Return whether it is refused with an error that names the file."""
     try:
         load(str(folder))
     except sp.CheckpointError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Recorder(Watched):
-    """An `os` that tells a weak disk of every call, once it is done."""
+    """An `os` that reports every call to a weak disk, once it is done."""
 
     def __init__(self, weak: WeakDisk, moments: list[set[Any]]) -> None:
         super().__init__(lambda *_: None)

@@ -193,7 +193,7 @@ def test_a_state_of_all_kinds_comes_back_in_type_and_value(
 def test_numpys_texts_come_back_to_the_last_character(
     text: str, tmp_path: Path, meeting_place: Path
 ) -> None:
-    given = [np.str_(text), np.bytes_(text.encode())]  # numpy does not tell all of them apart
+    given = [np.str_(text), np.bytes_(text.encode())]  # numpy takes some of them for equal
 
     def program() -> list[Any]:
         other = Kept()

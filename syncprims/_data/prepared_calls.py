@@ -69,7 +69,6 @@ class PreparedReduction(PreparedCall):
         ``otherwise(timeout, notes, value, out)`` returns the result where layouts differ.
 
         :raises OSError: if there is no space for the slots.
-        :raises TypeError: if `op` cannot reduce such values.
         """
         super().__init__(plane, layout, note, plane.index * layout.stride)
         reducer = layout.reducer(op)
