@@ -228,3 +228,14 @@ def test_an_interrupt_shows_the_users_lines_only(launches: Launches) -> None:
     text = "\n".join(line for line in done.err.splitlines() if line.startswith("[rank 0]"))
     assert "KeyboardInterrupt" in text
     assert f"{os.sep}syncprims{os.sep}_" not in text
+
+
+@pytest.mark.parametrize("ended", ["try: {}\nfinally: shutdown()\n", "with init(): {}\n"])
+def test_the_cause_is_known_of_a_world_that_a_program_has_ended(
+    launches: Launches, ended: str
+) -> None:
+    done = launches.run(ended.format("barrier('a' if is_main() else 'b')"), n=2)
+    said = [line for line in done.report if line.startswith("syncprims run: ")]
+    assert [line.partition(" (")[0] for line in said] == [
+        "syncprims run: ranks 0, 1 failed together"
+    ]
