@@ -118,7 +118,7 @@ class Sink:
     """An output stream of the launcher."""
 
     def __init__(self, stream: TextIO, screen: _Screen) -> None:
-        self._fd = stream.fileno()  # not its buffer: while a write to that waits, nobody can flush
+        self._stream = stream
         self._screen = screen
         self.is_terminal = stream.isatty()
         self.error: OSError | None = None  #: the first failed write
@@ -169,19 +169,20 @@ class Sink:
         before = b"\n" if screen.unfinished is not None else b""
         line = f"[rank {source.rank}] {text.decode(errors='replace')}"
         with contextlib.suppress(OSError):
-            width = os.get_terminal_size(self._fd).columns
+            width = os.get_terminal_size(self._stream.fileno()).columns
             line = line[: width - 1] if width else line  # a longer one cannot be erased
         screen.unfinished, screen.bar = None, (source, line.encode())
         self._write(before + _ERASE + line.encode())
 
     def _write(self, data: bytes) -> None:
         try:
+            fd = self._stream.fileno()  # not its buffer: nobody can flush that while a write waits
             while data:
                 try:
-                    data = data[os.write(self._fd, data) :]
+                    data = data[os.write(fd, data) :]
                 except BlockingIOError:  # who shares the stream may have made it non-blocking
                     poll = select.poll()
-                    poll.register(self._fd, select.POLLOUT)
+                    poll.register(fd, select.POLLOUT)
                     poll.poll()
         except OSError as error:
             # It is raised at the end: if the output were no longer read, the ranks would block.
