@@ -120,6 +120,8 @@ class NoteCache:
 
     def _add(self, key: tuple[object, ...], frame: FrameType, label: Label) -> _Cached:
         while (code := frame.f_code).co_filename.startswith(self._not_users) and frame.f_back:
+            if frame.f_globals.get("__name__") == "__main__":
+                break  # a program that a library has: `python -m library.program`
             self._library_files.add(code.co_filename)
             frame = frame.f_back
         key = (*key[:4], id(code), frame.f_lasti)

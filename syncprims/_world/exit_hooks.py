@@ -65,6 +65,7 @@ class ExitHooks:
         launcher reports it.
         """
         self._brief = brief
+        self.remove()
         # One hook per call, each with its own predecessor: the last one may have been wrapped.
         self._before = sys.excepthook
         self._hook = sys.excepthook = functools.partial(self._uncaught, sys.excepthook)

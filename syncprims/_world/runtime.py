@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -51,6 +50,7 @@ from .world import (
     close_world,
     join_world,
     leave_world,
+    report_failure,
     set_world_timeout,
 )
 
@@ -105,7 +105,8 @@ class _State:
             self.world = self.aside = None
             self.ended, self.extras = why, {}
             close_world(world, why)
-            if self is _state:
+            # Our launcher asks for the cause of a failure also after shutdown().
+            if self is _state and (why is not _closed or world.settings.error_file is None):
                 _exit_hooks.remove()
         return world
 
@@ -645,7 +646,16 @@ def _forked() -> SyncError:
     )
 
 
-_exit_hooks = ExitHooks(functools.partial(_end, _state), _on_fork)
+def _end_process(error: BaseException | None) -> None:
+    """Leave the world. If it has ended before, report `error` to our launcher all the same."""
+    path = _state.environ.get("SYNCPRIMS_ERROR_FILE")
+    if error is not None and path and _state.running is None and _state.ended is not _forked:
+        with contextlib.suppress(SyncError):
+            report_failure(path, detect(_state.environ).rank, error)
+    _end(_state, error)
+
+
+_exit_hooks = ExitHooks(_end_process, _on_fork)
 
 
 def _record_early_end(process: int) -> None:

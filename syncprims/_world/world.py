@@ -391,9 +391,7 @@ def close_world(world: World, why: Callable[[], SyncError]) -> None:
 
 def leave_world(world: World, error: BaseException | None) -> None:
     """Close the backend; `error` is the reason that the others raise, if there is one."""
-    failure = None
-    if error is not None:
-        failure = errors.dump(PeerFailed.from_failure(Failure.of(world.rank, error)))
+    failure = _encode(world.rank, error)
     if world.settings.error_file is not None:
         _report_end(world.settings.error_file, failure)
     if world._recorder is not None:
@@ -406,6 +404,17 @@ def abandon_world(world: World) -> None:
     if world._recorder is not None:
         world._recorder.abandon()
     world._backend.abandon()
+
+
+def report_failure(path: str, rank: int, error: BaseException) -> None:
+    """Write why `rank` has failed where the launcher looks; the world has ended before."""
+    _report_end(path, _encode(rank, error))
+
+
+def _encode(rank: int, error: BaseException | None) -> bytes | None:
+    if error is None:
+        return None
+    return errors.dump(PeerFailed.from_failure(Failure.of(rank, error)))
 
 
 def _report_end(path: str, failure: bytes | None) -> None:

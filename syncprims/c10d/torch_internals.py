@@ -47,6 +47,10 @@ BETWEEN = (
             "lightning",
             "lightning_fabric",
             "pytorch_lightning",
+            "ignite",
+            "torchmetrics",
+            "deepspeed",
+            "trl",
         )
     ),
     os.path.join(_PACKAGES, "typing_extensions.py"),  # noqa: PTH118

@@ -22,7 +22,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Generator, Mapping
@@ -46,7 +45,7 @@ from syncprims.errors import ConfigurationError, SyncError, describe_exit
 from .output import Output, Source
 from .plan import LaunchPlan, launch_environment
 from .report import EndedRank, describe_failure
-from .who import print_table
+from .who import describe_run
 
 GRACE = 5.0  # seconds between a failure and SIGTERM, and between SIGTERM and SIGKILL
 STOP_GRACE = 30.0  # between a signal to the launcher and SIGKILL
@@ -74,7 +73,7 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
         _guard(scratch) as guard,
         _adopted_orphans(),
     ):
-        output = Output(sys.stdout, sys.stderr)
+        output = Output(sys.stdout, sys.stderr, received)
         common = launch_environment(plan, environ)
         common["SYNCPRIMS_RUN_ID"] = uuid.uuid4().hex
         common["MASTER_ADDR"] = "127.0.0.1"
@@ -90,7 +89,7 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
                 "MASTER_PORT": str(free_port()),
             }
             run = _LaunchedRun(plan, variables, folder, received, output, guard, others)
-            with _answered_signals(run):
+            with _answered_signals(run, output):
                 run.run()
             if not run.failed or received or restart == plan.max_restarts:
                 break
@@ -105,12 +104,9 @@ def launch(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
 
 def _check_output(output: Output) -> int:
     """Return 0; raise if something that the ranks wrote is lost."""
-    error = output.error
-    if isinstance(error, OSError):
-        why = f"the ranks ended well, and what they wrote is lost: {error.strerror}"
-        raise OSError(error.errno, why)
-    if error is not None:
-        raise error
+    if output.error is not None:
+        why = f"the ranks ended well, and what they wrote is lost: {output.error.strerror}"
+        raise OSError(output.error.errno, why)
     return 0
 
 
@@ -121,7 +117,7 @@ def _outer_scratch(environ: Mapping[str, str]) -> Path | None:
 
 
 @contextlib.contextmanager
-def _answered_signals(run: _LaunchedRun) -> Generator[None]:
+def _answered_signals(run: _LaunchedRun, output: Output) -> Generator[None]:
     """Answer the signals that do not ask us to end; an ignored one stays ignored.
 
     SIGQUIT, which Ctrl-Backslash sends, prints what the ranks do. Ranks get SIGUSR1 and SIGUSR2.
@@ -129,7 +125,7 @@ def _answered_signals(run: _LaunchedRun) -> Generator[None]:
 
     def answer(signum: int, _: object) -> None:
         if signum == signal.SIGQUIT:
-            print_table(run.run_id, sys.stderr)
+            output.say(*describe_run(run.run_id))
         else:
             run.pass_on(signum)
 
@@ -302,7 +298,6 @@ class _LaunchedRun:
         self._spare = {*others, guard.pid}  # processes that are no part of the run
         self._ranks: list[_RankProcess] = []
         self._sources: list[Source] = []
-        self._thread: threading.Thread | None = None
 
     def run(self) -> None:
         """Start all ranks, and return when they have ended and nothing is left of them."""
@@ -311,8 +306,8 @@ class _LaunchedRun:
             # If a signal comes now, those that are there get it.
             while len(self._ranks) < self._plan.ranks and not self._received:
                 self._start(len(self._ranks))
-            # The first thread: from now on no process is forked.
-            self._thread = self._output.forward(self._sources)
+            # In the first thread: from now on no process is forked.
+            self._output.forward(self._sources)
             self._watch()
         finally:
             # Ended ranks are still zombies, so this kills what they started, and nothing else.
@@ -321,8 +316,7 @@ class _LaunchedRun:
                 one.process.wait()
             end_processes(self._folder, os.getpid(), self._spare)
             reap_children(self._spare)
-            if self._thread is not None:
-                self._thread.join(timeout=GRACE)
+            self._output.finish()
             self._forget()
 
     def pass_on(self, signum: int) -> None:

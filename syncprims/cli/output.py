@@ -1,9 +1,9 @@
 """Pass on what ranks write, line by line, each with its rank in front.
 
-One thread reads all pipes. It polls until no further pipe becomes readable, and then reads the
-readable pipes in the order of the ranks. So output that follows from another rank's, as in
-`in_turn`, is never read first. Only a traceback is held back briefly, so that its lines stay
-together.
+One thread reads all pipes, and alone writes: the launcher never waits for the reader of its output.
+The thread polls until no further pipe becomes readable, and then reads the readable pipes in the
+order of the ranks. So output that follows from another rank's, as in `in_turn`, is never read
+first. Only a traceback is held back briefly, so that its lines stay together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import IO, TextIO
 
 _LONGEST_LINE = 1 << 20  # bytes without an end of line, after which one is added
@@ -24,6 +24,7 @@ _TRACEBACK = b"Traceback (most recent call last):"
 #: Seconds without a new line after which a traceback is complete, and for which it is held at most.
 _TRACEBACK_PAUSE, _LONGEST_HOLD = 0.1, 0.5
 _PROMPT_PAUSE = 0.2  # seconds after which an unfinished line of rank 0 is shown
+_UNREAD = 5.0  # seconds for which the launcher, once it is asked to end, waits for a reader
 _ERASE = b"\r\x1b[K"  # the line of the cursor, on a terminal
 
 
@@ -47,14 +48,16 @@ class Source:
     def read(self) -> bool:
         """Read what has come and show what is complete; return whether more may come."""
         chunk = os.read(self.pipe.fileno(), 65536)
-        if not chunk:
-            self.show_held()
-            if self._begun:
-                self._show([self._begun])
-            self.pipe.close()
-            return False
-        self._take(chunk)
-        return True
+        if chunk:
+            self._take(chunk)
+        return bool(chunk)
+
+    def end(self) -> None:
+        """Show all that is left: nothing more comes."""
+        self.show_held()
+        if self._begun:
+            self._show([self._begun])
+        self.pipe.close()
 
     def _take(self, chunk: bytes) -> None:
         if self._after_return:
@@ -114,12 +117,11 @@ class _Screen:
 class Sink:
     """An output stream of the launcher."""
 
-    def __init__(self, stream: TextIO, screen: _Screen, lock: threading.Lock) -> None:
+    def __init__(self, stream: TextIO, screen: _Screen) -> None:
         self._stream = stream
         self._screen = screen
-        self._lock = lock
         self.is_terminal = stream.isatty()
-        self.error: Exception | None = None  #: the first failed write
+        self.error: OSError | None = None  #: the first failed write
 
     def write(self, source: Source | None, lines: list[bytes], *, begun: bool = False) -> None:
         """Write complete lines of `source`, or of the launcher itself.
@@ -127,107 +129,152 @@ class Sink:
         Of the first one a part was shown before, if it is `begun`.
         """
         prefix = b"" if source is None else b"[rank %d] " % source.rank
-        with self._lock:
-            screen = self._screen
-            if begun and not lines[0] and screen.unfinished is not source:
-                lines = lines[1:]  # another line has ended it already
-                if not lines:
-                    return
-            data = b"".join(b"%b%b\n" % (prefix, line) for line in lines)
-            if screen.bar is not None:
-                owner, bar = screen.bar
-                data = _ERASE + data
-                if owner is source:
-                    screen.bar = None  # it has ended
-                else:
-                    data += bar
-            elif screen.unfinished is not None:
-                # Its own line goes on; that of another one has to end first.
-                same = screen.unfinished is source
-                data = data.removeprefix(prefix) if same else b"\n" + data
-            screen.unfinished = None
-            self._write(data)
+        screen = self._screen
+        if begun and not lines[0] and screen.unfinished is not source:
+            lines = lines[1:]  # another line has ended it already
+            if not lines:
+                return
+        data = b"".join(b"%b%b\n" % (prefix, line) for line in lines)
+        if screen.bar is not None:
+            owner, bar = screen.bar
+            data = _ERASE + data
+            if owner is source:
+                screen.bar = None  # it has ended
+            else:
+                data += bar
+        elif screen.unfinished is not None:
+            # Its own line goes on; that of another one has to end first.
+            same = screen.unfinished is source
+            data = data.removeprefix(prefix) if same else b"\n" + data
+        screen.unfinished = None
+        self._write(data)
 
     def show_unfinished(self, source: Source, text: bytes) -> None:
         """Write the next part of a line that has not ended, as a prompt."""
-        with self._lock:
-            screen = self._screen
-            if not text:
-                return
-            if screen.unfinished is not source:
-                before = b"\n" if screen.unfinished is not None else b""
-                before = _ERASE if screen.bar is not None else before
-                text = before + b"[rank %d] " % source.rank + text
-            screen.unfinished, screen.bar = source, None
-            self._write(text)
+        screen = self._screen
+        if not text:
+            return
+        if screen.unfinished is not source:
+            before = b"\n" if screen.unfinished is not None else b""
+            before = _ERASE if screen.bar is not None else before
+            text = before + b"[rank %d] " % source.rank + text
+        screen.unfinished, screen.bar = source, None
+        self._write(text)
 
     def show_bar(self, source: Source, text: bytes) -> None:
         """Draw the state of a progress bar in place, unless that of another source is there."""
-        with self._lock:
-            screen = self._screen
-            if not text or (screen.bar is not None and screen.bar[0] is not source):
-                return
-            before = b"\n" if screen.unfinished is not None else b""
-            line = f"[rank {source.rank}] {text.decode(errors='replace')}"
-            with contextlib.suppress(OSError):
-                width = os.get_terminal_size(self._stream.fileno()).columns
-                line = line[: width - 1] if width else line  # a longer one cannot be erased
-            screen.unfinished, screen.bar = None, (source, line.encode())
-            self._write(before + _ERASE + line.encode())
+        screen = self._screen
+        if not text or (screen.bar is not None and screen.bar[0] is not source):
+            return
+        before = b"\n" if screen.unfinished is not None else b""
+        line = f"[rank {source.rank}] {text.decode(errors='replace')}"
+        with contextlib.suppress(OSError):
+            width = os.get_terminal_size(self._stream.fileno()).columns
+            line = line[: width - 1] if width else line  # a longer one cannot be erased
+        screen.unfinished, screen.bar = None, (source, line.encode())
+        self._write(before + _ERASE + line.encode())
 
     def _write(self, data: bytes) -> None:
         try:
-            self._stream.buffer.write(data)
-            self._stream.flush()
-        except Exception as error:
+            fd = self._stream.fileno()  # not its buffer: nobody can flush that while a write waits
+            while data:
+                try:
+                    data = data[os.write(fd, data) :]
+                except BlockingIOError:  # who shares the stream may have made it non-blocking
+                    poll = select.poll()
+                    poll.register(fd, select.POLLOUT)
+                    poll.poll()
+        except OSError as error:
             # It is raised at the end: if the output were no longer read, the ranks would block.
             self.error = self.error or error
 
 
 class Output:
-    """The standard streams of the launcher, as the ranks use them."""
+    """The standard streams of the launcher, as the ranks use them.
 
-    def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
-        lock, screen = threading.Lock(), _Screen()
-        self.stdout = Sink(stdout, screen, lock)
+    `interrupts` are the signals that have asked the launcher to end.
+    """
+
+    def __init__(self, stdout: TextIO, stderr: TextIO, interrupts: Sequence[int] = ()) -> None:
+        self._interrupts = interrupts
+        screen = _Screen()
+        self.stdout = Sink(stdout, screen)
         # Two terminals are one, most likely; a file has a line of its own.
         both = self.stdout.is_terminal and stderr.isatty()
-        self.stderr = Sink(stderr, screen if both else _Screen(), lock)
+        self.stderr = Sink(stderr, screen if both else _Screen())
+        self._said = collections.deque[list[bytes]]()
+        self._thread: threading.Thread | None = None
+        self._bell = -1  # the thread looks when something is written there, and ends at its end
 
     def say(self, *lines: str) -> None:
-        """Write lines of the launcher itself to the error stream."""
-        if lines:
-            self.stderr.write(None, [line.encode(errors="backslashreplace") for line in lines])
+        """Write lines of the launcher itself to the error stream, before or after others."""
+        if not lines:
+            return
+        self._said.append([line.encode(errors="backslashreplace") for line in lines])
+        if self._thread is None:
+            self.forward([])
+            self.finish()
+        elif self._bell >= 0:
+            os.write(self._bell, b".")
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> OSError | None:
         """What kept the launcher from writing, if anything did."""
         return self.stdout.error or self.stderr.error
 
-    def forward(self, sources: Iterable[Source]) -> threading.Thread:
-        """Start to pass on what comes from `sources`; the thread ends with them."""
-        thread = threading.Thread(target=_forward, args=(list(sources),), daemon=True)
-        thread.start()
-        return thread
+    def forward(self, sources: Iterable[Source]) -> None:
+        """Start to pass on what comes from `sources`, in a thread of its own."""
+        bell, self._bell = os.pipe()
+        self._thread = threading.Thread(
+            target=self._forward, args=(list(sources), bell), daemon=True
+        )
+        self._thread.start()
 
+    def finish(self) -> None:
+        """Return when all that has come is written, however long the reader takes.
 
-def _forward(sources: list[Source]) -> None:
-    left = {source.pipe.fileno(): source for source in sources}  # in the order of the ranks
-    poll = select.poll()  # `select` itself takes no descriptor from 1024 up
-    for fd in left:
-        poll.register(fd, select.POLLIN)
-    while left:
-        due = min(source.due for source in left.values())
-        ready = poll.poll(None if due == math.inf else max(0.0, due - time.monotonic()) * 1000)
-        for _ in range(_LOOKS):  # a pipe that became readable since may have been first
-            if ready == (ready := poll.poll(0)):
+        If the launcher is asked to end, what is not read soon is lost.
+        """
+        if self._thread is None:
+            return
+        bell, self._bell = self._bell, -1
+        os.close(bell)
+        deadline = math.inf
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(0.1)
+            if self._interrupts:
+                deadline = min(deadline, time.monotonic() + _UNREAD)
+        self._thread = None
+
+    def _forward(self, sources: list[Source], bell: int) -> None:
+        left = {source.pipe.fileno(): source for source in sources}  # in the order of the ranks
+        poll = select.poll()  # `select` itself takes no descriptor from 1024 up
+        for fd in (*left, bell):
+            poll.register(fd, select.POLLIN)
+        finishing = False  # what is in the pipes is all, though a lost process may hold them open
+        while True:
+            due = min((source.due for source in left.values()), default=math.inf)
+            pause = None if due == math.inf else max(0.0, due - time.monotonic()) * 1000
+            ready = poll.poll(0 if finishing else pause)
+            for _ in range(_LOOKS):  # a pipe that became readable since may have been first
+                if ready == (ready := poll.poll(0)):
+                    break
+            found = {fd for fd, _ in ready}
+            for fd in [fd for fd in left if fd in found]:
+                if not left[fd].read():
+                    poll.unregister(fd)
+                    left.pop(fd).end()
+            while self._said:
+                self.stderr.write(None, self._said.popleft())
+            if finishing and not found:
                 break
-        found = {fd for fd, _ in ready}
-        for fd in [fd for fd in left if fd in found]:
-            if not left[fd].read():
-                poll.unregister(fd)
-                del left[fd]
-        now = time.monotonic()
+            if bell in found and not os.read(bell, 4096):
+                poll.unregister(bell)
+                finishing = True
+            now = time.monotonic()
+            for source in left.values():
+                if source.due <= now:
+                    source.show_held()
         for source in left.values():
-            if source.due <= now:
-                source.show_held()
+            source.end()
+        os.close(bell)

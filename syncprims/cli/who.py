@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from syncprims.doctor.observation import Observation, RankReport, WorldReport, explain_refused, who
 from syncprims.doctor.processes import find_py_spy
@@ -103,14 +103,12 @@ def _screen(style: Style) -> Generator[Callable[[Sequence[str]], None]]:
         yield lambda lines: live.update(Text.from_ansi("\n".join(lines)), refresh=True)
 
 
-def print_table(which: str, stream: TextIO) -> None:
-    """Print what the ranks of a run do, or why that is not known; never raises."""
+def describe_run(which: str) -> list[str]:
+    """Return the lines of the table of a run, or why there is none; never raises `SyncError`."""
     try:
-        lines = _text(who(which), (), Style(stream, {"NO_COLOR": "1"}))
+        return _text(who(which), (), Style(sys.stderr, {"NO_COLOR": "1"}))
     except SyncError as error:
-        lines = [f"syncprims who: {error}"]
-    with contextlib.suppress(OSError, RuntimeError):  # closed; or it has interrupted a write
-        print("\n".join(lines), file=stream, flush=True)
+        return [f"syncprims who: {error}"]
 
 
 def _print(lines: Sequence[str]) -> None:

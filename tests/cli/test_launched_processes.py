@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 from support.launches import Launches, await_condition, command, find_processes
@@ -41,6 +44,15 @@ def scratch_of(launcher: subprocess.Popen[str]) -> Path:
     """Return the scratch directory of a launch, whose ranks say where they meet."""
     assert launcher.stdout is not None
     return Path(launcher.stdout.readline().split()[-1]).parents[1]
+
+
+def await_unread_output(stream: IO[str]) -> None:
+    """Wait until a pipe is nearly full; the parts of its memory may be half empty."""
+
+    def unread() -> int:
+        return int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+    await_condition(lambda: unread() > 32_000, "the output does not come")
 
 
 @pytest.mark.parametrize("child", [CHILD, ORPHAN], ids=["child", "orphan"])
@@ -134,6 +146,27 @@ def test_a_second_signal_ends_the_ranks_at_once(launches: Launches, second: int)
         time.sleep(0.3)  # what comes sooner is the same request
         launcher.send_signal(second)
         assert launcher.wait(timeout=20) == 130
+
+
+def test_a_signal_counts_while_nobody_reads_the_output(launches: Launches) -> None:
+    with launches.start("while True: print('x' * 99)\n") as launcher:
+        assert launcher.stdout is not None
+        await_unread_output(launcher.stdout)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=30) == 143
+
+
+@pytest.mark.soak
+def test_output_that_is_read_late_is_whole(launches: Launches) -> None:
+    """The ranks end before it is read: the pipes hold it. The launcher and its guard stay."""
+    with launches.start("for _ in range(600): print('x' * 99)\n") as launcher:
+        assert launcher.stdout is not None
+        await_unread_output(launcher.stdout)
+        await_condition(lambda: not find_processes(launches.script)[2:], "the ranks do not end")
+        time.sleep(7)  # longer than the launcher waits for anything else
+        out, _ = launcher.communicate(timeout=30)
+        assert launcher.returncode == 0
+    assert out.count("x" * 99) == 1200
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2], ids=str)

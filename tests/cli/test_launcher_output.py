@@ -6,7 +6,6 @@ import collections
 import os
 import pty
 import subprocess
-import threading
 from pathlib import Path
 from typing import IO
 
@@ -42,7 +41,7 @@ class Screen:
         return self._pipes[-1]
 
     def start(self) -> None:
-        self._thread: threading.Thread = self._output.forward(self._sources)
+        self._output.forward(self._sources)
 
     def read(self, until: str) -> str:
         """Return what is shown, once `until` is."""
@@ -58,7 +57,7 @@ class Screen:
         """Return all that was shown (in a file), once all pipes are closed."""
         for pipe in self._pipes:
             pipe.close()
-        self._thread.join(60)
+        self._output.finish()
         self._file.close()
         if self._master >= 0:
             os.close(self._master)
@@ -98,6 +97,21 @@ def test_a_line_is_shown_before_the_next_one_comes(tmp_path: Path) -> None:
         screen.read(f"err {number}\n")
     lines = [f"[rank 1] {what} {number}\n" for number in range(5) for what in ("out", "err")]
     assert screen.end() == "".join(lines)
+
+
+def test_a_stream_that_another_program_made_non_blocking_gets_all_output(
+    launches: Launches,
+) -> None:
+    launches.write("print('x' * 200_000)\n")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with subprocess.Popen(
+        command("-n", "2", str(launches.script)), env=launches.environ, stdout=writer
+    ) as launcher:
+        os.close(writer)
+        with os.fdopen(reader, "rb") as shown:
+            assert shown.read().count(b"x") == 400_000
+    assert launcher.returncode == 0
 
 
 def test_the_lines_of_a_traceback_stay_together(tmp_path: Path) -> None:
@@ -214,3 +228,14 @@ def test_an_interrupt_shows_the_users_lines_only(launches: Launches) -> None:
     text = "\n".join(line for line in done.err.splitlines() if line.startswith("[rank 0]"))
     assert "KeyboardInterrupt" in text
     assert f"{os.sep}syncprims{os.sep}_" not in text
+
+
+@pytest.mark.parametrize("ended", ["try: {}\nfinally: shutdown()\n", "with init(): {}\n"])
+def test_the_cause_is_known_of_a_world_that_a_program_has_ended(
+    launches: Launches, ended: str
+) -> None:
+    done = launches.run(ended.format("barrier('a' if is_main() else 'b')"), n=2)
+    said = [line for line in done.report if line.startswith("syncprims run: ")]
+    assert [line.partition(" (")[0] for line in said] == [
+        "syncprims run: ranks 0, 1 failed together"
+    ]

@@ -6,6 +6,7 @@ import enum
 import inspect
 import os
 import re
+import runpy
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import pytest
 from conftest import several
 
 import syncprims as sp
+from syncprims._protocol.call_site import NoteCache
 from syncprims.testing import run_world
 
 if TYPE_CHECKING:
@@ -190,3 +192,12 @@ def test_names_and_barriers_on_different_lines_are_no_reason_to_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run_world(program, 2) == [[2, 1]] * 2
+
+
+def test_a_program_that_a_library_has_is_the_users(tmp_path: Path) -> None:
+    """As in `python -m library.program`: no frame further out is anybody's line."""
+    program = tmp_path / "program.py"
+    program.write_text("def call():\n    return note('barrier')\n\n\nlabel = call().label\n")
+    note = NoteCache((str(tmp_path),)).note
+    found = runpy.run_path(str(program), {"note": note}, "__main__")
+    assert str(found["label"]) == "barrier (program.py:5)"
