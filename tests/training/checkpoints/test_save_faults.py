@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 #: Of the tests of every day: (setup, over an older save?, every how many-th point).
 SHORT = [
-    ("single-1", False, 3), ("single-1", True, 2), ("shards-1", True, 2), ("to-shards-1", True, 2),
-    ("from-shards-1", True, 2), ("state-1", False, 5), ("state-1", True, 4),
-    ("shards-2", True, 5), ("state-2", False, 9), ("state-2", True, 8),
-    ("state-behind-2", True, 13), ("state-4", True, 23), ("object-1", True, 5),
-    ("safe-object-1", True, 4),
+    ("single-1", False, 5), ("single-1", True, 3), ("shards-1", True, 3), ("to-shards-1", True, 3),
+    ("from-shards-1", True, 3), ("state-1", False, 7), ("state-1", True, 7),
+    ("shards-2", True, 7), ("state-2", False, 13), ("state-2", True, 13),
+    ("state-behind-2", True, 17), ("state-4", True, 31), ("object-1", True, 7),
+    ("safe-object-1", True, 5),
 ]  # fmt: skip
 LONG = [(name, overwrite, 1) for name in SETUPS for overwrite in (False, True)]
 everywhere = pytest.mark.parametrize(("name", "overwrite", "stride"), SHORT)
