@@ -174,6 +174,7 @@ def spec_of(obj: Any) -> Spec | None:
 
 # -- bytes ---------------------------------------------------------------------------------------
 
+LINE = 64  #: bytes, of a processor's cache
 #: Dtypes of torch that numpy has too, under the same names.
 _KNOWN_TO_NUMPY = frozenset(
     f"{kind}{bits}"
@@ -255,6 +256,11 @@ def numpy_dtype(dtype: Any) -> Any:
 
     kind = str(dtype)[6:]
     return numpy.dtype(kind) if kind in _KNOWN_TO_NUMPY else None
+
+
+def up_to_line(size: int) -> int:
+    """Return the least multiple of :data:`LINE` that is not below `size`."""
+    return -(-size // LINE) * LINE
 
 
 def empty_array(like: Any, shape: int | tuple[int, ...], dtype: Any) -> Any:

@@ -27,6 +27,7 @@ from .arrays import (
     numpy_dtype,
     raw,
     spec_of,
+    up_to_line,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     Memory = memoryview | bytearray
 
-_LINE = 64  # bytes, of a processor's cache
 _CRC = 4  # bytes
 _MOST_PARTS = 64  # of one container
 _MOST_OF_TREES = 256 << 10  # bytes in all slots, which so take one round
@@ -176,7 +176,7 @@ class Layout(ABC):
         return bytes(memory)
 
     def widen(self, stride: int) -> None:
-        """Become a part of slots that are `stride` bytes apart."""
+        """Set the distance of slots, in bytes: this layout is a part of a larger one."""
         self.stride = stride
 
     @abstractmethod
@@ -222,11 +222,11 @@ class NumberLayout(Layout):
         # A slot holds the numbers and their checksum: a damaged one is never a wrong result.
         self._contents = f"{8 * self._width}sI"
         self._slot = struct.Struct(f"<{self._contents}")
-        self.widen(_up(self._slot.size))
+        self.widen(up_to_line(self._slot.size))
         self.pack = self._pack
 
     def widen(self, stride: int) -> None:
-        """Become a part of slots that are `stride` bytes apart."""
+        """Set the distance of slots, in bytes: this layout is a part of a larger one."""
         super().widen(stride)
         gap = f"{stride - self._slot.size}x"
         self._slots = struct.Struct(f"<{gap.join([self._contents] * self._members)}")
@@ -291,7 +291,7 @@ class ArrayLayout(Layout):
         super().__init__()
         self.spec = spec
         self.data = codec.encode(spec)
-        self.stride = _up(spec.nbytes)
+        self.stride = up_to_line(spec.nbytes)
         self.is_large = spec.nbytes >= codec.LARGE
         self._members = members
         self._dtype = spec.loaded_dtype
@@ -424,7 +424,7 @@ class TreeLayout(Layout):
         self.pack = self._pack
 
     def widen(self, stride: int) -> None:
-        """Become a part of slots that are `stride` bytes apart."""
+        """Set the distance of slots, in bytes: this layout is a part of a larger one."""
         super().widen(stride)
         for _, layout in self._parts:
             layout.widen(stride)
@@ -479,7 +479,3 @@ def _itself(value: Any) -> Any:
 
 def _alone(number: Any) -> tuple[Any]:
     return (number,)
-
-
-def _up(size: int) -> int:
-    return -(-size // _LINE) * _LINE

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from .arrays import flat, is_array, raw
+from .arrays import LINE, flat, is_array, raw, up_to_line
 from .reduction import combine
 from .transport import Operand, Transport
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from syncprims._protocol.rounds import RoundSequence
     from syncprims.interface import Window
 
-_LINE = 64  # bytes, of a processor's cache
 #: Bytes of a piece: the others read it while the next one is written.
 _LEAST_PIECE, _MOST_PIECE = 512 << 10, 2 << 20
 
@@ -35,7 +34,7 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self, window: Window) -> None:
         self._window = window
-        self._half = len(window.memory) // 2 // _LINE * _LINE
+        self._half = len(window.memory) // 2 // LINE * LINE
 
     def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
@@ -90,8 +89,8 @@ class SharedMemoryTransport(Transport):
     ) -> Iterator[_Piece]:
         """Yield the pieces of all operands."""
         memory, members = self._window.memory, len(sequence.rounds.members)
-        results = self._half // (members + 1) // _LINE * _LINE  # bytes, at the end of a half
-        slot = (self._half - results) // members // _LINE * _LINE
+        results = self._half // (members + 1) // LINE * LINE  # bytes, at the end of a half
+        slot = (self._half - results) // members // LINE * LINE
         for operand in operands:
             mine, result = flat(operand.mine), flat(operand.result)
             most = min(slot // mine.itemsize, results // result.itemsize)
@@ -169,10 +168,10 @@ class _Piece:
         self._index = index
         self._mine, self._result = operand
         self._items = items = len(self._mine)
-        stride = _up(items * self._mine.itemsize)
+        stride = up_to_line(items * self._mine.itemsize)
         self._inputs_at = [member * stride for member in range(members)]
         self._results_at = results_at
-        part = _up(-(-items // members))  # in items: so no two members write one cache line
+        part = up_to_line(-(-items // members))  # in items: so no two members write one cache line
         self._part = slice(min(index * part, items), min((index + 1) * part, items))
 
     def _others(self, size: int) -> list[slice]:
@@ -231,8 +230,4 @@ def _piece_size(size: int, most: int) -> int:
 
     Smaller where the array is small, so that the others read one piece while the next is written.
     """
-    return min(most // _LINE * _LINE, _MOST_PIECE, max(_LEAST_PIECE, _up(size // 4)))
-
-
-def _up(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+    return min(most // LINE * LINE, _MOST_PIECE, max(_LEAST_PIECE, up_to_line(size // 4)))

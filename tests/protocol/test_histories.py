@@ -230,7 +230,7 @@ def passed_the_next(history: History) -> None:
 
 
 def reported(history: History, again: object) -> None:
-    """Let rank 2 raise in a call, and be killed afterwards, or leave."""
+    """Make rank 2 raise in a call; it is killed afterwards."""
     history.events[2].append(Event(4, "raise", 43, None))
     for rank in range(2):
         put(history, rank, 4, "verdict", fact=["PeerFailed", 2, []])

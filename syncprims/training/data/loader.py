@@ -322,7 +322,7 @@ class _Progress:
     current: Cursor | None = None  #: the iteration whose end ends the epoch
 
     def move(self, epoch: int, batch: int) -> None:
-        """Let the next iteration begin here. The end of one that runs now changes nothing."""
+        """Set where the next iteration begins. The end of a running one then changes nothing."""
         self.epoch, self.batch, self.resume, self.current = epoch, batch, batch, None
         self.at_end, self.stream = False, None
 
