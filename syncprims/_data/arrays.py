@@ -146,10 +146,11 @@ class Spec(NamedTuple):
 def library_of(obj: Any) -> str | None:
     """Return the library whose plain array `obj` is: ``"numpy"`` or ``"torch"``; None if none is.
 
-    An instance of a subclass is not plain.
+    An instance of a subclass is not plain; but a memory map is, since other ranks get its items
+    and not its file.
     """
     numpy = sys.modules.get("numpy")  # if it is not loaded, `obj` is no array
-    if numpy is not None and type(obj) is numpy.ndarray:
+    if numpy is not None and type(obj) in (numpy.ndarray, numpy.memmap):
         return "numpy"
     torch = sys.modules.get("torch")
     return "torch" if torch is not None and type(obj) is torch.Tensor else None
@@ -206,8 +207,8 @@ def flat(obj: Any) -> Any:
     if dtype is not None:
         return _memory(obj, dtype)
     plain = obj.detach().reshape(-1)
-    # The step of a single item may be any.
-    return plain.as_strided((1,), (1,)) if len(plain) == 1 else plain
+    # The step of no item, or of a single one, may be any.
+    return plain if len(plain) > 1 else plain.as_strided(plain.shape, (1,))
 
 
 def raw(vector: Any) -> memoryview:

@@ -12,6 +12,7 @@ from syncprims.interface import Note
 from . import codec, reduction
 from .arrays import Spec, fits, library_of, mark_written, may_fill
 from .codec import LargeHeader, holds_pickle
+from .layouts import ArrayLayout
 from .plane import DataPlane
 from .prepared_calls import FirstRound, PreparedBroadcast, PreparedGather, PreparedReduction
 from .results import copy_into
@@ -157,14 +158,16 @@ def gather(rounds: Rounds, note: Note, obj: Any, timeout: float | None) -> list[
 def _prepared_gather(
     rounds: Rounds, note: Note, obj: Any, timeout: float | None
 ) -> FirstRound | None:
-    """Return the round that gathers small values of a layout; None for others."""
+    """Return the round that gathers values of a layout; None for others."""
     plane: DataPlane = rounds.data or DataPlane.of(rounds)
     found = plane.find(note, obj)
-    if found is None or found[0].stride > plane.small_slot:
+    if found is None:
         return None
     call: PreparedGather | None
     layout, packed, call = found
     if call is None:
+        if plane.place(layout) is None:
+            return None
         otherwise = partial(_gather_any, rounds, note)
         call = plane.keep((id(note), id(layout)), PreparedGather(plane, layout, note, otherwise))
     return call.start(packed, obj, timeout)
@@ -174,8 +177,27 @@ def _gather_any(
     rounds: Rounds, note: Note, timeout: float | None, obj: Any, notes: Sequence[Note]
 ) -> list[Any]:
     """Return all members' objects of all kinds."""
-    payloads = DataPlane.of(rounds).small_encodings(rounds.board.collected, notes)
-    return _decode_all(rounds, RoundSequence(rounds, note, timeout), obj, payloads)
+    plane, sequence = DataPlane.of(rounds), RoundSequence(rounds, note, timeout)
+    layouts = plane.layouts_of(notes)
+    if all(layout is None or layout.stride <= plane.small_slot for layout in layouts):
+        payloads = plane.small_encodings(rounds.board.collected, notes)
+        return _decode_all(rounds, sequence, obj, payloads)
+    # Larger slots are not written, or overlap where they differ in size.
+    arrays = [layout for layout in layouts if isinstance(layout, ArrayLayout)]
+    if len(arrays) < len(layouts):
+        return gather_within(sequence, obj)
+    return _gather_arrays(sequence, obj, [layout.spec for layout in arrays])
+
+
+def _gather_arrays(sequence: RoundSequence, mine: Any, specs: Sequence[Spec]) -> list[Any]:
+    """Return all members' arrays, which may differ in size, in memory that they share."""
+
+    def make() -> list[Any]:
+        return [None if i == sequence.index else spec.make() for i, spec in enumerate(specs)]
+
+    rooms = sequence.attempt(make)
+    _needed_transport(sequence.rounds).gather(sequence, mine, rooms)
+    return [mine if room is None else room for room in rooms]
 
 
 def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:

@@ -151,13 +151,17 @@ class DataPlane:
             found = self._described[data] = read_layout(data, self.count)
         return found
 
+    def layouts_of(self, notes: Sequence[Note]) -> list[Layout | None]:
+        """Return the layouts of the values that came with these notes; None for those without."""
+        return [self.described(note.label.data) if note.label.data else None for note in notes]
+
     def encodings(self, number: int, notes: Sequence[Note]) -> list[bytes]:
         """Return the encodings of the values that came with the notes of round `number`.
 
         A large array is represented by its spec, and so is a value of which no slot can be read:
         where the slots of the members differ in size, they overlap.
         """
-        layouts = [self.described(note.label.data) if note.label.data else None for note in notes]
+        layouts = self.layouts_of(notes)
         overlap = len({layout.stride for layout in layouts if layout is not None}) > 1
         found: list[bytes] = []
         for index, (note, layout) in enumerate(zip(notes, layouts, strict=True)):
@@ -176,14 +180,13 @@ class DataPlane:
     def small_encodings(self, number: int, notes: Sequence[Note]) -> list[bytes]:
         """Return the encodings of the values in the small slots, or in the notes, of a round."""
         found: list[bytes] = []
-        for index, note in enumerate(notes):
-            data = note.label.data
-            if not data or self._small is None:
+        for index, (note, layout) in enumerate(zip(notes, self.layouts_of(notes), strict=True)):
+            if layout is None or self._small is None:
                 found.append(note.payload)
                 continue
             self._small.fence()
             begin = len(self._small.memory) // 2 * (number & 1) + index * self.small_slot
-            found.append(codec.encode(self.described(data).read(self._small.memory, begin, 0)))
+            found.append(codec.encode(layout.read(self._small.memory, begin, 0)))
         return found
 
     def keep(self, key: Hashable, call: T) -> T:

@@ -150,9 +150,9 @@ class PreparedBroadcast(PreparedCall):
 
 
 class PreparedGather(PreparedCall):
-    """An ``all_gather`` of values of one layout, in small slots.
+    """An ``all_gather`` of values of one layout.
 
-    The slots have one size, whatever is in them: each member may bring another value.
+    Small slots have one size, whatever is in them: each member may bring another value.
     """
 
     def __init__(
@@ -162,22 +162,27 @@ class PreparedGather(PreparedCall):
         note: Note,
         otherwise: Callable[[float | None, Any, Sequence[Note]], list[Any]],
     ) -> None:
-        """Prepare it; ``otherwise(timeout, obj, notes)`` returns the result where layouts differ.
+        """Prepare it.
+
+        ``otherwise(timeout, obj, notes)`` returns the result where layouts differ, or where it
+        takes more rounds.
 
         :raises OSError: if there is no space for the slots.
         """
-        size, index = plane.small_slot, plane.index
+        size, index = max(plane.small_slot, layout.stride), plane.index
         super().__init__(plane, layout, note, index * size)
         self._others = [(i, i * size) for i in range(plane.count) if i != index]
         self._count, self._otherwise = plane.count, otherwise
 
     def start(self, packed: Any, obj: Any, timeout: float | None) -> FirstRound:
         """Return the round that gathers `obj`."""
-        read = partial(self._read, timeout, obj)
-        return self.header, timeout, read, partial(self.write, packed)
+        write = partial(self.write, packed) if self.layout.one_round else None
+        return self.header, timeout, partial(self._read, timeout, obj), write
 
     def _read(self, timeout: float | None, obj: Any, notes: Sequence[Note]) -> list[Any]:
         header, read, memory = self.header, self.layout.read, self._memory
+        if not self.layout.one_round:
+            return self._otherwise(timeout, obj, notes)
         for other in notes:
             if other is not header and other.label.data != self.layout.data:
                 return self._otherwise(timeout, obj, notes)

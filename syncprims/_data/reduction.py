@@ -55,6 +55,8 @@ Op = Literal["sum", "mean", "min", "max", "prod"]
 OPS: tuple[Op, ...] = get_args(Op)
 #: What dates and durations can be reduced with.
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
+_REAL = frozenset((int, float, bool))  # what most parts are: known before all other questions
+_PLAIN = _REAL | {complex}
 _FEW_ITEMS = 4096  # for which BLAS starts no threads
 #: What numpy and torch call the reductions of two arrays; the others add.
 _FUNCTIONS = {
@@ -82,6 +84,8 @@ def check_value(value: object, op: str, where: str = "value") -> None:
 
     :raises TypeError: naming the first part that is none of these.
     """
+    if type(value) in _REAL:
+        return
     if is_dict(value):
         for key, part in value.items():
             check_value(part, op, f"{where}[{key!r}]")
@@ -139,6 +143,8 @@ def reduce(
         parts = [value[key] for value in values]
         return reduce(parts, op, ranks, out_of_band, f"{where}[{label}]")
 
+    if _PLAIN.issuperset(map(type, values)):
+        return reduce_numbers(values, op)
     shapes = [describe(value) for value in values]
     alike = len(set(shapes)) == 1
     if alike and len({isinstance(value, Placeholder) for value in values}) > 1:  # dense, and sparse
@@ -271,6 +277,8 @@ def fits_result(out: Any, value: Any, op: str) -> bool:
 
 def detached(value: Any) -> Any:
     """Return `value`, its tensors without what torch knows of their history."""
+    if type(value) in _PLAIN:
+        return value
     if is_tensor(value):
         return value.detach()
     if is_dict(value):

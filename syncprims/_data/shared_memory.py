@@ -105,8 +105,9 @@ class SharedMemoryTransport(Transport):
         if (own := targets[me]) is not None:
             own[:] = data
         reads = [(i, room) for i, room in enumerate(targets) if room is not None and i != me]
-        slot = _piece_size(len(data), self._half // members)
-        self._pass_pieces(sequence, [(me, data)], reads, len(data), slot)
+        longest = max([len(data), *(len(room) for _, room in reads)])
+        slot = _piece_size(longest, self._half // members)
+        self._pass_pieces(sequence, [(me, data)], reads, longest, slot)
 
     def exchange(
         self,

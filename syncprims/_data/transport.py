@@ -45,9 +45,10 @@ class Transport(ABC):
 
     @abstractmethod
     def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
-        """Fill ``rooms[i]``, contiguous, with the `mine` of member number i; all equally long.
+        """Fill ``rooms[i]``, contiguous, with the `mine` of member number i.
 
-        What a member has no room for, it leaves.
+        What a member has no room for, it leaves. All are equally long; but in shared memory they
+        may differ, if each member has room for all others.
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import random
 import resource
 import signal
 import threading
@@ -204,6 +205,55 @@ def test_arrays_of_mixed_sizes_keep_out_of_each_others_way(world: Ranks) -> None
 
 
 @several()
+def test_gathered_arrays_may_differ_in_size_and_kind(world: Ranks) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        dice = random.Random(8)  # the same on all
+        for step in range(40):
+            counts = (
+                dice.choices([0, 3, 1500, 20_000, 150_000, 400_000], k=1 if step % 2 else n) * n
+            )
+            kinds: list[Any] = dice.choices(
+                [np.asarray, torch.from_numpy, lambda array: torch.from_numpy(array).bfloat16(),
+                 lambda array: torch.from_numpy(array).requires_grad_(), lambda array: [array]],
+                k=1 if step % 3 else n,
+            ) * n  # fmt: skip
+            made = [kinds[r](np.full(counts[r], step + r, "f4")[::-1].copy()) for r in range(n)]
+            found = sp.all_gather(made[rank])
+            assert found[rank] is made[rank]
+            assert sp.all_reduce(step) == n * step
+            assert list(map(codec.encode, found)) == list(map(codec.encode, made))
+
+    world.run(program)
+
+
+@several()
+def test_a_memory_map_travels_as_its_items(world: Ranks, tmp_path: Path) -> None:
+    def program() -> None:
+        rank, n = sp.get_rank(), sp.get_world_size()
+        for size in (3, 30_000, 400_000):
+            path = tmp_path / f"{rank}-{size}"
+            mine = np.memmap(path, "f4", "w+", shape=(size,))
+            mine[:] = rank
+            plain = np.array(mine)
+            total = sp.all_reduce(plain if rank else mine)
+            assert type(total) is np.ndarray
+            assert set(total.tolist()) == {n * (n - 1) / 2}
+            parts = sp.all_gather(mine)
+            assert [set(part.tolist()) for part in parts] == [{r} for r in range(n)]
+            assert [type(part) for r, part in enumerate(parts) if r != rank] == [np.ndarray] * (
+                n - 1
+            )
+            into = np.memmap(path, "f4", "r+")
+            assert sp.broadcast(plain, n - 1, out=into) is into
+            assert np.fromfile(path, "f4").tolist() == [n - 1] * size
+            assert sp.all_reduce(np.ones(size, "f4"), out=into) is into
+            assert np.fromfile(path, "f4").tolist() == [n] * size
+
+    world.run(program, SYNCPRIMS_PICKLE="0")
+
+
+@several()
 def test_payloads_of_one_checksum_are_not_one(world: Ranks) -> None:
     def program() -> None:
         # These two differ by a multiple of the polynomial of CRC-32.
@@ -380,16 +430,20 @@ def test_an_interrupt_between_the_pieces_breaks_the_group(meeting_place: Path) -
 
 
 def test_memory_beside_the_arrays_is_bounded(meeting_place: Path) -> None:
-    def program() -> int:
+    def program() -> list[int]:
         array, out = np.ones(16_000_000), np.ones(16_000_000)  # 128 MB each
         sp.barrier()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        sp.all_reduce(array, out=out)
-        sp.broadcast(array, out=out)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        most = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
+        for call in (sp.all_reduce, sp.broadcast):
+            call(array, out=out)
+        most.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        sp.all_gather(array)
+        most.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        return most
 
-    for grown in Ranks(Kind("file", 2), meeting_place).run(program):
-        assert grown < 24 * 1024  # KB, where one copy would be 125,000
+    for before, filled, gathered in Ranks(Kind("file", 2), meeting_place).run(program):
+        assert filled - before < 24 * 1024  # KB, where one copy would be 125,000
+        assert gathered - filled < 125_000 + 24 * 1024  # the array of the other rank
 
 
 def test_where_room_is_short_the_memory_is_smaller(meeting_place: Path) -> None:
@@ -399,6 +453,8 @@ def test_where_room_is_short_the_memory_is_smaller(meeting_place: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))
         total = sp.all_reduce(np.arange(1_000_000))
         assert same(total, np.arange(1_000_000) * 2)
+        for array in sp.all_gather(total):
+            assert same(array, total)
         return sp.broadcast(total)[-1]
 
     assert Ranks(Kind("file", 2), meeting_place).run(program) == [1_999_998] * 2

@@ -288,7 +288,7 @@ def test_dtypes_that_torch_only_stores(world: Ranks) -> None:
 
 
 @several(2)
-def test_one_item_of_a_column(world: Ranks) -> None:
+def test_a_column_of_one_item_or_none(world: Ranks) -> None:
     """It is contiguous, and its step is not 1."""
 
     def program() -> None:
@@ -298,6 +298,9 @@ def test_one_item_of_a_column(world: Ranks) -> None:
             assert out.item() == 2
             assert sp.broadcast(value, out=out).item() == 1
             assert [one.item() for one in sp.all_gather([value, value])[1]] == [1, 1]
+            empty = torch.ones(0, 2, dtype=dtype)[:, 0]
+            found = [sp.all_reduce(empty), sp.broadcast(empty, 1), *sp.all_gather(empty)]
+            assert [(one.dtype, one.shape) for one in found] == [(dtype, (0,))] * 4
 
     world.run(program)
 
