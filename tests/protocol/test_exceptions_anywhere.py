@@ -75,11 +75,10 @@ def test_an_exception_while_a_file_is_written_is_not_changed(meeting_place: Path
 
     def choose(places: list[Place]) -> list[Disturbance]:
         writing = [place for place in places if place.function == "PrivateDirectory.write"]
+        assert writing
         return [Disturbance(place, 0, TimeoutError) for place in writing]
 
-    assert (
-        disturb_processes(Ranks(Kind("file", 2), meeting_place), "all_gather array", choose) == []
-    )
+    assert disturb_processes(Ranks(Kind("file", 2), meeting_place), "all_gather text", choose) == []
 
 
 def test_a_signal_handler_that_raises_frees_the_lock_of_the_run(meeting_place: Path) -> None:

@@ -258,6 +258,13 @@ CALLS: dict[str, Call] = {
     "all_gather array": Call(
         lambda i: [_all_equal(x) for x in sp.all_gather(np.full(9_000, i))], lambda i: [[i]] * 2
     ),
+    "all_gather arrays": Call(  # of different sizes
+        lambda i: [_all_equal(x) for x in sp.all_gather(np.full(600 << sp.get_rank(), i))],
+        lambda i: [[i]] * 2,
+    ),
+    "all_gather text": Call(
+        lambda i: [len(x) for x in sp.all_gather(" " * (9_000 + i))], lambda i: [9_000 + i] * 2
+    ),
     "broadcast number": Call(lambda i: sp.broadcast(i, 1), lambda i: i),
     "all_reduce": Call(lambda i: sp.all_reduce(i + sp.get_rank()), lambda i: 2 * i + 1),
     "all_reduce numbers": Call(
