@@ -904,6 +904,45 @@ def test_a_world_keeps_no_variables_of_its_ranks() -> None:
 
 
 @pytest.mark.usefixtures("only_references")
+@pytest.mark.parametrize("finishes", [False, True])
+def test_an_error_keeps_variables_as_long_as_it_lives(finishes: bool) -> None:
+    kept: list[weakref.ref[Held]] = []
+
+    def program() -> None:
+        held = Held()
+        kept.append(weakref.ref(held))
+        if sp.is_main():
+            if finishes:
+                return
+            raise LookupError("this rank is the cause")
+        sp.barrier()
+
+    with contextlib.suppress(LookupError, DeadlockError):
+        run_world(program, 3)
+    assert [ref() for ref in kept] == [None] * 3
+
+
+@pytest.mark.usefixtures("only_references")
+def test_a_forked_rank_frees_nothing_of_its_parent() -> None:
+    """As a loader: its workers are processes of the parent."""
+    freed: list[int] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            freed.append(os.getpid())
+
+    def program() -> list[int]:
+        gc.collect()
+        return freed
+
+    Cycle()
+    assert run_world(program, 2, kind="processes") == [[], []]
+
+
+@pytest.mark.usefixtures("only_references")
 def test_a_wait_keeps_no_variables_of_its_callers() -> None:
     def wait() -> weakref.ref[Held]:
         held = Held()
