@@ -135,7 +135,7 @@ def read_layout(data: bytes, members: int) -> Layout:
 
 def _outline_of_leaf(value: Any) -> Any:
     """Return what is the same for all values of one layout: 0 for a number, an array's spec."""
-    kind = type(cast("Any", value))
+    kind: Any = type(cast("object", value))
     if _is_number(kind):
         return kind()
     spec = spec_of(value)
@@ -157,7 +157,7 @@ def _layout_of(outline: Any, members: int) -> Layout:
         return ArrayLayout(outline, members)
     is_alone = type(outline) not in _CONTAINERS
     parts = [outline] if is_alone else _Container(outline).parts(outline)
-    if all(_is_number(type(part)) for part in parts):
+    if all(_is_number(type(cast("object", part))) for part in parts):
         return NumberLayout(outline, members)
     return TreeLayout(outline, members)
 
@@ -239,7 +239,7 @@ class NumberLayout(Layout):
         container = _Container([outline] if self._is_alone else outline)
         self._build = itemgetter(0) if self._is_alone else container.build
         self._numbers: Any = _alone if self._is_alone else container.parts
-        self._kinds = [type(zero) for zero in self._numbers(outline)]
+        self._kinds: list[Any] = [type(zero) for zero in self._numbers(outline)]
         self._are_pythons = _PYTHONS.issuperset(self._kinds)
         codes = "".join(_CODES[kind] for kind in self._kinds)
         self._members, self._width = members, len(self._kinds)
