@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 
+#: Every Python that a test starts imports `sitecustomize` from here.
+STARTUP = str(HERE / "support" / "startup")
+if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
+
 #: Every behaviour is tested on each of these: real processes, a third-party backend, and threads.
 KINDS = [
     Kind("single", 1),
