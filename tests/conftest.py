@@ -4,11 +4,13 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 import filelock
@@ -51,25 +53,54 @@ def _target(descriptor: Path) -> str:
     return ""
 
 
+_own: dict[str, list[tuple[dict[str, object], str, object]]] = {}
+
+
+def _unpatch() -> list[str]:
+    """Return the names that are replaced in the library's modules, after putting them back."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("syncprims.") and name not in _own:
+            names = vars(module)
+            kinds = ModuleType, type, FunctionType
+            _own[name] = [(names, key, it) for key, it in names.items() if isinstance(it, kinds)]
+    found = list[str]()
+    for module_name, entries in _own.items():
+        for names, key, it in entries:
+            if names.get(key) is not it:
+                found.append(f"{module_name}.{key}")
+                names[key] = it
+    return found
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Generator[None]:
-    """Fail a test that leaves a variable, a thread, a descriptor, a process or a closed world."""
+    """Fail a test that changes this process.
 
-    def state() -> tuple[dict[str, str], set[str], Counter[str], str]:
+    As by a variable, thread, descriptor, process, handler of a signal, patch or closed world.
+    """
+
+    def state() -> tuple[dict[str, str], set[str], str, dict[int, object], str]:
         environ = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
         threads = {thread.name for thread in threading.enumerate()}
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
         found = children.read_text() if children.exists() else ""
-        return environ, threads, Counter(map(_target, Path("/dev/fd").iterdir())), found
+        # The first DataLoader with workers sets the handler of SIGCHLD, and keeps it.
+        kept = signal.valid_signals() - {signal.SIGCHLD}
+        return environ, threads, found, {n: signal.getsignal(n) for n in kept}, str(Path.cwd())
 
-    before = state()
+    def descriptors() -> Counter[str]:
+        return Counter(map(_target, Path("/dev/fd").iterdir()))
+
+    before, opened = state(), descriptors()
+    assert _unpatch() == []
     yield
-    after = state()
-    if after != before:
+    after, left = state(), descriptors()
+    if (after, left) != (before, opened):
         gc.collect()  # frees what frames of exceptions hold, also those of earlier tests
-        after = state()
-    assert (*after[:2], after[3]) == (*before[:2], before[3])
-    assert after[2].total() <= before[2].total(), f"left open: {after[2] - before[2]}"
+        after, left = state(), descriptors()
+    assert after == before
+    assert left.total() <= opened.total(), f"left open: {left - opened}"
+    assert _unpatch() == []
     assert runtime._state.ended is None
 
 

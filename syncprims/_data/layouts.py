@@ -41,7 +41,15 @@ _CRC = 4  # bytes
 _MOST_PARTS = 64  # of one container
 _MOST_OF_TREES = 256 << 10  # bytes in all slots, which so take one round
 _LONGEST = 1024  # bytes of a description: a label has to fit into a cell
-_CODES = {float: "d", int: "q"}
+#: How `struct` writes a number, by its kind, in 8 bytes: kinds that mix have slots of one size.
+_CODES: dict[type, str] = {float: "d", int: "q", bool: "?7x"}
+#: Those of numpy, by their names; they are added to the others when they are needed.
+_CODES_OF_NUMPY = {
+    "float64": "d", "float32": "f4x", "bool": "?7x", "bool_": "?7x",
+    "int64": "q", "int32": "i4x", "int16": "h6x", "int8": "b7x",
+    "uint64": "Q", "uint32": "I4x", "uint16": "H6x", "uint8": "B7x",
+}  # fmt: skip
+_PYTHONS = frozenset(_CODES)
 _CONTAINERS = frozenset((dict, list, tuple))
 
 
@@ -52,13 +60,16 @@ def key_of(value: object) -> Hashable:
     if of_kind is not None:
         return of_kind(value)
     library = library_of(value)
-    if library is None:
+    if _is_number(kind):
+        _KEYS[kind] = type
+    elif library is None:
         return None
-    # In one step for all of them, as most of the time of it is that of a step.
-    names = ("dtype", "shape") + (
-        ("device", "layout", "requires_grad") if library == "torch" else ()
-    )
-    _KEYS[kind] = attrgetter(*names)
+    else:
+        # In one step for all of them, as most of the time of it is that of a step.
+        names = ("dtype", "shape") + (
+            ("device", "layout", "requires_grad") if library == "torch" else ()
+        )
+        _KEYS[kind] = attrgetter(*names)
     return _KEYS[kind](value)
 
 
@@ -89,10 +100,20 @@ def _keys_of_parts(parts: Collection[Any]) -> Sequence[Hashable] | None:
 _KEYS: dict[type, Callable[[Any], Hashable]] = {
     float: type,
     int: type,
+    bool: type,
     dict: _key_of_dict,
     list: _key_of_sequence,
     tuple: _key_of_sequence,
 }
+
+
+def _is_number(kind: type) -> bool:
+    """Return whether numbers of this kind have a place in a slot."""
+    if kind not in _CODES and kind.__module__ == "numpy":
+        name = kind.__name__
+        if name in _CODES_OF_NUMPY and getattr(sys.modules["numpy"], name, None) is kind:
+            _CODES[kind] = _CODES_OF_NUMPY[name]
+    return kind in _CODES
 
 
 def make_layout(value: Any, members: int) -> Layout | None:
@@ -114,8 +135,8 @@ def read_layout(data: bytes, members: int) -> Layout:
 
 def _outline_of_leaf(value: Any) -> Any:
     """Return what is the same for all values of one layout: 0 for a number, an array's spec."""
-    kind = type(cast("object", value))
-    if kind in _CODES:
+    kind = type(cast("Any", value))
+    if _is_number(kind):
         return kind()
     spec = spec_of(value)
     return spec if spec is not None and spec.device == "cpu" and spec.nbytes else None
@@ -134,7 +155,9 @@ def _outline_of_container(value: Any) -> Any:
 def _layout_of(outline: Any, members: int) -> Layout:
     if isinstance(outline, Spec):
         return ArrayLayout(outline, members)
-    if type(outline) in _CODES or {*map(type, _Container(outline).parts(outline))} <= {*_CODES}:
+    is_alone = type(outline) not in _CONTAINERS
+    parts = [outline] if is_alone else _Container(outline).parts(outline)
+    if all(_is_number(type(part)) for part in parts):
         return NumberLayout(outline, members)
     return TreeLayout(outline, members)
 
@@ -207,17 +230,19 @@ class Reducer(NamedTuple):
 
 
 class NumberLayout(Layout):
-    """A float, an int of 64 bits, or a flat dict, list or tuple of them."""
+    """A number of at most 64 bits, or a flat dict, list or tuple of numbers."""
 
     def __init__(self, outline: Any, members: int) -> None:
         super().__init__()
         self.data = codec.encode(outline)
-        self._is_alone = type(outline) in _CODES
+        self._is_alone = type(outline) not in _CONTAINERS
         container = _Container([outline] if self._is_alone else outline)
         self._build = itemgetter(0) if self._is_alone else container.build
         self._numbers: Any = _alone if self._is_alone else container.parts
-        codes = "".join(_CODES[type(zero)] for zero in self._numbers(outline))
-        self._members, self._width = members, len(codes)
+        self._kinds = [type(zero) for zero in self._numbers(outline)]
+        self._are_pythons = _PYTHONS.issuperset(self._kinds)
+        codes = "".join(_CODES[kind] for kind in self._kinds)
+        self._members, self._width = members, len(self._kinds)
         self._one, self._all = struct.Struct(f"<{codes}"), struct.Struct(f"<{codes * members}")
         # A slot holds the numbers and their checksum: a damaged one is never a wrong result.
         self._contents = f"{8 * self._width}sI"
@@ -266,7 +291,11 @@ class NumberLayout(Layout):
     def read(self, memory: Memory, at: int, index: int, out: Any = None) -> Any:
         """Return the value in the slot of member number `index`."""
         at += index * self.stride
-        return self._build(self._unpack(self._one, self._slot, memory, at))
+        numbers = self._unpack(self._one, self._slot, memory, at)
+        if not self._are_pythons:
+            pairs = zip(self._kinds, numbers, strict=True)
+            numbers = [kind(number) for kind, number in pairs]
+        return self._build(numbers)
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`; each can reduce numbers."""
@@ -279,9 +308,16 @@ class NumberLayout(Layout):
     def reduce(self, memory: Memory, at: int, op: str) -> Any:
         """Return the reduction of all slots."""
         numbers, width = self._unpack(self._all, self._slots, memory, at), self._width
-        if self._is_alone:
-            return reduction.reduce_numbers(numbers, op)
-        return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
+        if self._are_pythons:
+            if self._is_alone:
+                return reduction.reduce_numbers(numbers, op)
+            return self._build(
+                [reduction.reduce_numbers(numbers[i::width], op) for i in range(width)]
+            )
+        kinds = enumerate(self._kinds)
+        return self._build(
+            [reduction.reduce_kind(kind, numbers[i::width], op) for i, kind in kinds]
+        )
 
 
 class ArrayLayout(Layout):

@@ -223,6 +223,13 @@ def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
     return math.nan if isinstance(total, float) else total
 
 
+def reduce_kind(kind: Any, numbers: Sequence[Any], op: str) -> Any:
+    """Return the reduction of numbers of one kind, one per rank, which may be of numpy."""
+    if kind.__module__ != "numpy":
+        return reduce_numbers(numbers, op)
+    return _reduce_scalars([kind(number) for number in numbers], op)
+
+
 def _multiply(a: complex, b: complex) -> complex:
     """Return the product of complex numbers, rounded the same on all processors."""
     return complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)

@@ -124,9 +124,9 @@ class OncePerSession:
     ) -> T:
         """Return ``fn()``, called by one worker of this test session; others get an equal value.
 
-        The others wait for it. If that worker is killed, another one calls `fn`; if `fn` raises,
-        all workers raise that exception. The value is pickled. Without pytest-xdist there is one
-        worker.
+        The others wait for it. If that worker is killed, another one calls `fn`; so does one that
+        starts when all others have ended. If `fn` raises, all workers raise that exception. The
+        value is pickled. Without pytest-xdist there is one worker.
 
         :param cleanup: called with the value by the last worker to end; a function at the top level
             of a module.

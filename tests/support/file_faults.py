@@ -65,14 +65,15 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(at: Callable[[int, str, tuple[Any, ...]], object]) -> Generator[Watched]:
-    """Make checkpoints use a watched `os`."""
+    """Make checkpoints use a watched `os`: all of this process, so also ranks that are threads."""
     module: Any = filesystem
-    fake, real = Watched(at), module.os
+    assert module.os is os, "it is watched already; watch a world of threads from outside"
+    fake = Watched(at)
     module.os = fake
     try:
         yield fake
     finally:
-        module.os = real
+        module.os = os
 
 
 def nothing(number: int, name: str, args: tuple[Any, ...]) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from support.rank_worlds import ServedStore
 
-_PATIENCE = 30.0  # seconds after which a run counts as hanging
+_PATIENCE = 60.0  # seconds after which a run counts as hanging
 _OPS = ("sum", "min", "max")
 _KINDS: list[Kind] = [
     *("barrier", "barrier", "broadcast", "broadcast", "all_reduce", "all_gather"),

@@ -553,7 +553,8 @@ def test_a_killed_maker_is_replaced(project: Project, tmp_path: Path) -> None:
     log = tmp_path / "log"
     result = project.run("-n", "2", LOG=str(log))
     assert result.counts(failed=1, passed=5), result.out  # xdist fails the test of the killed
-    assert log.read_text().splitlines() == ["make", "make"]
+    # Once more if the worker in its place starts when the other one has ended, and cleaned up.
+    assert log.read_text().splitlines() in (["make"] * 2, ["make"] * 3)
 
 
 def test_a_failing_maker_fails_all_with_its_cause(project: Project, tmp_path: Path) -> None:
