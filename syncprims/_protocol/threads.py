@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import FrameType
+
+T = TypeVar("T")
 
 #: Functions in which a thread waits for nothing that ends in a call of ours: another thread would
 #: have to give it work, or it never runs the code of users.
@@ -41,9 +43,20 @@ def busy_threads() -> set[int]:
     """Return the identifiers of the other threads that have something to do."""
     # First the work, then where the threads are: one that takes work in between is seen at it.
     with_work = _threads_with_work(threading.enumerate())
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    busy = {ident for ident, at in frames.items() if ident in with_work or not _is_idle(at)}
+    idle = look_at_threads(_is_idle)
+    busy = {ident for ident, is_idle in idle.items() if ident in with_work or not is_idle}
     return busy - {threading.get_ident()}
+
+
+def look_at_threads(look: Callable[[FrameType], T]) -> dict[int, T]:
+    """Return what `look` returns for the innermost frame of each thread, by its identifier."""
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    try:
+        return {ident: look(frame) for ident, frame in frames.items()}
+    finally:
+        # This frame is one of them. In such a cycle all frames would keep their variables, and
+        # those of their callers, until the garbage collector runs.
+        frames.clear()
 
 
 def _threads_with_work(threads: Iterable[threading.Thread]) -> set[int | None]:
@@ -57,10 +70,14 @@ def _threads_with_work(threads: Iterable[threading.Thread]) -> set[int | None]:
         # Such a queue gives work to a waiting thread at once, and is empty before that thread runs.
         # But each thread that waits has counted itself, and each work takes one off.
         waiting: dict[Any, set[int]] = {}
-        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        for ident, at in frames.items():
-            if at.f_code is module._worker.__code__:
-                waiting.setdefault(at.f_locals["executor_reference"](), set()).add(ident)
+        pools = look_at_threads(
+            lambda at: (
+                at.f_locals["executor_reference"] if at.f_code is module._worker.__code__ else None
+            )
+        )
+        for ident, pool in pools.items():
+            if pool is not None:
+                waiting.setdefault(pool(), set()).add(ident)
         for pool, idents in waiting.items():
             # If the pool is gone, its threads are about to end.
             if pool is None or pool._idle_semaphore._value < len(idents):

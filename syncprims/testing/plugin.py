@@ -164,6 +164,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
                 "pytest.mark.world runs functions, and methods of plain classes: in a "
                 "unittest.TestCase, call syncprims.testing.run_world"
             )
+        # Here, since pytest-asyncio replaces the function later.
+        if inspect.iscoroutinefunction(item.obj):
+            _refuse("pytest.mark.world runs plain functions: call asyncio.run inside")
     reads_output = {"capsys", "capfd", "capsysbinary", "capfdbinary"} & {
         *getattr(item, "fixturenames", ())
     }
@@ -191,8 +194,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("world")
     if mark is None:
         return None
-    if inspect.iscoroutinefunction(pyfuncitem.obj):
-        _refuse("pytest.mark.world runs plain functions: call asyncio.run inside")
     try:
         worlds = _worlds(mark)
     except (TypeError, ValueError) as error:

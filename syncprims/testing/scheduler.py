@@ -437,18 +437,21 @@ class Scheduler:
                 return next(turn for turn in able if turn.rank == self.turn)
             if self.aborted:
                 raise WorldAborted
-            waiting = [turn for turn in self._turns if turn.waits]
             if self._may_come():
                 time.sleep(_LOOK_EVERY)
-            elif not waiting:
+                continue
+            # Only a second look is certain: a thread may have come, or ended, since the first.
+            waiting = [turn for turn in self._turns if turn.waits]
+            if any(turn.able(now) for turn in waiting):
+                continue
+            if not waiting:
                 return None
-            else:
-                self._now = max(now, min(turn.until for turn in waiting))
-                if self._now == math.inf:
-                    self._now = now
-                    if not self._break_standstill():
-                        self.abort()
-                        raise WorldAborted
+            self._now = max(now, min(turn.until for turn in waiting))
+            if self._now == math.inf:
+                self._now = now
+                if not self._break_standstill():
+                    self.abort()
+                    raise WorldAborted
 
 
 def _waits_for_thread(ident: int) -> bool:

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncprims._protocol.deadlock import Wait, describe_group
+from syncprims._protocol.threads import look_at_threads
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import load_backend
@@ -34,6 +35,7 @@ from .world_spec import WorldSpec
 if TYPE_CHECKING:
     from .torch_worlds.serving import TorchThreads
 
+T = TypeVar("T")
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
 _GRACE = 2.0  # seconds for threads to end once their world has been given up
 _DEBUGGERS = ("bdb", "pdb", "pydevd")
@@ -208,14 +210,10 @@ class ThreadWorld(Observer):
         limit = self._spec.time_limit
         while not self.scheduler.finished.wait(limit):
             stacks = "".join(
-                f"stack of rank {rank}:\n{''.join(trim_stack(traceback.format_stack(at)))}"
-                for rank, at in self._frames().items()
+                f"stack of rank {rank}:\n{''.join(trim_stack(stack))}"
+                for rank, stack in self._look_at_ranks(traceback.format_stack).items()
             ).rstrip()
-            if any(
-                str(frame.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS
-                for found in self._frames().values()
-                for frame, _ in traceback.walk_stack(found)
-            ):
+            if any(self._look_at_ranks(_is_in_debugger).values()):
                 continue
             assert limit is not None
             self._run.timed_out(limit, stacks)
@@ -242,13 +240,21 @@ class ThreadWorld(Observer):
                     )
         return True
 
-    def _frames(self) -> dict[int, FrameType]:
-        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    def _look_at_ranks(self, look: Callable[[FrameType], T]) -> dict[int, T]:
+        """Return what `look` returns for the innermost frame of each rank that still runs."""
+        found = look_at_threads(look)
         return {
-            rank: frames[thread.ident]
+            rank: found[thread.ident]
             for rank, thread in enumerate(self._threads)
-            if thread.ident in frames
+            if thread.ident in found
         }
+
+
+def _is_in_debugger(frame: FrameType) -> bool:
+    return any(
+        str(outer.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS
+        for outer, _ in traceback.walk_stack(frame)
+    )
 
 
 @contextlib.contextmanager

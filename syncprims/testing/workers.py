@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -303,6 +304,7 @@ def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none
         pid = os.fork()
     if not pid:
+        gc.freeze()  # to free here what the parent has left could end things of the parent
         _run_worker(spec, rank, fn)
     return pid
 

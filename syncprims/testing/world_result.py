@@ -39,7 +39,22 @@ _SHOWN = 8  # calls of a rank, where they are listed
 
 
 def results_of(run: WorldRun, replay: str) -> list[Any]:
-    """Return the result of each rank, or raise why there is none; `replay` is noted on errors."""
+    """Return the result of each rank, or raise why there is none; `replay` is noted on errors.
+
+    The run has its errors no more then. The frames of an error refer to the run: in a cycle, they
+    would keep all variables until the garbage collector runs.
+    """
+    __tracebackhide__ = True
+    try:
+        _raise_failures(run, replay)
+    finally:
+        for outcome in run.outcomes:
+            outcome.error = None
+    return [outcome.result for outcome in run.outcomes]
+
+
+def _raise_failures(run: WorldRun, replay: str) -> None:
+    """Raise what the world has failed with, if it has."""
     __tracebackhide__ = True
     failed = [outcome for outcome in run.outcomes if outcome.error is not None]
     causes = [outcome for outcome in failed if not outcome.consequence]
@@ -60,7 +75,6 @@ def results_of(run: WorldRun, replay: str) -> list[Any]:
         raise add_note(error, replay)
     if not run.struck and not any(outcome.torn for outcome in run.outcomes):
         _check_equal_rounds(run, replay)
-    return [outcome.result for outcome in run.outcomes]
 
 
 def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:

@@ -390,6 +390,36 @@ def test_what_would_run_once_only_is_refused(project: Project) -> None:
     assert "asyncio.run" in result.out
 
 
+def test_an_async_test_is_refused_where_a_plugin_would_run_it(project: Project) -> None:
+    project.write("""
+        import asyncio
+        import pytest
+
+        class Runner:  # replaces the function as pytest-asyncio does
+            @pytest.hookimpl(wrapper=True)
+            def pytest_runtest_call(self, item):
+                runs, body = item.runtest, item.obj
+
+                def runtest():
+                    item.obj = lambda: asyncio.run(body())
+                    runs()
+
+                item.runtest = runtest
+                return (yield)
+
+        @pytest.fixture(scope="session", autouse=True)
+        def runner(request):
+            request.config.pluginmanager.register(Runner())
+
+        @pytest.mark.world(2)
+        async def test_async():
+            pass
+    """)
+    result = project.run()
+    assert result.counts(failed=1), result.out
+    assert "call asyncio.run inside" in result.out
+
+
 def test_it_works_under_xdist(project: Project) -> None:
     project.write("""
         import pytest

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import gc
+import itertools
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +22,7 @@ import pytest
 from support.rank_worlds import CROWDED, skip_unless_crowded
 
 import syncprims as sp
+from syncprims._protocol.threads import busy_threads
 from syncprims._world import runtime
 from syncprims.testing import (
     DeadlockError,
@@ -871,6 +875,88 @@ run_world(program, 2, kind="processes", start="spawn")
     assert done.returncode == 1
 
 
+class Held:
+    """Something that a rank has in a variable."""
+
+
+@pytest.fixture
+def only_references() -> Generator[None]:
+    """Turn the garbage collector off: what is in a cycle of references is not freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("only_references")
+def test_a_world_keeps_no_variables_of_its_ranks() -> None:
+    """Neither those of a rank that is in a call while another one ends."""
+    kept: list[weakref.ref[Held]] = []
+
+    def program() -> None:
+        held = Held()
+        kept.append(weakref.ref(held))
+        sp.barrier()
+
+    for seed in range(5):
+        run_world(program, 3, seed=seed)
+    assert [ref() for ref in kept] == [None] * 15
+
+
+@pytest.mark.usefixtures("only_references")
+@pytest.mark.parametrize("finishes", [False, True])
+def test_an_error_keeps_variables_as_long_as_it_lives(finishes: bool) -> None:
+    kept: list[weakref.ref[Held]] = []
+
+    def program() -> None:
+        held = Held()
+        kept.append(weakref.ref(held))
+        if sp.is_main():
+            if finishes:
+                return
+            raise LookupError("this rank is the cause")
+        sp.barrier()
+
+    with contextlib.suppress(LookupError, DeadlockError):
+        run_world(program, 3)
+    assert [ref() for ref in kept] == [None] * 3
+
+
+@pytest.mark.usefixtures("only_references")
+def test_a_forked_rank_frees_nothing_of_its_parent() -> None:
+    """As a loader: its workers are processes of the parent."""
+    freed: list[int] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            freed.append(os.getpid())
+
+    def program() -> list[int]:
+        gc.collect()
+        return freed
+
+    Cycle()
+    assert run_world(program, 2, kind="processes") == [[], []]
+
+
+@pytest.mark.usefixtures("only_references")
+def test_a_wait_keeps_no_variables_of_its_callers() -> None:
+    def wait() -> weakref.ref[Held]:
+        held = Held()
+        sp.barrier()
+        return weakref.ref(held)
+
+    def program() -> None:
+        kept = wait()
+        assert kept() is None
+
+    late = Delay(1, at=1, seconds=0.5)  # the journal of rank 0 says then that it waits
+    run_world(program, 2, kind="processes", faults=[late])
+
+
 # -- ranks with several threads --------------------------------------------------------------------
 
 
@@ -922,6 +1008,23 @@ def test_a_thread_that_is_late_is_no_deadlock(kind: Kinds, daemon: bool) -> None
         return "passed"
 
     assert run_world(program, 3, kind=kind) == ["passed"] * 3
+
+
+def test_a_thread_that_ends_between_two_looks_is_no_standstill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends, looks = threading.Event(), itertools.count(1)
+
+    def look() -> set[int]:
+        if next(looks) == 3:  # after the rank has seen that it must wait
+            ends.set()
+            thread.join()
+        return busy_threads()
+
+    thread = threading.Thread(target=ends.wait)
+    monkeypatch.setattr("syncprims.testing.scheduler.busy_threads", look)
+    assert run_world(thread.start, 1) == [None]
+    assert next(looks) > 3
 
 
 @both

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import random
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
+from syncprims import accelerate
 from syncprims.training import (
     Accelerator,
     prepare_data_loader,
@@ -866,6 +869,39 @@ def test_torchs_own_order(world: Ranks, order: str) -> None:
 
     for rank, (mine, whole) in enumerate(world.run(program)):
         assert mine == [[[i] for i in epoch[rank :: world.ranks]] for epoch in whole]
+
+
+@in_pairs
+@pytest.mark.parametrize("flavour", [Accelerator, accelerate.Accelerator])
+@pytest.mark.parametrize("left", [False, True])
+def test_a_loader_is_freed_with_its_job(world: Ranks, flavour: Any, left: bool) -> None:
+    """Without the garbage collector: the workers of a loader end when it is freed."""
+
+    def train() -> weakref.ref[Any]:
+        job = flavour(cpu=True)
+        model = torch.nn.Linear(1, 1)
+        parts = (torch.optim.SGD(model.parameters(), 0.1), feed(torch.ones(8, 1), batch_size=1))
+        model, optimizer, loader = job.prepare(model, *parts)
+        for batch in loader:
+            with job.accumulate(model):
+                job.backward(model(batch).mean())
+                optimizer.step()
+            assert job.gradient_state.active_dataloader is loader
+            if left:
+                break
+        assert job.gradient_state.active_dataloader is None
+        return weakref.ref(loader)
+
+    def program() -> bool:
+        train()  # what torch imports late keeps the variables of its callers
+        gc.collect()
+        gc.disable()
+        try:
+            return train()() is None
+        finally:
+            gc.enable()
+
+    assert all(world.run(program))
 
 
 @in_pairs

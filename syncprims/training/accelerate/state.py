@@ -13,12 +13,13 @@ import syncprims
 from syncprims._protocol.validation import seconds
 from syncprims._world.sequential import MainFirst
 from syncprims._world.world import set_world_timeout
+from syncprims.training.accumulation import Accumulator
 from syncprims.training.preparation import rank_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _STATE = "accelerate.state"  # among the world's extras: what all states of a rank share
-_ACCELERATOR = "accelerate.accelerator"  # the latest one
+_JOB = "accelerate.job"  # the accumulator of the latest Accelerator
 
 
 class DistributedType(StrEnum):
@@ -226,7 +227,7 @@ class AcceleratorState(PartialState):
 
 def is_initialized() -> bool:
     """Return whether an Accelerator has been made on this rank. Starts the world."""
-    return _ACCELERATOR in syncprims.current().extras
+    return _JOB in syncprims.current().extras
 
 
 def state_of_job(accelerator: Any) -> AcceleratorState:
@@ -235,7 +236,7 @@ def state_of_job(accelerator: Any) -> AcceleratorState:
     state.device = accelerator.device
     state.distributed_type = distributed_type(accelerator.device)
     state.mixed_precision = accelerator.mixed_precision
-    syncprims.current().extras[_ACCELERATOR] = accelerator
+    syncprims.current().extras[_JOB] = accelerator.accumulator
     return state
 
 
@@ -244,14 +245,18 @@ class GradientState:
 
     def __init__(self, plugin: Any = None, *, accelerator: Any = None) -> None:
         del plugin
-        self._job: Any = accelerator or syncprims.current().extras.get(_ACCELERATOR)
-        if self._job is None:
+        job: Accumulator | None = (
+            syncprims.current().extras.get(_JOB) if accelerator is None else accelerator.accumulator
+        )
+        if job is None:
             raise RuntimeError("make an Accelerator before a GradientState")
+        # Not the Accelerator, which has this object: a cycle would keep the workers of its loaders.
+        self._job = job
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch closes its window."""
-        return bool(self._job.sync_gradients)
+        return self._job.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
@@ -260,12 +265,12 @@ class GradientState:
     @property
     def num_steps(self) -> int:
         """Micro-batches per step."""
-        return int(self._job.gradient_accumulation_steps)
+        return self._job.steps
 
     @property
     def sync_with_dataloader(self) -> bool:
         """Whether the last batch of a loader closes a window."""
-        return bool(self._job.accumulator.windows.sync_with_dataloader)
+        return self._job.windows.sync_with_dataloader
 
     @property
     def adjust_scheduler(self) -> bool:
@@ -275,7 +280,7 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any:
         """The prepared loader that the current code iterates, if it is in one."""
-        cursor = self._job.accumulator.loaders.innermost
+        cursor = self._job.loaders.innermost
         return None if cursor is None else cursor.loader
 
     @property
@@ -286,7 +291,7 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the latest batch of that loader is its last."""
-        cursor = self._job.accumulator.loaders.innermost
+        cursor = self._job.loaders.innermost
         return cursor is not None and bool(cursor.at_end)
 
     @property
@@ -295,7 +300,7 @@ class GradientState:
 
         0 if there is no padding, -1 outside of prepared loaders.
         """
-        cursor = self._job.accumulator.loaders.innermost
+        cursor = self._job.loaders.innermost
         return -1 if cursor is None else int(cursor.real or 0)
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -44,12 +45,17 @@ class Cursor:
     """One iteration of one prepared loader."""
 
     def __init__(self, loader: object) -> None:
-        self.loader = loader
+        self._loader = weakref.ref(loader)
         self.serial = 0  #: of its latest batch
         self.at_end = False  #: the latest batch is the last
         self.beside: tuple[Cursor, ...] = ()  #: others that alternate with it, as in ``zip``
         self.real: int | None = None  #: items of all ranks' latest batches that are not padding
         self.single = False  #: each of these is one item, whatever that holds
+
+    @property
+    def loader(self) -> object:
+        """The loader; None if it has been freed, with its workers, after the iteration."""
+        return self._loader()
 
 
 class OpenLoaders:
