@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 
+#: Every Python that a test starts imports `sitecustomize` from here.
+STARTUP = str(HERE / "support" / "startup")
+if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
+
 #: Every behaviour is tested on each of these: real processes, a third-party backend, and threads.
 KINDS = [
     Kind("single", 1),
@@ -48,6 +53,9 @@ def _target(descriptor: Path) -> str:
     return ""
 
 
+# The first DataLoader with workers sets the handler of SIGCHLD, and keeps it.
+_KEPT = set(signal.Signals) - {signal.SIGCHLD}
+
 _own: dict[str, list[tuple[dict[str, object], str, object]]] = {}
 
 
@@ -67,11 +75,22 @@ def _unpatch() -> list[str]:
     return found
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_patched() -> Generator[None]:
+    """Fail a file of tests that leaves a name of the library replaced.
+
+    Once per file: after a fork, a look at all objects of the library costs milliseconds.
+    """
+    assert _unpatch() == []
+    yield
+    assert _unpatch() == []
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Generator[None]:
     """Fail a test that changes this process.
 
-    As by a variable, thread, descriptor, process, handler of a signal, patch or closed world.
+    As by a variable, thread, descriptor, process, handler of a signal or closed world.
     """
 
     def state() -> tuple[dict[str, str], set[str], str, dict[int, object], str]:
@@ -79,15 +98,12 @@ def nothing_left_behind() -> Generator[None]:
         threads = {thread.name for thread in threading.enumerate()}
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
         found = children.read_text() if children.exists() else ""
-        # The first DataLoader with workers sets the handler of SIGCHLD, and keeps it.
-        kept = signal.valid_signals() - {signal.SIGCHLD}
-        return environ, threads, found, {n: signal.getsignal(n) for n in kept}, str(Path.cwd())
+        return environ, threads, found, {n: signal.getsignal(n) for n in _KEPT}, str(Path.cwd())
 
     def descriptors() -> Counter[str]:
         return Counter(map(_target, Path("/dev/fd").iterdir()))
 
     before, opened = state(), descriptors()
-    assert _unpatch() == []
     yield
     after, left = state(), descriptors()
     if (after, left) != (before, opened):
@@ -95,7 +111,6 @@ def nothing_left_behind() -> Generator[None]:
         after, left = state(), descriptors()
     assert after == before
     assert left.total() <= opened.total(), f"left open: {left - opened}"
-    assert _unpatch() == []
     assert runtime._state.ended is None
 
 

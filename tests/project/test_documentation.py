@@ -145,7 +145,7 @@ def try_commands(page: Path, tmp_path: Path, *, slow: bool) -> None:
     environ["PYTEST_DEBUG_TEMPROOT"] = str(tmp_path)
     environ |= {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}",
+        "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}:{environ['PYTHONPATH']}",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     for block in on(page, "console"):

@@ -42,61 +42,48 @@ def test_digits_learn_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None
             np.testing.assert_allclose(other[name], one[name], rtol=1e-9, atol=1e-12)
 
 
-def preempt(folder: Path, steps: int) -> list[str]:
-    return [
-        sys.executable, "-m", "syncprims", "run", "-n", "2", str(ROOT / "examples" / "preempt.py"),
-        "--directory", str(folder), "--steps", str(steps), "--save-every", "50",
-    ]  # fmt: skip
+def preempt(folder: Path, steps: int, *options: object) -> list[str]:
+    """Return the command of a training in `folder` that fails and starts again as told."""
+    line = ["-n", 2, "--max-restarts", 1, ROOT / "examples" / "preempt.py", *options]
+    line += ["--directory", folder, "--steps", steps, "--save-every", 10]
+    return [sys.executable, "-m", "syncprims", "run", *map(str, line)]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_a_preempted_training_saves_on_all_ranks_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_training_that_is_preempted_and_then_fails_goes_on_bit_for_bit(tmp_path: Path) -> None:
     clean = {**clean_environ(), "OMP_NUM_THREADS": "1"}
 
-    def finish(folder: Path, steps: int) -> str:
-        command = preempt(folder, steps)
+    def finish(command: list[str]) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             command, env=clean, capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        return done
 
     run = tmp_path / "run"
     process = subprocess.Popen(
         preempt(run, 10**9), env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with process:
-        while not (run / "step-50").exists():  # it is training
+        while not list(run.glob("step-*")):  # it is training
             assert process.poll() is None
             time.sleep(0.01)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    [step] = re.findall(r"saved step (\d+): SIGTERM on ranks \[\d\]", out)
-    assert (run / f"step-{step}").exists()
-    more = finish(run, int(step) + 40)
-    assert f"continues after step {step}" in more
-    whole = finish(tmp_path / "whole", int(step) + 40)
-    sums = [re.findall(r"add up to (\S+)", text) for text in (more, whole)]
+    [saved] = re.findall(r"saved step (\d+): SIGTERM on ranks \[\d\]", out)
+    assert (run / f"step-{saved}").exists()
+
+    fails, end = int(saved) + 17, int(saved) + 40
+    more = finish(preempt(run, end, "--fail-at", fails))
+    assert f"generation 0 continues after step {saved}" in more.stdout
+    cause = f"RuntimeError: a failure in step {fails}"
+    assert f"rank 1 failed first (exit code 1): {cause}" in more.stderr
+    assert "syncprims run: restart 1 of 1" in more.stderr
+    assert f"generation 1 continues after step {(fails - 1) // 10 * 10}" in more.stdout
+
+    whole = finish(preempt(tmp_path / "whole", end))
+    sums = [re.findall(r"add up to (\S+)", done.stdout) for done in (more, whole)]
     assert sums[0] == sums[1]
     assert len(sums[0]) == 1
-
-
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_a_failed_training_is_started_again_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    sums = []
-    for name, failing in (("whole", []), ("failed", ["--fail-at", "17"])):
-        done = subprocess.run(
-            [sys.executable, "-m", "syncprims", "run", "-n", "2", "--max-restarts", "1",
-             str(ROOT / "examples" / "preempt.py"), "--directory", str(tmp_path / name),
-             "--steps", "30", "--save-every", "10", *failing],
-            env={**clean_environ(), "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        sums += re.findall(r"add up to (\S+)", done.stdout)
-    assert "rank 1 failed first (exit code 1): RuntimeError: a failure in step 17" in done.stderr
-    assert "syncprims run: restart 1 of 1" in done.stderr
-    assert "generation 1 continues after step 10" in done.stdout
-    assert sums[0] == sums[1]

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,17 +39,17 @@ NO_RESULT: list[tuple[Any, Any, type[Exception]]] = [
 
 
 @pairs
-@pytest.mark.parametrize("number", range(len(NO_RESULT)))
 @pytest.mark.filterwarnings("ignore")
-def test_values_without_a_result_leave_all_in_step(world: Ranks, number: int) -> None:
-    value, op, error = NO_RESULT[number]
+def test_values_without_a_result_leave_all_in_step(world: Ranks) -> None:
+    def program() -> list[Any]:
+        seen: list[Any] = []
+        for number, (value, op, error) in enumerate(NO_RESULT):
+            with pytest.raises(error):
+                sp.all_reduce(value, op)
+            seen.append(sp.all_gather((number, sp.get_rank())))
+        return seen
 
-    def program() -> Any:
-        with pytest.raises(error):
-            sp.all_reduce(value, op)
-        return sp.all_gather(sp.get_rank())
-
-    assert world.run(program) == [[0, 1]] * 2
+    assert world.run(program) == [[[(n, 0), (n, 1)] for n in range(len(NO_RESULT))]] * 2
 
 
 @pairs
@@ -250,29 +251,37 @@ SHARED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def find_error(call: Callable[[Any], Any], value: Any) -> tuple[str, str]:
+    """Return the type and text of the error that a call raises."""
+    try:
+        call(value)
+    except (sp.PeerFailed, sp.EncodingError, KeyboardInterrupt) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 @several(2, 4)
-@pytest.mark.parametrize("call", SHARED)
-@pytest.mark.parametrize("raises", [ImportError, MemoryError, RecursionError, KeyboardInterrupt])
-def test_what_one_rank_cannot_make_fails_all(
-    world: Ranks, call: str, raises: type[BaseException]
-) -> None:
-    def program() -> Any:
-        kinds = sp.PeerFailed, sp.EncodingError, KeyboardInterrupt
-        with pytest.raises(kinds) as caught:
-            SHARED[call](Picky(raises))
-        return type(caught.value).__name__, str(caught.value), sp.all_gather(sp.get_rank())
+def test_what_one_rank_cannot_make_fails_all(world: Ranks) -> None:
+    """In one world, one after another: all ranks stay in step."""
+    cases = list(product(SHARED, [ImportError, MemoryError, RecursionError, KeyboardInterrupt]))
+
+    def program() -> list[Any]:
+        return [
+            (*find_error(SHARED[call], Picky(raises)), sp.all_gather(sp.get_rank()))
+            for call, raises in cases
+        ]
 
     everyone = list(range(world.ranks))
-    found = world.run(program)
-    own = "EncodingError" if issubclass(raises, Exception) else "KeyboardInterrupt"
-    for rank, (kind, text, after) in enumerate(found):
-        assert after == everyone
-        assert kind == (own if rank else "PeerFailed")
-        if rank == 0:
-            assert re.search(rf"rank \d failed in {call.split()[0]}.*\({HERE}:\d+\)", text)
-        elif own == "EncodingError":
-            assert re.match(rf"{call.split()[0]}.*\({HERE}:\d+\): what rank \d has sent: ", text)
-            assert f"{raises.__name__}: not here" in text
+    for rank, found in enumerate(world.run(program)):
+        for (call, raises), (kind, text, after) in zip(cases, found, strict=True):
+            own = "EncodingError" if issubclass(raises, Exception) else "KeyboardInterrupt"
+            assert (kind, after) == (own if rank else "PeerFailed", everyone), (call, raises)
+            if rank == 0:
+                assert re.search(rf"rank \d failed in {call.split()[0]}.*\({HERE}:\d+\)", text)
+            elif own == "EncodingError":
+                sender = rf"{call.split()[0]}.*\({HERE}:\d+\): what rank \d has sent: "
+                assert re.match(sender, text)
+                assert f"{raises.__name__}: not here" in text
 
 
 class Stubborn:
@@ -305,22 +314,24 @@ class Number(int):
 
 
 @pairs
-@pytest.mark.parametrize("call", SENDING)
-@pytest.mark.parametrize("raises", [ValueError, MemoryError, RecursionError, KeyboardInterrupt])
-def test_whatever_prevents_sending_fails_all(
-    world: Ranks, call: str, raises: type[BaseException]
-) -> None:
-    def program() -> Any:
-        value = Stubborn(raises) if sp.is_main() else Stubborn(ValueError)
-        kinds = sp.PeerFailed, sp.EncodingError, KeyboardInterrupt
-        with pytest.raises(kinds) as caught:
-            SENDING[call](value)
-        return type(caught.value).__name__, sp.all_gather(sp.get_rank())
+def test_whatever_prevents_sending_fails_all(world: Ranks) -> None:
+    """In one world, one after another: all ranks stay in step."""
+    cases = list(product(SENDING, [ValueError, MemoryError, RecursionError, KeyboardInterrupt]))
+
+    def program() -> list[Any]:
+        return [
+            (
+                find_error(SENDING[call], Stubborn(raises if sp.is_main() else ValueError))[0],
+                sp.all_gather(sp.get_rank()),
+            )
+            for call, raises in cases
+        ]
 
     first, second = world.run(program)
-    own = "EncodingError" if issubclass(raises, Exception) else "KeyboardInterrupt"
-    assert first == (own, [0, 1])
-    assert second in [("PeerFailed", [0, 1]), ("EncodingError", [0, 1])]
+    for case, mine, other in zip(cases, first, second, strict=True):
+        own = "EncodingError" if issubclass(case[1], Exception) else "KeyboardInterrupt"
+        assert mine == (own, [0, 1]), case
+        assert other in [("PeerFailed", [0, 1]), ("EncodingError", [0, 1])], case
 
 
 @pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -324,10 +325,11 @@ def _descend(prepared: PreparedOptimizer, slopes: list[tuple[torch.Tensor, ...]]
 
 
 @everywhere
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@pytest.mark.parametrize("together", [True, False], ids=["one block", "two blocks"])
-def test_adversaries_get_their_own_gradients(world: Ranks, steps: int, together: bool) -> None:
-    def program() -> tuple[list[float], list[float]]:
+def test_adversaries_get_their_own_gradients(world: Ranks) -> None:
+    """In one block and in two, with windows of one, two and three micro-batches."""
+    cases = list(product([1, 2, 3], [True, False]))
+
+    def trained(steps: int, together: bool) -> tuple[list[float], list[float]]:
         pair, plain = _Pair(steps), _Pair(1)
         _adversaries(pair, together)
         ranks = range(syncprims.get_world_size())
@@ -340,8 +342,9 @@ def test_adversaries_get_their_own_gradients(world: Ranks, steps: int, together:
             _descend(plain.opt_g, so_far + [_slopes(plain.loss_g(z), plain.g) for z in late])
         return numbers(pair.g) + numbers(pair.d), numbers(plain.g) + numbers(plain.d)
 
-    for mine, wanted in world.run(program):
-        assert close(mine, wanted, within=1e-10)
+    for found in world.run(lambda: [trained(*case) for case in cases]):
+        for case, (mine, wanted) in zip(cases, found, strict=True):
+            assert close(mine, wanted, within=1e-10), case
 
 
 @everywhere

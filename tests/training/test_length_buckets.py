@@ -6,7 +6,7 @@ The only exception is padding at the end of a round, which `gather_for_metrics` 
 from __future__ import annotations
 
 import random
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,12 +41,13 @@ on_few = pytest.mark.parametrize(
 )
 
 
-ways = pytest.mark.parametrize(
-    "way",
-    [{}, {"split_batches": True}, {"dispatch_batches": True},
-     {"split_batches": True, "dispatch_batches": True}],
-    ids=["dealt", "split", "sent", "split and sent"],
-)  # fmt: skip
+WAYS: dict[str, Any] = {
+    "dealt": {},
+    "split": {"split_batches": True},
+    "sent": {"dispatch_batches": True},
+    "split and sent": {"split_batches": True, "dispatch_batches": True},
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 class Buckets(Sampler[Any]):
@@ -200,22 +201,23 @@ def test_batches_may_be_arrays_of_indices(world: Ranks, way: Any) -> None:
 
 
 @on_few
-@ways
-@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-def test_buckets_are_never_mixed(world: Ranks, way: Any, even: bool) -> None:
+def test_buckets_are_never_mixed(world: Ranks) -> None:
     """So that items of one length each can be stacked."""
     buckets = Sized(MIXED[0], drop_last=False)
     length_of = {item: number for number, batch in enumerate(buckets) for item in batch}
     data: Any = [torch.full((1 + length_of[i],), i) for i in range(len(length_of))]
+    cases = list(product(WAYS.values(), [True, False]))
 
-    def program() -> list[int]:
+    def read(way: Any, even: bool) -> list[int]:
         job = Accelerator(cpu=True, even_batches=even, **way)
         loader = job.prepare(DataLoader(data, batch_sampler=buckets))
         return [item for batch in loader for item in batch[:, 0].tolist()]
 
-    seen = [item for items in world.run(program) for item in items]
-    assert {*seen} == {*range(len(data))}
-    assert even or len(seen) == len(data)
+    outcomes = world.run(lambda: [read(*case) for case in cases])
+    for case, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
+        seen = [item for part in parts for item in part]
+        assert {*seen} == {*range(len(data))}, case
+        assert case[1] or len(seen) == len(data), case
 
 
 @on_few

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -237,12 +238,10 @@ def test_two_optimizers_unscale_once_each(world: Ranks, together: bool) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("mode", ["no", "fp16"])
-def test_the_norm_is_that_of_synchronized_unscaled_gradients(
-    world: Ranks, norm_type: float, mode: str
-) -> None:
-    def program() -> tuple[float, float]:
+def test_the_norm_is_that_of_synchronized_unscaled_gradients(world: Ranks) -> None:
+    cases = list(product([1.0, 2.0, float("inf")], ["no", "fp16"]))
+
+    def norms(norm_type: float, mode: str) -> tuple[float, float]:
         model = nn.ModuleList([unit_model(), unit_model()])
         accumulator = Accumulator(1, precision=Precision(mode))
         accumulator.prepare_optimizer(torch.optim.SGD(model.parameters()))
@@ -255,10 +254,11 @@ def test_the_norm_is_that_of_synchronized_unscaled_gradients(
         return float(norm), float(whole)
 
     mean = sum(2 + rank for rank in range(world.ranks)) / world.ranks
-    norm = float(torch.tensor([mean, -3.0]).norm(norm_type))
-    for seen, after in world.run(program):
-        assert seen == pytest.approx(norm)
-        assert after == pytest.approx(0.5, rel=1e-4)
+    for found in world.run(lambda: [norms(*case) for case in cases]):
+        for (norm_type, mode), (seen, after) in zip(cases, found, strict=True):
+            norm = float(torch.tensor([mean, -3.0]).norm(norm_type))
+            assert seen == pytest.approx(norm), (norm_type, mode)
+            assert after == pytest.approx(0.5, rel=1e-4), (norm_type, mode)
 
 
 @everywhere

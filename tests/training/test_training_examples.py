@@ -1,4 +1,4 @@
-"""Two small training jobs on every backend: the same result on any number of ranks."""
+"""Two small training jobs: the same result on any number of ranks, and on every backend."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import ROOT
@@ -14,12 +15,17 @@ from support.rank_environment import clean_environ
 from support.training_models import TRAINED
 
 EXAMPLES = ROOT / "examples"
-KINDS = [kind for kind in TRAINED if kind.ranks < 4]
+KINDS = [str(kind) for kind in TRAINED if kind.ranks < 4]
 
 
-def run(kind: object, script: str, *options: object) -> str:
+def daily(*kinds: str) -> list[Any]:
+    """Return all kinds of worlds, of which the daily tests try these."""
+    return [k if k in kinds else pytest.param(k, marks=pytest.mark.soak) for k in KINDS]
+
+
+def run(kind: str, script: str, *options: object) -> str:
     """Return what a job prints on main."""
-    backend, _, ranks = str(kind).partition("-")
+    backend, _, ranks = kind.partition("-")
     start = [sys.executable]
     if backend != "single":
         start += ["-m", "syncprims", "run", "-n", ranks, "--backend", backend]
@@ -36,8 +42,8 @@ def run(kind: object, script: str, *options: object) -> str:
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn's digits")
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_digits_are_learnt_saved_and_resumed(kind: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", daily("single-1", "file-2"))
+def test_digits_are_learnt_saved_and_resumed(kind: str, tmp_path: Path) -> None:
     places = ["--cache", tmp_path / "cache.pt", "--checkpoint", tmp_path / "saved"]
     first = run(kind, "train_digits.py", *places, "--epochs", 8, "--pause-after", 4)
     assert first.count("prepared 1797 digits") == 1
@@ -49,14 +55,15 @@ def test_digits_are_learnt_saved_and_resumed(kind: object, tmp_path: Path) -> No
     assert float(found[1]) >= 97
 
 
-def test_text_is_learnt_alike_on_one_rank_and_on_several() -> None:
+@pytest.mark.parametrize("kind", daily("torch-2")[1:])
+def test_text_is_learnt_alike_on_one_rank_and_on_several(kind: str) -> None:
     small = ["--steps", 20, "--every", 10, "--width", 32, "--layers", 1]
     losses = []
-    for kind in KINDS:
-        out = run(kind, "train_text.py", *small)
+    for where in ("single-1", kind):
+        out = run(where, "train_text.py", *small)
         losses.append([float(x) for x in re.findall(r"held-out (?:loss )?([\d.]+)", out)])
         assert "it writes" in out
-    for seen in losses:
-        assert len(seen) == 3
-        assert seen == pytest.approx(losses[0], abs=0.01)
-        assert seen[-1] < seen[0] - 0.3
+    alone, together = losses
+    assert len(alone) == 3
+    assert together == pytest.approx(alone, abs=0.01)
+    assert together[-1] < together[0] - 0.3

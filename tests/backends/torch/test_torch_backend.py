@@ -78,7 +78,7 @@ TOUR = """
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_torchrun_is_found_by_itself(ranks: int, tmp_path: Path, meeting_place: Path) -> None:
     said = launched(torchrun(ranks), TOUR, ranks, tmp_path, meeting_place)
     first = sum(range(ranks))
