@@ -47,6 +47,13 @@ CONTROL = {
         "Open MPI": "allgather(rank)",
         "Gloo": "dist.all_gather_object(rank)",
     },
+    "gathered arrays": {
+        OURS: "all_gather(an array of 64 KB)",
+        "MPICH": "Allgather of 64 KB",
+        "Open MPI": "Allgather of 64 KB",
+        "Gloo": "dist.all_gather of 64 KB",
+        "Accelerate": "gather(a tensor of 64 KB)",
+    },
     "small dict": {
         OURS: "broadcast(a small dict)",
         "MPICH": "bcast(a small dict)",
@@ -192,6 +199,8 @@ ROWS = (
         (Aim(OURS, at_most=4, operation="barrier"),)),
     Row("`all_reduce` of a dict of two small arrays, `file`", "control", "small arrays", _ALL,
         "us", (Aim("Gloo", at_least=10), Aim("Accelerate", at_least=10))),
+    Row("`all_gather` of arrays of 64 KB, `file`", "control", "gathered arrays", _ALL, "us",
+        (Aim("Gloo", at_least=1), Aim("MPICH", at_most=2)), shown=("Accelerate",)),
     Row("small object broadcast, `file`", "control", "small dict", _ALL, "us",
         (Aim("Gloo", at_least=25),), shown=("MPICH",)),
     Row("small object broadcast under torchrun", "torchrun", "small dict", _ALL, "us",

@@ -50,6 +50,7 @@ def main() -> None:
                 "number": lambda: sp.all_reduce(1.0),
                 "metrics": lambda: sp.all_reduce(timing.METRICS, "mean"),
                 "small arrays": lambda: sp.all_reduce(timing.ARRAYS),
+                "gathered arrays": lambda: sp.all_gather(timing.GATHERED),
                 "lagging check": tight.check,
             },
             stepped={

@@ -18,6 +18,8 @@ def main() -> None:
 
     arrays = {name: torch.from_numpy(array) for name, array in timing.ARRAYS.items()}
 
+    own = torch.from_numpy(timing.GATHERED)
+
     timing.run(
         timing.Library(
             rank=rank,
@@ -28,6 +30,7 @@ def main() -> None:
                 "barrier": accelerator.wait_for_everyone,
                 "flag": accelerator.check_trigger,
                 "small arrays": lambda: accelerator.reduce(arrays),
+                "gathered arrays": lambda: accelerator.gather(own),
             },
         )
     )

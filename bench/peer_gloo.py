@@ -36,6 +36,9 @@ def main() -> None:
         for array in arrays:
             dist.all_reduce(array)
 
+    own = torch.from_numpy(timing.GATHERED)
+    gathered = [torch.empty_like(own) for _ in range(ranks)]
+
     timing.run(
         timing.Library(
             rank=rank,
@@ -49,6 +52,7 @@ def main() -> None:
                 "small dict": small_dict,
                 "number": number,
                 "small arrays": small_arrays,
+                "gathered arrays": lambda: dist.all_gather(gathered, own),
             },
             broadcast=lambda array: dist.broadcast(torch.from_numpy(array), 0),
             all_reduce=lambda value, out: dist.all_reduce(torch.from_numpy(out)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import timing
 from mpi4py import MPI
 
@@ -10,6 +11,7 @@ def main() -> None:
     world = MPI.COMM_WORLD
     rank = int(world.Get_rank())
     small = timing.SMALL_DICT if rank == 0 else None
+    gathered = np.empty((int(world.Get_size()), timing.GATHERED.size), np.float32)
     timing.run(
         timing.Library(
             rank=rank,
@@ -22,6 +24,7 @@ def main() -> None:
                 "all_gather": lambda: world.allgather(rank),
                 "small dict": lambda: world.bcast(small),
                 "number": lambda: world.allreduce(1.0),
+                "gathered arrays": lambda: world.Allgather(timing.GATHERED, gathered),
             },
             broadcast=world.Bcast,
             all_reduce=world.Allreduce,

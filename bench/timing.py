@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SMALL_DICT = {"lr": 1e-3, "epoch": 3}
 METRICS = {"loss": 1.0, "n": 3}
 ARRAYS = {"loss": np.ones((), np.float32), "confusion": np.ones((10, 10), np.float32)}
+GATHERED = np.ones(16 << 10, np.float32)
 _COLUMNS = 1024  # chunk size for filling and checking arrays
 _MOST_ROUNDS = 100_000
 _SPELL = 5e-3  #: seconds of calls that are timed together, if single calls are shorter
