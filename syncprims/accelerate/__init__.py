@@ -12,7 +12,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from . import accelerator, configuration, data_loader, helpers, state, utils
+from . import accelerator, configuration, helpers, utils
+from . import data_loader as data_loader
+from . import state as state
+from . import tracking as tracking
 from .accelerator import Accelerator as Accelerator
 from .configuration import AutocastKwargs as AutocastKwargs
 from .configuration import DataLoaderConfiguration as DataLoaderConfiguration

@@ -16,10 +16,16 @@ from torch import nn
 
 import syncprims
 from syncprims._world.world import set_world_timeout
-from syncprims.training import Accumulator, Precision, gathering, join_uneven_inputs, rank_device
+from syncprims.training import (
+    Accumulator,
+    Precision,
+    gathering,
+    join_uneven_inputs,
+    rank_device,
+    unwrap_model,
+)
 from syncprims.training import PreparedOptimizer as AcceleratedOptimizer
 from syncprims.training import PreparedScheduler as AcceleratedScheduler
-from syncprims.training import skip_first_batches, unwrap_model
 from syncprims.training.preparation import JobOptions, Preparation
 
 from .configuration import (
@@ -30,6 +36,7 @@ from .configuration import (
     check_unsupported,
     handlers_by_kind,
 )
+from .data_loader import order_of, skip_first_batches
 from .saving import Checkpointing
 from .state import GradientState, RankCalls, state_of_job
 from .tracking import Tracking
@@ -416,8 +423,3 @@ def _check_agree(name: str, given: Any, default: Any, configured: Any) -> None:
         raise ValueError(
             f"{name}={given!r} contradicts the configuration object, which says {configured!r}"
         )
-
-
-def order_of(stateful: bool, seedable: bool) -> str:
-    """Return the order of shuffled data: ``"seeded"`` is the only one that a state can hold."""
-    return "seeded" if stateful else "seedable" if seedable else "torch"

@@ -140,7 +140,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        kind, wrapper = (str(DDPCommunicationHookType(h)) for h in (self.comm_hook, self.comm_wrapper))
+        kind = str(DDPCommunicationHookType(self.comm_hook))
+        wrapper = str(DDPCommunicationHookType(self.comm_wrapper))
         if wrapper not in ("no", "fp16", "bf16"):
             raise ValueError(f"comm_wrapper={wrapper!r}: it is 'no', 'fp16' or 'bf16'")
         if kind == "no":

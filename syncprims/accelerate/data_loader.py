@@ -9,11 +9,10 @@ from torch.utils.data import DataLoader
 
 from syncprims.training import PreparedLoader
 from syncprims.training import prepare_data_loader as _prepare
-from syncprims.training import skip_first_batches as skip_first_batches
+from syncprims.training import skip_first_batches as _skip_first_batches
 from syncprims.training.data.batch_shards import BatchShard as BatchSamplerShard
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
-from .accelerator import order_of as _order_of
 from .configuration import not_offered as _not_offered
 
 DataLoaderShard = PreparedLoader
@@ -61,9 +60,19 @@ def prepare_data_loader(
         seed=data_seed,
         non_blocking=non_blocking,
         dispatch_batches=dispatch_batches,
-        order=_order_of(use_stateful_dataloader, use_seedable_sampler),
+        order=order_of(use_stateful_dataloader, use_seedable_sampler),
         skip_finished=True,
     )
+
+
+def order_of(stateful: bool, seedable: bool) -> str:
+    """Return the order of shuffled data: ``"seeded"`` is the only one that a state can hold."""
+    return "seeded" if stateful else "seedable" if seedable else "torch"
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a view of a loader without its first batches."""
+    return _skip_first_batches(dataloader, num_batches)
 
 
 def __getattr__(name: str) -> Any:

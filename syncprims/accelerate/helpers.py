@@ -37,8 +37,9 @@ def notebook_launcher(
     if num_processes is None or num_processes <= 1:
         function(*args)
         return
-    chosen = {} if mixed_precision in ("no", "NO") else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
-    _start(lambda: function(*args), num_processes, chosen)
+    plain = mixed_precision in ("no", "NO")
+    variables = {} if plain else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
+    _start(lambda: function(*args), num_processes, variables)
 
 
 def debug_launcher(function: Any, args: tuple[Any, ...] = (), num_processes: int = 2) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
-from syncprims.training.checkpoints import Saving
+from syncprims.training.checkpoints import Registered, Saving
 from syncprims.training.checkpoints.coordination import Directory, Team, check_equal, coordinate
 from syncprims.training.checkpoints.stateful import state_of
 from syncprims.training.preparation import Preparation
@@ -48,20 +48,6 @@ def load_checkpoint_in_model(
     checkpoints.load_checkpoint_in_model(
         model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
     )
-
-
-class Hook:
-    """A hook that is called until it is removed."""
-
-    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
-        self._hooks = hooks
-        self._hook = hook
-        hooks.append(hook)
-
-    def remove(self) -> None:
-        """Stop calling the hook. A second call does nothing."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
 
 
 class _SavedWeights:
@@ -182,23 +168,23 @@ class Checkpointing:
 
     # -- hooks ------------------------------------------------------------------------------------
 
-    def register_save_state_pre_hook(self, hook: SaveHook) -> Hook:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> Registered:
         """Call ``hook(models, weights, directory)`` on every rank before each :meth:`save_state`.
 
         The models are those inside of DDP. The hook may write its own files to the directory, which
         exists, change the models' weights, and remove from the list the weights that are not to be
-        saved: the first rank's list counts. If it raises, all ranks raise `CheckpointError`. The
-        handle's ``remove()`` ends it.
+        saved: the first rank's list counts. If it raises, so does the save, on all ranks that wait
+        for each other in it. The handle's ``remove()`` ends it.
         """
-        return Hook(self._before_saving, hook)
+        return Registered(self._before_saving, hook)
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> Hook:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> Registered:
         """Call ``hook(models, directory)`` on every rank before each :meth:`load_state`.
 
         The hook may load models itself and remove them from the list, the same ones on every rank.
         If it raises, all ranks raise `CheckpointError`. The handle's ``remove()`` ends it.
         """
-        return Hook(self._before_loading, hook)
+        return Registered(self._before_loading, hook)
 
     def _objects_to_save(self, directory: str) -> dict[str, Any]:
         """Return the common objects, with the weights that the hooks leave in place of models.
@@ -238,7 +224,7 @@ class Checkpointing:
     def _objects_to_load(self, directory: str) -> dict[str, Any]:
         """Return the common objects without the models that the hooks load themselves.
 
-        :raises CheckpointError: on all ranks, if a hook raises on one, or they leave different ones.
+        :raises CheckpointError: on all ranks, if a hook raises on one, or leaves others.
         """
         objects, models = self._stateful(), self._named_models()
         if not self._before_loading:
@@ -322,7 +308,9 @@ class Checkpointing:
                 there = checkpoints.agreed_steps(steps, f"save_state to {steps.directory}")
                 number = self._next_number(there)
                 common = self._objects_to_save(steps.path(number))
-                return steps.save(number, common, rank_objects=own, block=block)
+                saving = steps.save(number, common, rank_objects=own, block=block)
+            self.project_configuration.iteration = number + 1
+            return saving
         path = os.fspath(output_dir)
         if any(map(_is_spread, self._named_models().values())):
             with _for_all_ranks("save_state()"):

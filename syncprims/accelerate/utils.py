@@ -20,7 +20,9 @@ from syncprims.training import gathering as _gathering
 from syncprims.training import rank_device, unwrap_model
 from syncprims.training import set_seed as set_seed
 from syncprims.training.checkpoints import save_object
-from syncprims.training.gathering import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from syncprims.training.gathering import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+)
 from syncprims.training.gathering import broadcast as broadcast
 from syncprims.training.gathering import pad_across_processes as pad_across_processes
 from syncprims.training.pytree import map_tensors, named_leaves
@@ -175,7 +177,7 @@ def listify(data: Any) -> Any:
     return map_tensors(listed, data)
 
 
-# -- what is installed, and what the device can do --------------------------------------------------
+# -- what is installed, and what the device can do ------------------------------------------------
 
 #: Packages that do not run here, installed or not; questions about others ask for the package.
 _NEVER = {
@@ -190,8 +192,8 @@ def __getattr__(name: str) -> Any:
     if not (name.startswith("is_") and name.endswith("_available")):
         raise _not_offered(__name__, name)
     topic = name.removeprefix("is_").removesuffix("_available")
-    answer = topic not in _NEVER and find_spec(_PACKAGES.get(topic, topic)) is not None
-    return lambda *_, **__: answer
+    package = _PACKAGES.get(topic, topic)
+    return lambda *_, **__: topic not in _NEVER and find_spec(package) is not None
 
 
 def is_cuda_available() -> bool:

@@ -12,4 +12,5 @@ from .save_model import save_object as save_object
 from .save_state import save_state as save_state
 from .stateful import Stateful as Stateful
 from .step_directory import Checkpoints as Checkpoints
+from .step_directory import Registered as Registered
 from .step_directory import agreed_steps as agreed_steps
