@@ -37,7 +37,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
 from syncprims.training import (
+    load_state,
     prepare_data_loader,
+    save_state,
     set_seed,
     skip_first_batches,
     to_device,
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.rank_worlds import Ranks
-
-    from syncprims.accelerate import Accelerator
 
 
 def dealt(length: int, size: int, ranks: int = 2, *, drop_last: bool = False, **how: bool) -> Any:
@@ -202,7 +202,7 @@ def test_metrics_of_items_without_batches_are_gathered_whole(world: Ranks) -> No
     """An item may have many rows: rows and items are not the same."""
 
     def program() -> list[Any]:
-        job = new_job()
+        job = new_job(dispatch_batches=False)
         seen: list[Any] = []
         for data in (tables(), Tables()):
             rows, means, texts = [], [], []
@@ -421,32 +421,30 @@ class Augmented(Dataset[float]):
 def test_what_reading_draws_is_as_in_a_plain_loop_and_goes_on(
     world: Ranks, draw: str, tmp_path: Path
 ) -> None:
-    def train(job: Accelerator, batches: Any, save_at: int = 0) -> list[Any]:
+    def train(batches: Any, save_at: int = 0) -> list[Any]:
         seen: list[Any] = []
         for batch in batches:
             seen.append([batch.tolist(), DRAWS[draw](1000)])  # as dropout does
             if len(seen) == save_at:
-                job.save_state(tmp_path)
+                save_state(tmp_path, {}, rank_objects={"loader": batches})
         return seen
 
     def program() -> None:
         set_seed(5)
         source = feed(Augmented(DRAWS[draw]), batch_size=2)
         generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        job = new_job(seed=1)
-        plain = train(job, source) + train(job, source)
+        plain = train(source) + train(source)
         for save_at in range(1, 5):
             random.setstate(generators[0])
             np.random.set_state(generators[1])
             torch.set_rng_state(generators[2])
-            job = new_job(seed=1)
-            loader = job.prepare(source)
+            loader = prepare_data_loader(source, seed=1)
             if draw != "torch":  # there a plain loader draws a seed for each epoch
-                assert train(job, loader, save_at) + train(job, loader) == plain
+                assert train(loader, save_at) + train(loader) == plain
             else:
-                plain = train(job, loader, save_at) + train(job, loader)
-            job.load_state(tmp_path)
-            assert train(job, loader) + train(job, loader) == plain[save_at:]
+                plain = train(loader, save_at) + train(loader)
+            load_state(tmp_path, {}, rank_objects={"loader": loader})
+            assert train(loader) + train(loader) == plain[save_at:]
 
     world.run(program)
 
