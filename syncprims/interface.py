@@ -11,6 +11,7 @@ post, the contract itself, and the view from outside.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from operator import attrgetter
@@ -280,9 +281,6 @@ class Board(ABC):
     posts_alone: bool = False
     #: Whether `syncprims who` can read it from outside: the warning of a long wait says so.
     seen_outside: bool = False
-    #: Set by the core during a wait that takes a moment: the time of its deadline, infinite if it
-    #: has none. None while it does not wait.
-    waits_until: float | None = None
     #: Set by the core while it waits for the first of several notes, here or at other boards: the
     #: call that waits.
     waits_any: str = ""
@@ -497,6 +495,7 @@ class WaitView(NamedTuple):
     number: int  #: of the round; 0 if it does not wait
     since: float = 0.0  #: as :func:`time.monotonic`
     for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
+    deadline: float = math.inf  #: in the board's time; readers from outside do not see it
 
 
 class BoardView(NamedTuple):

@@ -173,7 +173,7 @@ class Cells(CellReader):
     def write_wait(self, index: int, wait: WaitView) -> None:
         """Record what `index` waits for."""
         at = self.waits_at + index * _WAIT.size
-        self.memory[at : at + _WAIT.size] = _WAIT.pack(*wait)
+        self.memory[at : at + _WAIT.size] = _WAIT.pack(*wait[:3])
 
     def close(self) -> None:
         """Unmap the file."""

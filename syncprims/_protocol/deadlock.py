@@ -1,16 +1,21 @@
-"""Deadlocks between groups: the search for ranks that wait for each other, and its error.
+"""Deadlocks: the search for ranks that wait for each other, and its error.
 
 A missing note at one board says nothing about another: if rank 0 waits in a group's barrier for
 rank 1, and rank 1 in the world's for rank 0, each board only shows a slow rank. So a rank that has
-waited for a second publishes where it waits and how many rounds it has posted at each board, and
-reads what the others published. A rank waits for *all* missing members and posts nothing until it
-has their notes, so a cycle of ranks that each lack the next one's note never resolves.
-(A rank with another thread that may make a call may post while it waits; it takes no part.)
+waited for a second publishes where each of its threads waits and how many rounds it has posted at
+each board, and reads what the others have published.
+
+A thread that waits in a round needs the notes of *all* missing members. A thread that waits for the
+first of several notes (a receive from any rank, a store) needs *any* of these ranks. A rank posts
+nothing while all its threads wait. So the largest set of ranks in which each wait lacks a note that
+only ranks of the set could post never continues. A rank with another thread that may make a call
+takes no part.
 """
 
 from __future__ import annotations
 
 import functools
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims import errors
@@ -19,7 +24,7 @@ from syncprims.errors import CollectiveMismatch, SyncError, name_ranks, parse_ra
 from .threads import threads_that_may_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from syncprims.interface import Backend, Board
 
@@ -28,67 +33,87 @@ _LONGEST_VERDICT = 2500
 
 
 class Wait(NamedTuple):
-    """Where one rank waits."""
+    """Where one thread of a rank waits."""
 
     call: str  #: that it waits in, as messages show it
     group: str  #: whose round it waits for, as messages show it
-    missing: Iterable[int]  #: members that have not posted to this round
+    missing: Collection[int]  #: ranks that have not posted
+    any: bool = False  #: a note of any of them ends the wait, and not only those of all
+
+    def is_over_without(self, stuck: set[int]) -> bool:
+        """Return whether it may end if the ranks of `stuck` post nothing."""
+        if self.any:
+            return not stuck.issuperset(self.missing)
+        return stuck.isdisjoint(self.missing)
 
 
-def find_cycle(start: int, wait_of: Callable[[int], Wait | None]) -> list[int]:
-    """Return the shortest cycle of waiting ranks that begins with `start`; empty if there is none.
+def find_stuck(waits: Mapping[int, Sequence[Wait]]) -> set[int]:
+    """Return the ranks that can never continue, given the waits of each rank's threads.
 
-    Each rank of it lacks the note of the next one, and the last that of `start`. `wait_of` returns
-    None for a rank that does not wait. It is called at most once per rank, and only for ranks that
-    `start` waits for directly or indirectly; each `missing` is iterated once.
+    All other ranks count as able to continue.
+    """
+    stuck = {rank for rank, threads in waits.items() if threads}
+    while free := {
+        rank for rank in stuck if any(wait.is_over_without(stuck) for wait in waits[rank])
+    }:
+        stuck -= free
+    return stuck
+
+
+def find_cycle(
+    start: int, waits: Mapping[int, Sequence[Wait]], stuck: Collection[int]
+) -> list[int]:
+    """Return the shortest cycle of stuck ranks that begins with `start`; empty if there is none.
+
+    Each rank of it lacks the note of the next one, and the last that of `start`.
     """
     waited_for_by = {start: start}
     queue = [start]
     for rank in queue:
-        wait = wait_of(rank)
-        for other in () if wait is None else wait.missing:
+        for other in sorted({other for wait in waits[rank] for other in wait.missing}):
             if other == start:
                 cycle = [rank]
                 while cycle[0] != start:
                     cycle.insert(0, waited_for_by[cycle[0]])
                 return cycle
-            if other not in waited_for_by:
+            if other in stuck and other not in waited_for_by:
                 waited_for_by[other] = rank
                 queue.append(other)
     return []
 
 
-def find_any_cycle(waits: Mapping[int, Wait]) -> list[int]:
-    """Return a cycle among these waits, beginning with the lowest rank in any; empty if none."""
-    for rank in sorted(waits):
-        if cycle := find_cycle(rank, waits.get):
-            return cycle
-    return []
+def deadlock_error(waits: Mapping[int, Sequence[Wait]], rank: int) -> CollectiveMismatch:
+    """Return the error that `rank`, one of these ranks, raises; it shows every wait.
 
-
-def deadlock_error(cycle: Mapping[int, Wait], rank: int) -> CollectiveMismatch:
-    """Return the error that `rank`, one of this cycle, raises; it shows every rank of the cycle."""
+    Its `missing` are these ranks. No other mismatch has that.
+    """
     lines = "\n".join(
-        f"  rank {waiting}: {wait.call} in group {wait.group}" for waiting, wait in cycle.items()
+        f"  rank {waiting}: "
+        + ", and another thread: ".join(f"{wait.call} in group {wait.group}" for wait in threads)
+        for waiting, threads in waits.items()
     )
     return CollectiveMismatch(
         f"ranks wait for each other in different groups, and none can go on:\n{lines}\n"
         f"Every rank must make the calls of different groups in the same order.",
         rank=rank,
-        call=cycle[rank].call,
+        call=waits[rank][0].call,
+        missing=sorted(waits),
     )
 
 
 class DeadlockDetector:
-    """Publishes where this rank waits, and looks for a cycle in what all ranks have published."""
+    """Publishes where this rank waits, and looks for a deadlock in what all have published."""
 
     def __init__(self, backend: Backend) -> None:
         self.holds_verdict = False  #: this rank has found a deadlock, and still publishes that
         self._backend = backend
         self._boards: list[Board] = []
-        self._waits = 0  # distinguishes one wait from the next, so that two looks can be compared
-        self._published = False
-        self._suspected: list[dict[str, Any]] = []
+        self._waits: dict[int, dict[str, Any]] = {}  # by thread, as they are published
+        self._ended = 0  # waits; distinguishes one wait from the next
+        self._looks = 0  # for the first of several notes, in vain
+        self._published = b""
+        self._suspected: dict[int, dict[str, Any]] = {}  # words of ranks that seem stuck
+        self._suspected_looks: dict[int, int] = {}  # of those that wait for any note
 
     def add(self, board: Board) -> None:
         """Count the rounds at `board`."""
@@ -99,84 +124,107 @@ class DeadlockDetector:
         self._boards = [one for one in self._boards if one is not board]
 
     def end_wait(self) -> None:
-        """Withdraw what :meth:`search` has published: the wait is over."""
-        if self._published:
-            self._published = False
-            self._waits += 1
-            self._suspected = []
-            self._backend.publish(b"")
+        """Withdraw what this thread has published: its wait is over."""
+        if self._waits.pop(get_ident(), None) is not None:
+            self._ended += 1
+            self._publish({})
 
     def withdraw_verdict(self) -> None:
         """Withdraw the verdict of a deadlock: this rank has passed a round since."""
         self.holds_verdict = False
-        self._backend.publish(b"")
+        self._publish({})
 
     def search(self, board: Board, call: str) -> SyncError | None:
-        """Publish that this rank waits at `board`; return an error once a deadlock is certain."""
-        if len(self._boards) < 2:
-            return None  # no rank can wait elsewhere
-        if threads_that_may_call():
-            return None  # while this thread waits, another may post
-        self._published = True
-        self._publish(
-            {
-                "wait": self._waits,
-                "at": _place(board),
-                "members": errors.format_ranks(board.members),
-                "here": call,
-                "posted": {_group(b): b.posted + b.promised for b in self._boards},
-            }
-        )
-        word_of = functools.cache(self._read)
-        waits: dict[int, Wait] = {}
+        """Publish that `call` waits at `board`; return an error once a deadlock is certain."""
+        members = errors.format_ranks(board.members)
+        return self._search({"call": call, "at": _place(board), "members": members})
 
-        def has_posted(rank: int, group: str, number: int) -> bool:
-            posted = word_of(rank).get("posted")
-            return posted is None or posted.get(group, 0) >= number
+    def search_any(self, members: Collection[int], call: str) -> SyncError | None:
+        """Publish that `call` waits for the first note of any of these ranks, as :meth:`search`.
 
-        def wait_of(rank: int) -> Wait | None:
-            word = word_of(rank)
-            if "at" not in word:
-                return None
-            group, number = word["at"]
-            members = parse_ranks(word["members"])
-            missing = (other for other in members if not has_posted(other, group, number))
-            waits[rank] = Wait(word["here"], group, missing)
-            return waits[rank]
+        Call it after each look for such a note, and within none.
+        """
+        self._looks += 1
+        at = [self._backend.topology.rank, self._ended]
+        error = self._verdict_about(at, members)
+        return error or self._search({"call": call, "at": at, "any": errors.format_ranks(members)})
 
-        rank = self._backend.topology.rank
-        cycle = find_cycle(rank, wait_of)
-        # Words are read one after another. Only if the same ones are read at a second look were all
-        # of them true at one time.
-        found = [word_of(waiting) for waiting in cycle]
-        if not cycle or found != self._suspected:
-            self._suspected = found
+    def _search(self, wait: dict[str, Any]) -> SyncError | None:
+        me = self._backend.topology.rank
+        if self.holds_verdict:
+            return self._verdict_about(wait["at"], [me])  # that another thread has found
+        self._waits[get_ident()] = wait
+        if threads_that_may_call() - self._waits.keys():
+            self._publish({})  # while this thread waits, another may post
             return None
-        error = deadlock_error({waiting: waits[waiting] for waiting in cycle}, rank)
+        mine = [*self._waits.copy().values()]
+        word = {
+            "ended": self._ended,
+            "waits": mine,
+            "posted": {_group(b): b.posted + b.promised for b in self._boards},
+        }
+        if any("any" in thread for thread in mine):
+            word["looks"] = self._looks
+        self._publish(word)
+        word_of = functools.cache(self._read)
+        waits = {me: _waits_in(me, word_of)}
+        queue = [me]
+        for rank in queue:
+            for other in {other for wait in waits[rank] for other in wait.missing} - waits.keys():
+                waits[other] = _waits_in(other, word_of)
+                queue.append(other)
+        stuck = find_stuck(waits)
+        cycle = find_cycle(me, waits, stuck) if me in stuck else []
+        if not self._is_certain({rank: word_of(rank) for rank in stuck}) or not cycle:
+            return None
+        error = deadlock_error({rank: waits[rank] for rank in cycle}, me)
         # The others may look only after this rank has raised: the verdict stays published.
         verdict = errors.dump(error, _LONGEST_VERDICT).decode()
-        self._publish_verdict({"waits": [word["at"] for word in found], "verdict": verdict})
+        places = [wait["at"] for rank in cycle for wait in word_of(rank)["waits"]]
+        self._publish_verdict({"about": places, "verdict": verdict})
         return error
 
-    def verdict_for(self, board: Board, missing: list[int]) -> SyncError | None:
+    def _is_certain(self, words: dict[int, dict[str, Any]]) -> bool:
+        """Return whether ranks have published these words, and all of them were true at one time.
+
+        Words are read one after another. They were true at one time if the same ones are read at a
+        second look. A rank that waits for any note may not have seen one that was there already.
+        But its next look but one has begun after all these words were published.
+        """
+        looks = {rank: word.pop("looks") for rank, word in words.items() if "looks" in word}
+        if words != self._suspected:
+            self._suspected = words
+            self._suspected_looks = {rank: self._read(rank).get("looks", 0) for rank in looks}
+            return False
+        return all(count >= self._suspected_looks[rank] + 2 for rank, count in looks.items())
+
+    def verdict_for(self, board: Board, missing: Collection[int]) -> SyncError | None:
         """Return the verdict of a missing rank that has found this very wait in a deadlock."""
-        for rank in missing:
+        return self._verdict_about(_place(board), missing)
+
+    def _verdict_about(self, at: list[Any], ranks: Collection[int]) -> SyncError | None:
+        for rank in ranks:
             word = self._read(rank)
-            if _place(board) in word.get("waits", ()):
+            if at in word.get("about", ()):
                 # A rank that waits for this one, and not for that one, needs it, too.
                 self._publish_verdict(word)
                 return errors.load(word["verdict"].encode())
         return None
 
     def _publish_verdict(self, word: dict[str, Any]) -> None:
-        self._published, self.holds_verdict = False, True
+        self.holds_verdict = True
+        self._waits.clear()
+        self._ended += 1
         self._publish(word)
 
     def _publish(self, word: dict[str, Any]) -> None:
         import json  # slow to import, and only a rank that waits for long needs it
 
-        text = json.dumps(word, ensure_ascii=False)
-        self._backend.publish(text.encode(errors="backslashreplace"))
+        text = json.dumps(word, ensure_ascii=False) if word else ""
+        data = text.encode(errors="backslashreplace")
+        if data != self._published:
+            self._published = data
+            self._backend.publish(data)
 
     def _read(self, rank: int) -> dict[str, Any]:
         import json
@@ -186,6 +234,24 @@ class DeadlockDetector:
             return dict(json.loads(word)) if word else {}
         except ValueError:  # it was read while being rewritten; the next look finds it whole
             return {}
+
+
+def _waits_in(rank: int, word_of: Callable[[int], dict[str, Any]]) -> list[Wait]:
+    """Return the waits that `rank` has published."""
+    waits: list[Wait] = []
+    for wait in word_of(rank).get("waits", ()):
+        if "any" in wait:
+            ranks = parse_ranks(wait["any"])
+            waits.append(Wait(wait["call"], name_ranks(ranks), ranks, any=True))
+            continue
+        group, number = wait["at"]
+        missing = [
+            member
+            for member in parse_ranks(wait["members"])
+            if word_of(member).get("posted", {group: number}).get(group, 0) < number
+        ]
+        waits.append(Wait(wait["call"], group, missing))
+    return waits
 
 
 def describe_group(members: Sequence[int], board: str) -> str:

@@ -42,7 +42,7 @@ _FEW_MEMBERS = 16
 #: Seconds after which differing labels are a mismatch even if some are still to come. The wait is
 #: worth it: then the message usually shows every rank's call.
 _EARLY_MISMATCH = 0.3
-_DEADLOCK_SEARCH = 1.0  # seconds after which boards are compared
+DEADLOCK_SEARCH = 1.0  # seconds after which boards are compared
 _TIME_FOR_CAUSE = 1.0  # seconds within which the death that an engine has met is known
 _TIME_TO_END = 1.0  # seconds for a thread whose work was stopped
 
@@ -413,8 +413,7 @@ class Rounds:
         pause = self._first_look
         # Where time is virtual, a wait without a deadline lasts forever.
         warn_at = begin + (warn_every if deadline < math.inf or pause < math.inf else math.inf)
-        board.waits_until = deadline
-        board.publish_wait(WaitView(number, begin, not at_board))
+        board.publish_wait(WaitView(number, begin, not at_board, deadline))
         try:
             while True:
                 verdict = board.verdict()
@@ -430,7 +429,7 @@ class Rounds:
                     board.abort(errors.dump(error))
                     if board.verdict() is not None:
                         continue
-                    if not seen.missing and now >= deadline + _DEADLOCK_SEARCH:
+                    if not seen.missing and now >= deadline + DEADLOCK_SEARCH:
                         # All notes have long been up, and one cannot be read.
                         self._break_group(errors.dump(error))
                 elif now >= warn_at:
@@ -449,7 +448,6 @@ class Rounds:
                     time.sleep(0.001)  # it gave up early: what it saw is seen here soon
                 pause = max(self._first_look, min(2 * pause, self._longest_pause))
         finally:
-            board.waits_until = None
             board.publish_wait(WaitView(0))
             self._deadlocks.end_wait()
 
@@ -462,7 +460,7 @@ class Rounds:
             error = seen.early_mismatch()
         if error is None and late:
             error = seen.timeout()
-        if error is None and waited >= _DEADLOCK_SEARCH and seen.missing and at_board:
+        if error is None and waited >= DEADLOCK_SEARCH and seen.missing and at_board:
             error = self._deadlocks.search(self.board, seen.call)
         return error
 

@@ -9,6 +9,7 @@ below it, which use its private members.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from functools import partial
@@ -18,7 +19,7 @@ from syncprims import errors
 from syncprims._protocol.background import Background
 from syncprims._protocol.call_site import NoteCache
 from syncprims._protocol.deadlock import DeadlockDetector
-from syncprims._protocol.rounds import Rounds, RoundSequence
+from syncprims._protocol.rounds import DEADLOCK_SEARCH, Rounds, RoundSequence
 from syncprims._protocol.validation import whole_number
 from syncprims.errors import (
     ConfigurationError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 #: Seconds after which a wait ends where the backend cannot distinguish a dead rank from a slow one.
 BLIND_TIMEOUT = 1800.0
+_SEARCH_EVERY = 0.25  # seconds between two searches for a deadlock
 
 
 class World:
@@ -239,14 +241,38 @@ def wait_any(
 ) -> bool:
     """Return as :meth:`Backend.wait_any` of the world's backend; transfers go on meanwhile.
 
+    Without a timeout, it ends with an aborted board if this rank is in a deadlock.
+
     :param call: that waits, as messages show it.
     """
     boards = [one.board for one in rounds]
+    board, deadlocks = rounds_of(world.group).board, world._deadlocks
+    now, search_at = board.now, math.inf
+    if timeout is None and not board.virtual_time:
+        search_at = now() + DEADLOCK_SEARCH
+    found: SyncError | None = None
+
+    def is_over() -> bool:
+        nonlocal search_at, found
+        if ready():
+            return True
+        if now() < search_at:
+            return False
+        search_at = now() + _SEARCH_EVERY
+        states = {rank: board.status(rank).state for board in boards for rank in board.members}
+        living = [rank for rank, state in states.items() if state in ("alive", "unknown")]
+        found = deadlocks.search_any([rank for rank in living if rank != world.rank], call)
+        if found is not None:
+            for board in boards:
+                board.abort(errors.dump(found))
+        return found is not None
+
     for board in boards:
         board.waits_any = call
     try:
-        return world._background.wait_any(boards, ready, timeout)
+        return world._background.wait_any(boards, is_over, timeout) and found is None
     finally:
+        deadlocks.end_wait()
         for board in boards:
             board.waits_any = ""
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from syncprims._protocol.call_site import users_part
-from syncprims._protocol.deadlock import (
-    Wait,
-    deadlock_error,
-    describe_group,
-    find_any_cycle,
-)
+from syncprims._protocol.deadlock import describe_group
 from syncprims._protocol.threads import busy_threads
-from syncprims.errors import TORN, SyncError, dump
+from syncprims.errors import TORN, SyncError
 from syncprims.interface import Label
 
 from .errors import Killed, WorldAborted
@@ -146,22 +141,10 @@ class WorldRun:
     outcomes: list[RankOutcome]
     faults: Sequence[Fault]  #: that were to happen
     seed: Seed | None = None  #: of its schedule, where there is one
-    has_cycle: bool = False  #: ranks waited for each other
     gave_up: str = ""  #: why it was given up, if it was
     stacks: str = ""  #: of all ranks, then
     steps: int = 0  #: decisions of the schedule
     trace: list[tuple[int, RecordedCall]] = field(default_factory=list[tuple[int, RecordedCall]])
-
-    def find_deadlock(self, waits: Mapping[int, Sequence[Wait]]) -> bytes | None:
-        """Return the verdict for ranks that all wait, if some wait for each other, and record it.
-
-        A rank has a wait for each of its threads. None if there is no cycle among them.
-        """
-        merged = {rank: _merge(waits[rank]) for rank in sorted(waits)}
-        if not find_any_cycle(merged):
-            return None
-        self.has_cycle = True
-        return dump(deadlock_error(merged, min(waits)))
 
     def stopped(self, ranks: Sequence[int]) -> None:
         """Record that the world was given up because faults have stopped these ranks."""
@@ -195,13 +178,6 @@ class WorldRun:
     def path(self) -> list[tuple[int, tuple[int, ...], str, bytes]]:
         """Return which rank posted what, in order: equal for equal runs."""
         return [(rank, c.members, c.board, c.label.encode()) for rank, c in self.trace]
-
-
-def _merge(waits: Sequence[Wait]) -> Wait:
-    """Return the waits of one rank's threads as one."""
-    *others, last = waits
-    text = "".join(f"{wait.call} in group {wait.group}, and another thread: " for wait in others)
-    return Wait(text + last.call, last.group, {rank for wait in waits for rank in wait.missing})
 
 
 def await_threads() -> None:

@@ -6,18 +6,19 @@ observed in the same way. What it does not change it delegates, whatever the con
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from inspect import get_annotations
 from operator import attrgetter
+from typing import Any
 
 from syncprims._world.world import open_board
-from syncprims.interface import Backend, Board, Note, Status
+from syncprims.interface import Backend, Board, Note, Status, WaitView
 
 from .errors import Killed
 from .faults import Fault, apply_fault, current_target, is_due
 from .outcomes import RankOutcome, RecordedCall
 
-_ASK_EVERY = 0.02  # seconds between two questions to the observer
 JOIN = "init"  # the round in which a world starts; rounds are counted after it
 
 
@@ -30,25 +31,14 @@ class Observer:
     def on_post(self, rank: int, call: RecordedCall) -> None:
         """Notice that `rank` has posted a note."""
 
-    def on_rounds(self, rank: int, members: Sequence[int], board: str, number: int) -> None:
-        """Notice that `rank` has posted to round `number` of the board, or will without a call."""
-
     def on_fault(self, rank: int, fault: Fault) -> None:
         """Notice that a fault is about to strike `rank`."""
 
-    def on_wait(self, rank: int, call: RecordedCall, number: int, until: float) -> bytes | None:
-        """Notice that `rank` waits for that round until that time; a verdict returned aborts it."""
-        return None
+    def on_wait(self, call: RecordedCall | str, deadline: float) -> None:
+        """Notice that this thread of a rank has waited for a moment, and until when it waits.
 
-    def on_wait_any(self, rank: int, call: str, members: Sequence[int]) -> bytes | None:
-        """Notice that `rank` still waits for the first of several notes, of any of `members`.
-
-        Called each time when it has looked and found none; a verdict returned aborts the wait.
+        `call` is a text if it waits for the first of several notes; "" ends every wait.
         """
-        return None
-
-    def on_wait_end(self, rank: int) -> None:
-        """Notice that `rank` does not wait any more."""
 
 
 class Probe:
@@ -81,11 +71,18 @@ class Probe:
 
 
 def _delegate_rest(cls: type, contract: type, *instance_attributes: str) -> None:
-    """Make what `cls` does not define of `contract` come from `inner`."""
+    """Make what `cls` does not define of `contract` come from `inner`, and go there."""
+
+    def delegate(name: str) -> property:
+        def set_(probed: Any, value: object) -> None:
+            setattr(probed.inner, name, value)
+
+        return property(attrgetter(f"inner.{name}"), set_)
+
     names = {*vars(contract), *get_annotations(contract), *instance_attributes}
     for name in names - vars(cls).keys():
         if not name.startswith("_"):
-            setattr(cls, name, property(attrgetter(f"inner.{name}")))
+            setattr(cls, name, delegate(name))
 
 
 class ProbedBackend(Backend):
@@ -94,22 +91,16 @@ class ProbedBackend(Backend):
     def __init__(self, inner: Backend, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
         self._probe = probe
-        # Rounds at closed boards, by members and name.
-        self._closed: dict[tuple[tuple[int, ...], str], int] = {}
 
     def board(self, members: Sequence[int], name: str = "") -> Board:
         """Return the board of `members`, probed."""
         self._probe.check_alive()
-        earlier = self._closed.get((tuple(members), name), 0)
-        return ProbedBoard(open_board(self.inner, members, name), self._probe, earlier)
+        return ProbedBoard(open_board(self.inner, members, name), self._probe)
 
     def close_board(self, board: Board) -> bool:
         """Release a board that this backend has returned."""
         assert isinstance(board, ProbedBoard)
-        closed = self.inner.close_board(board.inner)
-        if closed:
-            self._closed[board.members, board.name] = board.earlier + board.posted
-        return closed
+        return self.inner.close_board(board.inner)
 
     def wait_any(
         self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
@@ -118,30 +109,18 @@ class ProbedBackend(Backend):
         probe, outcome = self._probe, self._probe.outcome
         probe.check_alive()
         inner = [board.inner if isinstance(board, ProbedBoard) else board for board in boards]
-        members = sorted({rank for board in boards for rank in board.members} - {probe.rank})
-        outcome.waits_any = boards[0].waits_any if boards else ""
-
-        def settled() -> bool:
-            if ready() or any(board.verdict() is not None for board in inner):
-                return True
-            if timeout is not None:
-                return False
-            verdict = probe.observer.on_wait_any(probe.rank, outcome.waits_any, members)
-            if verdict is None:
-                return False
-            for board in inner:
-                board.abort(verdict)
-            return True
-
+        outcome.waits_any = inner[0].waits_any if inner else ""
+        if outcome.waits_any:
+            probe.observer.on_wait(outcome.waits_any, math.inf if timeout is None else 0.0)
         try:
-            self.inner.wait_any(inner, settled, timeout)
+            came = self.inner.wait_any(inner, ready, timeout)
         finally:
-            probe.observer.on_wait_end(probe.rank)
+            if outcome.waits_any:
+                probe.observer.on_wait("", math.inf)
         probe.check_alive()
-        found = ready()
-        if found:
+        if came and not any(board.verdict() for board in inner):
             outcome.waits_any = ""
-        return found
+        return came
 
     def close(self, failure: bytes | None = None) -> None:
         """Leave the world."""
@@ -153,15 +132,12 @@ class ProbedBoard(Board):
 
     posts_alone = True
 
-    def __init__(self, inner: Board, probe: Probe, earlier: int = 0) -> None:
+    def __init__(self, inner: Board, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
-        self.earlier = earlier  # rounds that the observer knows of, at closed boards
         self._members = inner.members
-        self._virtual_time = inner.virtual_time
         self._probe = probe
         self._last: RecordedCall | None = None
         self._recorded = 0  # the last round whose call is recorded
-        self._until: float | None = None
 
     def post(self, note: Note) -> None:
         """Post, unless a fault prevents it."""
@@ -173,21 +149,12 @@ class ProbedBoard(Board):
             probe.record_call(self._last)
         inner.post(note)
         probe.observer.on_post(probe.rank, self._last)
-        self._report_rounds()
-
-    def _report_rounds(self) -> None:
-        inner, probe = self.inner, self._probe
-        number = self.earlier + inner.posted + inner.promised
-        probe.observer.on_rounds(probe.rank, self._members, inner.name, number)
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
-        """Collect; the observer is asked meanwhile whether the round can never complete."""
+        """Collect, and record where the rank waits until then."""
         probe = self._probe
         probe.check_alive()
         probe.outcome.waits = self._last
-        if self._until is not None and not self._virtual_time:
-            self._ask_observer(self._until)
-            timeout = _ASK_EVERY if timeout is None else min(timeout, _ASK_EVERY)
         notes = self.inner.collect(timeout)
         if notes is not None:
             probe.outcome.waits = None
@@ -196,46 +163,11 @@ class ProbedBoard(Board):
     def repeat(self, note: Note) -> None:
         """Return None: every round is recorded."""
 
-    def _ask_observer(self, until: float) -> None:
-        assert self._last is not None
-        rank, number = self._probe.rank, self.earlier + self.inner.collected + 1
-        verdict = self._probe.observer.on_wait(rank, self._last, number, until)
-        if verdict is not None:
-            self.inner.abort(verdict)
-
-    @property
-    def waits_until(self) -> float | None:
-        """The time until which the core waits."""
-        return self._until
-
-    @waits_until.setter
-    def waits_until(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, until: float | None
-    ) -> None:
-        self._until = until
-        if until is None:
-            self._probe.observer.on_wait_end(self._probe.rank)
-
-    @property
-    def waits_any(self) -> str:
-        """The call that waits for the first of several notes."""
-        return self.inner.waits_any
-
-    @waits_any.setter
-    def waits_any(self, call: str) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.inner.waits_any = call
-
-    @property
-    def promised(self) -> int:
-        """How many more rounds this rank will post without another call."""
-        return self.inner.promised
-
-    @promised.setter
-    def promised(self, count: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        more = count > self.inner.promised
-        self.inner.promised = count
-        if more:
-            self._report_rounds()
+    def publish_wait(self, wait: WaitView) -> None:
+        """Record where the rank waits, also for the test."""
+        self.inner.publish_wait(wait)
+        if self._last is not None:
+            self._probe.observer.on_wait(self._last if wait.number else "", wait.deadline)
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""
@@ -248,8 +180,6 @@ class ProbedBoard(Board):
 
     def verdict(self) -> bytes | None:
         """Return the verdict on this rank's oldest uncollected round."""
-        if self._until is not None:
-            self._ask_observer(self._until)  # before the others' reaction to it is seen
         verdict = self.inner.verdict()
         if verdict is not None:
             self._probe.outcome.torn = True

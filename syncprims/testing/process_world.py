@@ -10,7 +10,6 @@ import signal
 import time
 from pathlib import Path
 
-from syncprims._protocol.deadlock import Wait
 from syncprims._world.host import free_port
 from syncprims._world.processes import end_processes
 from syncprims._world.registry import BY_TORCH
@@ -25,6 +24,7 @@ from .workers import STACK_SIGNAL, Workers, WorkerSpec, start_workers
 from .world_spec import WorldSpec
 
 _LOOK_EVERY = 0.01  # seconds
+_STANDSTILL = 1.0  # seconds in which ranks that only wait for a stopped one write nothing
 _GRACE = 5.0  # seconds for the other ranks to raise their own error once one has failed
 
 
@@ -83,17 +83,15 @@ class ProcessWorld:
     def _watch(self, workers: Workers) -> None:
         """Return when all ranks have ended, or the world is given up."""
         limit = self._spec.time_limit
-        begin = time.monotonic()
+        begin = changed_at = time.monotonic()
         failed_at = math.inf
         while len(self._exit_codes) < self._spec.ranks:
             self._exit_codes |= workers.wait(_LOOK_EVERY)
-            wrote = [journal.read() for journal in self._journals.values()]
-            if any(wrote):
-                for journal in self._journals.values():
-                    journal.forget_looks()
-            elif self._is_at_standstill():
-                return
             now = time.monotonic()
+            if sum(journal.read() for journal in self._journals.values()):
+                changed_at = now
+            elif now > changed_at + _STANDSTILL and self._waits_for_stopped():
+                return
             if limit is not None and now > begin + limit:
                 self._run.timed_out(limit, self._stacks(workers))
                 return
@@ -103,32 +101,15 @@ class ProcessWorld:
                 self._run.stacks = self._stacks(workers)
                 return  # the others do not notice that a rank has failed
 
-    def _is_at_standstill(self) -> bool:
-        """Return whether all ranks wait for one that a fault has stopped.
-
-        If ranks wait for each other, leave them the verdict: they will raise. The journals have not
-        changed for two looks, so what they contain is true at one time.
-        """
-        living = {r: j for r, j in self._journals.items() if r not in self._exit_codes}
-        stopped = [r for r, journal in living.items() if journal.outcome.end == "stopped"]
-        waits: dict[int, list[Wait]] = {}
-        for rank in living.keys() - stopped:
-            if not living[rank].only_waits:
-                return False
-            waits[rank] = living[rank].waits(self._journals, living.keys())
-            for wait in waits[rank]:
-                if not wait.missing or set(wait.missing) - living.keys():
-                    return False  # it is complete, or lacks an ended rank: it is about to return
-        verdict = self._worker_spec.folder / "verdict"
-        if not waits or verdict.exists():
-            return False  # they are about to read it
-        found = self._run.find_deadlock(waits)
-        if found is not None:
-            verdict.with_suffix(".new").write_bytes(found)
-            verdict.with_suffix(".new").rename(verdict)
-        elif stopped:
+    def _waits_for_stopped(self) -> bool:
+        """Return whether faults have stopped ranks, and all others wait for notes."""
+        living = [j for rank, j in self._journals.items() if rank not in self._exit_codes]
+        stopped = [j.outcome.rank for j in living if j.outcome.end == "stopped"]
+        if not all(j.waits_for_notes or j.outcome.end == "stopped" for j in living):
+            return False
+        if stopped and len(stopped) < len(living):
             self._run.stopped(stopped)
-        return found is None and bool(stopped)
+        return bool(stopped)
 
     def _stacks(self, workers: Workers) -> str:
         """Return the stacks of all ranks that still run, as they write them."""

@@ -16,12 +16,13 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from syncprims._protocol.deadlock import Wait, describe_group
+from syncprims._protocol.deadlock import Wait, deadlock_error, describe_group, find_stuck
 from syncprims._protocol.threads import look_at_threads
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.registry import load_backend
 from syncprims._world.runtime import environ_without_rank, thread_as_rank, threads_as_ranks
+from syncprims.errors import dump
 from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
@@ -190,15 +191,20 @@ class ThreadWorld(Observer):
         for one that has ended does not come here: its board says so, and the call raises.
         """
         waiting = [board for world in self.shared_worlds for board in world.waiting]
+        living = {o.rank for o in self._outcomes if o.end in ("left", "stopped")}
         waits: dict[int, list[Wait]] = {}
         for board in waiting:
-            call = board.waits_any or str(board.status(board.rank).label)
-            wait = Wait(call, describe_group(board.members, board.name), board.missing())
+            group = describe_group(board.members, board.name)
+            if board.waits_any:
+                others = living.intersection(board.members) - {board.rank}
+                wait = Wait(board.waits_any, group, others, any=True)
+            else:
+                wait = Wait(str(board.status(board.rank).label), group, board.missing())
             waits.setdefault(board.rank, []).append(wait)
-        verdict = self._run.find_deadlock(waits) if waits else None
-        if verdict is None:
+        if not find_stuck(waits):
             self._run.stopped([o.rank for o in self._outcomes if o.end == "stopped"])
             return False
+        verdict = dump(deadlock_error({r: waits[r] for r in sorted(waits)}, min(waits)))
         for board in waiting:
             board.abort(verdict)
         return True

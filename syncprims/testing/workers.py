@@ -78,7 +78,7 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
     try:
         _set_up(spec, rank)
         outcome = RankOutcome(rank)
-        journal = JournalWriter(spec.path("journal", rank), spec.folder / "verdict", spec.faults)
+        journal = JournalWriter(spec.path("journal", rank), spec.faults)
 
         def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
             return ProbedBackend(cls(place, settings), Probe(outcome, spec.faults, journal))

@@ -9,9 +9,9 @@ A world in which ranks wait forever has consequences only. There are two cases, 
 
 - A rank waits for one that has ended, such as one that skipped a barrier. Its board reports that
   the other has finished, and the call raises `PeerLost`, as in production.
-- Ranks wait for each other in a cycle of groups. The scheduler (threads) or the journals
-  (processes) show that no rank can continue; the world sets `has_cycle` and aborts the boards, and
-  the calls raise `CollectiveMismatch`, as in production.
+- Ranks wait for each other. In threads the scheduler shows, at once, that no rank can continue; in
+  processes the ranks find it out as in production, in about a second. The calls raise
+  `CollectiveMismatch`, which lists these ranks as missing.
 
 A program that handles these errors itself ends well, as it would in production.
 """
@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from syncprims._protocol.deadlock import describe_group
 from syncprims._protocol.diagnosis import CURE_MISMATCH
-from syncprims.errors import PeerLost
+from syncprims.errors import CollectiveMismatch, PeerLost
 from syncprims.interface import Label
 
 from .errors import DeadlockError, FaultMissed, RankDied, StallError, UnequalRounds
@@ -117,16 +117,19 @@ def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str
     __tracebackhide__ = True
     for outcome in failed:
         error = outcome.error
-        lost = [leaf.rank for leaf in leaves(error) if isinstance(leaf, PeerLost)]
-        # The notes of a rank that has ended well will never come.
-        waits_for_finished = any(
-            rank is not None and run.outcomes[rank].end == "returned" for rank in lost
-        )
-        if error is not None and outcome.is_waiting and (run.has_cycle or waits_for_finished):
+        is_deadlock = any(_is_deadlock(leaf, run) for leaf in leaves(error))
+        if error is not None and outcome.is_waiting and is_deadlock:
             error.__cause__ = None  # the lines of the deadlock say where it was, and more
             raise add_note(_deadlock(run), replay) from error
     first = min(failed, key=lambda outcome: (not outcome.handled, outcome.rank))
     raise _with_report(first, run, [first.rank], replay)
+
+
+def _is_deadlock(error: BaseException, run: WorldRun) -> bool:
+    """Return whether a rank has raised `error` because it waited for notes that never come."""
+    if isinstance(error, PeerLost):
+        return error.rank is not None and run.outcomes[error.rank].end == "returned"
+    return isinstance(error, CollectiveMismatch) and bool(error.missing)  # a cycle of waits
 
 
 def _deadlock(run: WorldRun) -> DeadlockError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from syncprims._protocol.deadlock import Wait, deadlock_error, find_any_cycle
+from syncprims._protocol.deadlock import Wait, deadlock_error, find_cycle, find_stuck
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims.errors import name_ranks
 from syncprims.interface import BoardView, State, WorldView
@@ -68,11 +68,13 @@ def judge(
         kind: Kind = "lost" if gone["lost"] else "failed"
         return Verdict(kind, [], _end_of(view, rank), waited, stuck)
     lacking = {rank: wait for rank, wait in long.items() if wait.missing}
-    cycle = find_any_cycle(
-        {rank: Wait(_call(rank, wait), _name(wait), wait.missing) for rank, wait in lacking.items()}
-    )
+    calls = {
+        rank: [Wait(_call(rank, wait), _name(wait), wait.missing)] for rank, wait in lacking.items()
+    }
+    held = find_stuck(calls)
+    cycle = next(filter(None, (find_cycle(rank, calls, held) for rank in sorted(held))), None)
     if cycle:
-        shown = {r: Wait(_call(r, lacking[r]), _name(lacking[r]), ()) for r in cycle}
+        shown = {rank: calls[rank] for rank in cycle}
         return Verdict(
             "deadlock", sorted(cycle), str(deadlock_error(shown, cycle[0])), waited, stuck
         )

@@ -92,7 +92,7 @@ def test_a_damaged_save_is_an_error_on_all_ranks(world: Ranks, tmp_path: Path) -
         if job.is_main_process:
             state = torch.load(tmp_path / "saved" / "pytorch_model.bin", weights_only=True)
             assert state.keys() == small_model().state_dict().keys()
-            (tmp_path / "saved" / "model_0.safetensors").write_bytes(b"x")
+            (tmp_path / "saved" / "model_0.state.safetensors").write_bytes(b"x")
         with pytest.raises(CheckpointError, match="model_0"):
             job.load_state(tmp_path / "saved")
         plain = PlainAccelerator(cpu=True)

@@ -9,7 +9,13 @@ import random
 import struct
 from typing import TYPE_CHECKING, Any
 
-from syncprims.training.checkpoints.integrity import DIGEST_KEY, dump_with_digest
+from syncprims.training.checkpoints.integrity import (
+    BLANK,
+    SEAL,
+    ChunkedDigest,
+    dump,
+    put_seal,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +28,10 @@ STRANGE: list[Any] = [
     "F32", "F4", "I64", "BOOL", [], {}, [[]], [0, 0], [2**62, 2**62], [0, 2**63], [-1, 4],
     [0] * 100, {"$": "tensor"}, {"$": "tensor", "key": "0.weight"}, {"$": "nothing"},
     {"$": "sharded", "key": "x", "shape": [2**40]}, {"$": "array", "key": "x", "dtype": "O"},
-    {"$": "size", "items": ["x"]}, {"$": "dict", "items": [[{}, 1]]}, {"$": ["list"]},
-    {"$": "dtype", "name": "load"}, {"$": "device", "name": "nowhere"}, {"$": "int", "hex": "zz"},
-    {"$": "scalar", "dtype": "<f8", "bytes": ""}, {"$": "deque", "most": -1, "items": []},
+    {"$": "size", "is": ["x"]}, {"$": "dict", "items": [[{}, 1]]}, {"$": ["list"]},
+    {"$": "dtype", "is": "load"}, {"$": "device", "is": "nowhere"}, {"$": "int", "is": "zz"},
+    {"$": "scalar", "dtype": "<f8", "bytes": ""}, {"$": "deque", "is": [[], -1]},
+    {"$": "bytes_", "is": 2**40}, {"$": "bytearray", "is": 2**40}, {"$": "tuple", "is": 5},
 ]  # fmt: skip
 
 
@@ -54,7 +61,7 @@ def mutate(document: Any, dice: random.Random) -> None:
     elif deed == 1:
         del container[key]
     elif deed == 2 and isinstance(container, dict):
-        other = dice.choice(["x", "..", "__metadata__", "$", DIGEST_KEY, ""])
+        other = dice.choice(["x", "..", "__metadata__", "$", SEAL, ""])
         container[other] = container.pop(key)
     elif isinstance(container[key], int):
         container[key] += dice.choice([-8, -1, 1, 8, 2**32])
@@ -66,13 +73,14 @@ def mutate(document: Any, dice: random.Random) -> None:
 
 
 def dumped(document: Any, under: str | None, dice: random.Random) -> bytes:
-    """Return a document as JSON, mostly with a matching digest, as a forger would write it."""
+    """Return a document as JSON, mostly ready for a matching digest, as a forger would."""
     if dice.random() < 0.7:
         try:
             bare = json.loads(json.dumps(document))
             inner = bare if under is None else bare[under]
-            inner.pop(DIGEST_KEY, None)
-            return dump_with_digest(bare, under)[0]
+            if SEAL in inner:
+                inner[SEAL] = BLANK
+            return dump(bare)
         except (ValueError, TypeError, AttributeError, KeyError):
             pass
     data = json.dumps(document, separators=(",", ":")).encode()
@@ -101,7 +109,10 @@ def forge_tensors(path: Path, dice: random.Random) -> None:
     said = len(raw) if dice.random() < 0.9 else dice.choice([0, 1, 2**20, 2**63, 2**64 - 1])
     if dice.random() < 0.2:
         body = body[: dice.randrange(len(body) + 1)] + bytes(dice.randrange(16))
-    path.write_bytes(struct.pack("<Q", said) + raw + body)
+    begin = struct.pack("<Q", said) + raw
+    hashed = ChunkedDigest()
+    hashed.update(begin + body)
+    path.write_bytes(put_seal(begin, hashed.hexdigest()) + body)
 
 
 def forge_json(path: Path, under: str | None, dice: random.Random) -> None:
@@ -109,7 +120,7 @@ def forge_json(path: Path, under: str | None, dice: random.Random) -> None:
     document = json.loads(path.read_bytes())
     for _ in range(dice.randrange(1, 4)):
         mutate(document, dice)
-    path.write_bytes(dumped(document, under, dice))
+    path.write_bytes(put_seal(dumped(document, under, dice)))
 
 
 def damage(path: Path, dice: random.Random) -> None:

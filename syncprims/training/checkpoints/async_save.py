@@ -23,17 +23,15 @@ from syncprims import CheckpointError, current
 from syncprims._world.runtime import announce_activity, get_active_group
 
 from . import filesystem
-from .commit import merge_records
+from .commit import removed_by_others
 from .coordination import UNCHANGED, Outcome, cleanup_on_error, combine, coordinate
-from .huge_pages import in_huge_pages
-from .integrity import check_digest, dump_with_digest, parse
-from .state_writer import removed_by_others
+from .integrity import BLANK, SEAL, check_seal, dump, parse, put_seal
+from .safetensors_file import in_huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .save_plan import PlannedFile
-    from .state_writer import StateWriter
+    from .commit import FilePlan, Save
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
 _WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
@@ -41,23 +39,26 @@ _LONGEST_REPORT = 64 << 20  # bytes
 _GRACE = 60.0  # seconds that a program that has ended waits for the other ranks
 
 
-def start_save(writer: StateWriter) -> Saving:
+def start_save(save: Save) -> Saving:
     """Copy what this rank writes, and return while a thread writes it."""
+    index, extras = save.team.number, current().extras
 
-    def copy() -> list[PlannedFile]:
-        if writer.team.leads:
-            filesystem.write_small(writer.report_path(0), b"")
-        return [f._replace(tensors=_copy_to_host(f.tensors)) for f in writer.own_files()]
+    def copy() -> list[FilePlan]:
+        if save.team.leads:
+            filesystem.write_small(save.report_path(0), b"")
+        return [
+            f._replace(tensors=_copy_to_host(f.tensors) if f.writer == index else {})
+            for f in save.files
+        ]
 
-    extras = current().extras
-    try:
-        copied = coordinate(writer.doing, copy, lambda _: None, advice=UNCHANGED).own
-        saving = extras[_KEY] = _AsyncSaving(writer._replace(files=copied))
+    def clean_up() -> None:
+        if save.team.leads and not is_saving(extras):
+            save.abandon()
+
+    with cleanup_on_error(save.doing, clean_up):
+        copied = coordinate(save.doing, copy, lambda _: None, advice=UNCHANGED).own
+        saving = extras[_KEY] = _AsyncSaving(save._replace(files=copied))
         saving.start()
-    except BaseException:
-        if writer.team.leads and not is_saving(extras):
-            writer.abandon()
-        raise
     return saving
 
 
@@ -101,9 +102,9 @@ class Saving:
 class _AsyncSaving(Saving):
     """A save that a thread of each rank writes."""
 
-    def __init__(self, writer: StateWriter) -> None:
-        super().__init__(writer.destination.path)
-        self._writer = writer
+    def __init__(self, save: Save) -> None:
+        super().__init__(save.place.path)
+        self._save = save
         self._group = get_active_group()  # wait() uses it, wherever it is called
         self._written: Outcome[Any] | None = None
         self._committed: Outcome[Any] | None = None
@@ -138,7 +139,7 @@ class _AsyncSaving(Saving):
         if extras.get(_KEY) is not self:
             return  # an earlier call has waited
         del extras[_KEY]
-        doing, leads = self._writer.doing, self._writer.team.leads
+        doing, leads = self._save.doing, self._save.team.leads
         self._has_written.wait()
         with self._group, cleanup_on_error(doing, self._cancel):
             coordinate(doing, lambda: _unwrap(self._written), call=_WAIT, advice=UNCHANGED)
@@ -152,7 +153,7 @@ class _AsyncSaving(Saving):
         self._cancelled.set()
         self._join()
         if self._abandoned:
-            self._writer.abandon()  # once more: now all ranks have stopped writing
+            self._save.abandon()  # once more: now all ranks have stopped writing
 
     def _join(self) -> None:
         """Return when the thread has done everything it has to."""
@@ -164,42 +165,42 @@ class _AsyncSaving(Saving):
     # -- in the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        writer = self._writer
-        announce_activity(self, f"{writer.doing} in the background")
+        save = self._save
+        announce_activity(self, f"{save.doing} in the background")
         try:
             self._written = written = Outcome.of(self._write, lambda result: result)
             self._has_written.set()
-            if writer.team.leads:
+            if save.team.leads:
                 self._committed = Outcome.of(lambda: self._commit(written), lambda _: None)
             error = (self._committed or written).error
             if error is not None:  # the program may end without calling wait()
-                filesystem.LOG.error("%s, in the background, has failed: %s", writer.doing, error)
+                filesystem.LOG.error("%s, in the background, has failed: %s", save.doing, error)
         finally:
             announce_activity(self, None)
             self._has_written.set()
             self._has_ended.set()
 
     def _write(self) -> Any:
-        writer = self._writer
-        written = Outcome.of(lambda: writer.write(quiet=True), lambda result: result)
+        save = self._save
+        written = Outcome.of(save.write, lambda result: result)
         if written.error is not None:
-            writer.remove_own_files()
-        if not writer.team.leads:
-            if written.error is not None and not _is_awaited(writer):
+            save.remove_own_files()
+        if not save.team.leads:
+            if written.error is not None and not _is_awaited(save):
                 return None  # the leading rank has failed, and removed what this one wrote to
-            _report(writer, written.message)
+            _report(save, written.message)
         return written.unwrap()
 
     def _commit(self, written: Outcome[Any]) -> None:
-        writer = self._writer
+        save = self._save
         try:
-            reports = _collect_reports(writer, written.message, self._cancelled)
-            by_rank = combine(writer.doing, written, reports).by_rank
+            reports = _collect_reports(save, written.message, self._cancelled)
+            by_rank = combine(save.doing, written, reports).by_rank
         except BaseException:
             self._abandoned = True
-            writer.abandon()
+            save.abandon()
             raise
-        writer.commit(merge_records(by_rank))
+        save.commit(by_rank)
 
 
 def _unwrap(outcome: Outcome[Any] | None) -> Any:
@@ -207,56 +208,56 @@ def _unwrap(outcome: Outcome[Any] | None) -> Any:
     return outcome.unwrap()
 
 
-def _is_awaited(writer: StateWriter) -> bool:
+def _is_awaited(save: Save) -> bool:
     """Return whether the leading rank waits for reports."""
-    return filesystem.exists(writer.report_path(0))
+    return filesystem.exists(save.report_path(0))
 
 
-def _report(writer: StateWriter, message: dict[str, Any]) -> None:
+def _report(save: Save, message: dict[str, Any]) -> None:
     """Report the outcome of this rank's part to the leading rank.
 
     If that has given up, nothing is left of the save, and the leading rank raises the reason.
     """
-    part, report = (writer.report_path(writer.team.number, suffix) for suffix in ("-part", ""))
+    part, report = (save.report_path(save.team.number, suffix) for suffix in ("-part", ""))
     try:
-        filesystem.write_small(part, dump_with_digest(message)[0])
+        filesystem.write_small(part, put_seal(dump({SEAL: BLANK, **message})))
         filesystem.rename(part, report)
     except Exception:
         filesystem.remove_or_log(part)
-        if _is_awaited(writer):
+        if _is_awaited(save):
             raise
         return  # the directory was removed meanwhile
     with contextlib.suppress(OSError):  # the report is written: not an error of this rank
         # Remove it, and do not only look: what a network file system shows may be gone, and only
         # one rank can remove a file.
-        if not _is_awaited(writer) and filesystem.remove(report):
-            writer.abandon()
+        if not _is_awaited(save) and filesystem.remove(report):
+            save.abandon()
 
 
 def _collect_reports(
-    writer: StateWriter, own: dict[str, Any], cancelled: threading.Event
+    save: Save, own: dict[str, Any], cancelled: threading.Event
 ) -> list[dict[str, Any]]:
     """Return the reports of all ranks once they are there, and remove their files.
 
     :raises CheckpointError: if the save is cancelled, or this program ended long ago.
     """
-    doing, ranks = writer.doing, writer.team.ranks
-    reports = {writer.team.number: own}
+    doing, ranks = save.doing, save.team.ranks
+    reports = {save.team.number: own}
     pause, ended = 0.005, 0.0
     while True:
         for index in range(len(ranks)):
-            path = writer.report_path(index)
+            path = save.report_path(index)
             if index not in reports and filesystem.exists(path):
                 data = filesystem.read_small(path, _LONGEST_REPORT)
                 report = parse(path, data)
-                check_digest(path, data)
+                check_seal(path, data)
                 reports[index] = report
         if len(reports) == len(ranks):
             break
         if cancelled.wait(pause):
             raise CheckpointError(f"{doing}: given up, since a rank's part has failed")
-        if not _is_awaited(writer):
-            raise removed_by_others(doing, f"{writer.destination.folder} or files in it")
+        if not _is_awaited(save):
+            raise removed_by_others(doing, f"{save.place.folder} or files in it")
         pause = min(2 * pause, 0.1)
         if not threading.main_thread().is_alive():
             ended = ended or time.monotonic()
@@ -264,7 +265,7 @@ def _collect_reports(
                 late = [rank for index, rank in enumerate(ranks) if index not in reports]
                 raise CheckpointError(f"{doing}: ranks {late} have not finished their part")
     for index in sorted(reports, reverse=True):  # the leading rank's last
-        filesystem.remove(writer.report_path(index))
+        filesystem.remove(save.report_path(index))
     return [reports[index] for index in sorted(reports)]
 
 

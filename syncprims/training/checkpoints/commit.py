@@ -1,117 +1,340 @@
-"""The commit protocol of every save: temporary names, and the one step that replaces old by new.
+"""Every save: which rank writes which file, and the one step that replaces the old by the new.
 
 Nothing is written to a file that a reader may be reading. New files get unused or temporary names
 and are synced. One rename, or one removal, makes them current. Only then are old files removed.
+
+A directory that does not exist yet is written under a temporary name, and its rename is that step.
+In a directory that exists it is the rename of one file, the head: the only file, or the one that
+lists the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncprims import CheckpointError
 
 from . import filesystem
-from .coordination import UNCHANGED, coordinate
-from .dtensor import full_tensor
-from .progress import progress_bar
-from .safetensors_file import FileRecord, byte_size
+from .coordination import UNCHANGED, check_equal, cleanup_on_error, coordinate
+from .dtensor import full_tensor, is_dtensor
+from .safetensors_file import byte_size, content_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     import torch
 
     from .coordination import Team
-    from .save_plan import PlannedFile
+
+    Tensors = dict[str, torch.Tensor]
+    Digests = dict[str, str]  # of files, by name
 
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")
 
 
-def write_files(
-    folder: str,
-    files: Sequence[PlannedFile],
-    index: int,
-    doing: str,
-    write: Callable[[str, Mapping[str, torch.Tensor], Callable[[int], object]], FileRecord],
-    *,
-    quiet: bool = False,
-) -> dict[str, list[Any]]:
-    """Write the files of the rank of this index; return the file record of each. Shows progress.
+# -- the plan -------------------------------------------------------------------------------------
 
-    Collective if there are DTensors in a file: every rank passes all files, and takes part in
-    gathering them, also after an error of its own.
+
+class FilePlan(NamedTuple):
+    """A file to write."""
+
+    name: str
+    writer: int  #: index of the rank that writes it
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Place(NamedTuple):
+    """Where a save writes: into a new directory under a temporary name, or beside older files."""
+
+    path: str
+    folder: str  #: the directory that is written to
+    taken: list[str]  #: names that were there before
+    token: str  #: unique to this save
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the directory itself is new."""
+        return self.folder != self.path
+
+    @classmethod
+    def prepare(cls, path: str) -> Place:
+        """Prepare for a save to `path`. Only the leading rank calls this."""
+        parent, name = os.path.split(path)
+        filesystem.make_directory(parent)
+        for entry in filesystem.names(parent):
+            if final_name(entry) == name:  # a killed save left it
+                filesystem.remove_directory_or_log(f"{parent}/{entry}")
+        token = new_token()
+        if filesystem.exists(path):
+            if not filesystem.is_directory(path):
+                what = "there is something else in place of a directory"
+                raise OSError(errno.ENOTDIR, what, path)
+            # Empty or not, it stays: it may be a mount, or have access rights of its own.
+            return cls(path, path, filesystem.names(path), token)
+        new = cls(path, f"{parent}/{temporary(name, token)}", [], token)
+        try:
+            filesystem.make_directory(new.folder)
+        except BaseException:
+            new.remove()
+            raise
+        return new
+
+    def remove(self) -> None:
+        """Remove the directory if it is new and still has its temporary name."""
+        if self.is_new:
+            filesystem.remove_directory_or_log(self.folder)
+
+
+def split_by_size(tensors: Tensors, most: int) -> list[Tensors]:
+    """Return the tensors in groups of at most `most` bytes, in order; a larger one is alone."""
+    groups: list[Tensors] = [{}]
+    left = most
+    for name, tensor in tensors.items():
+        size = byte_size([tensor])
+        if size > left and groups[-1]:
+            groups.append({})
+            left = most
+        groups[-1][name] = tensor
+        left -= size
+    return groups
+
+
+def group_names(name: str, count: int) -> list[str]:
+    """Return the names of the files of so many groups: `name` itself, or with numbers."""
+    if count == 1:
+        return [name]
+    stem, _, ending = name.rpartition(".")
+    return [f"{stem}-{number + 1:05d}-of-{count:05d}.{ending}" for number in range(count)]
+
+
+def unused(names: Sequence[str], taken: Iterable[str]) -> list[str]:
+    """Return the names with the lowest version of which none is taken: ``model.v2.safetensors``."""
+    version, used, free = 1, set(taken), list(names)
+    while used.intersection(free):
+        version += 1
+        parts = (name.rpartition(".") for name in names)
+        free = [f"{stem}.v{version}{dot}{ending}" for stem, dot, ending in parts]
+    return free
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    """Return, as JSON, what replicas of the tensors have in common."""
+    return [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+
+
+def group_digests(groups: Sequence[Tensors]) -> list[str]:
+    """Return a digest of each group's content. DTensors do not count: no rank has another one."""
+    return [content_digest(t for t in group.values() if not is_dtensor(t)) for group in groups]
+
+
+def assign_writers(
+    names: Sequence[str], groups: Sequence[Tensors], digests: Sequence[Sequence[str]]
+) -> list[FilePlan]:
+    """Return the file of each group, and which rank writes it.
+
+    `digests` are those of each rank's groups. A rank may write what equals main's, bit for bit. So
+    what differs between ranks, as the running statistics of a batch norm, is always main's. The
+    largest groups are assigned first, each to the rank with the least to do.
     """
-    written: dict[str, list[Any]] = {}
-    failure: Exception | None = None
-    size = sum(byte_size(file.tensors.values()) for file in files if file.writer == index)
-    with progress_bar(doing, size, quiet=quiet) as add:
-        for name, writer, tensors in files:
+    sizes = [byte_size(group.values()) for group in groups]
+    load = [0] * len(digests)
+    writers = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        able = [rank for rank, own in enumerate(digests) if own[number] == digests[0][number]]
+        writer = min(able, key=lambda rank: (load[rank], rank))
+        writers[number] = writer
+        load[writer] += sizes[number]
+    return [FilePlan(*file) for file in zip(names, writers, groups, strict=True)]
+
+
+# -- the save -------------------------------------------------------------------------------------
+
+
+class Save(NamedTuple):
+    """One rank's view of one save."""
+
+    doing: str
+    team: Team
+    place: Place
+    files: list[FilePlan]  #: of all ranks
+    write_file: Callable[[str, Mapping[str, torch.Tensor]], str]  #: returns the file's digest
+    #: What readers take, the first one that is there. The head is one of them.
+    heads: Sequence[str]
+    head: str
+    list_files: Callable[[Digests], bytes] | None  #: the content of the head, if it lists the files
+    is_ours: Callable[[str], bool]  #: whether a file of this name belongs to the old or the new
+    on_commit: Callable[[], None] | None = None  #: called on the leading rank
+
+    @property
+    def waiting(self) -> str:
+        """The name of the head until the commit."""
+        new = self.place.is_new
+        return self.head if new else temporary(self.head, self.place.token)
+
+    def run(self) -> None:
+        """Write and commit together with the other ranks.
+
+        :raises CheckpointError: the same on all ranks, if one of them fails.
+        """
+        try:
+            written = coordinate(self.doing, self.write, advice=UNCHANGED).by_rank
+        except BaseException:
+            self.clean_up()
+            raise
+
+        def commit_if_leading() -> None:
+            if self.team.leads:
+                self.commit(written)
+
+        coordinate(self.doing, commit_if_leading, advice=UNCHANGED)
+
+    def write(self) -> Digests:
+        """Write this rank's files; return their digests.
+
+        Collective if there are DTensors in a file: every rank takes part in gathering them, also
+        after an error of its own.
+        """
+        written: Digests = {}
+        failure: Exception | None = None
+        for name, writer, tensors in self.files:
             gathered = {key: full_tensor(tensor) for key, tensor in tensors.items()}
-            if writer == index and failure is None:
+            if writer == self.team.number and failure is None:
                 try:
-                    written[name] = list(write(f"{folder}/{name}", gathered, add))
+                    written[name] = self.write_file(f"{self.place.folder}/{name}", gathered)
                 except Exception as error:
                     failure = error
-    if failure is not None:
-        raise failure
-    return written
+        if failure is not None:
+            raise failure
+        return written
+
+    def remove_own_files(self) -> None:
+        """Remove this rank's files."""
+        for name, writer, _ in self.files:
+            if writer == self.team.number:
+                filesystem.remove_or_log(f"{self.place.folder}/{name}")
+
+    def clean_up(self) -> None:
+        """Remove what this rank is responsible for, after a failure on any rank."""
+        self.remove_own_files()  # also on the leading rank: all of them, whatever the others did
+        if self.team.leads:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Remove everything that a failed save has made. The leading rank does it first."""
+        filesystem.remove_or_log(self.report_path(0))
+        self.place.remove()
+        if not self.place.is_new:
+            names, ending = {file.name for file in self.files}, self.place.token
+            folder = self.place.folder
+            filesystem.remove_each_or_log(folder, lambda n: n in names or n.endswith(ending))
+
+    def report_path(self, index: int, suffix: str = "") -> str:
+        """Return the file in which the rank of this index reports to the leading rank.
+
+        Only saves in the background use it. The leading rank's own says that it waits for reports.
+        """
+        name = temporary(f"{self.head}.report-{index}{suffix}", self.place.token)
+        return f"{self.place.folder}/{name}"
+
+    def commit(self, written: Sequence[Digests]) -> None:
+        """Make the new files the current ones. Only the leading rank calls this."""
+        path, folder, _, _ = self.place
+        waiting = f"{folder}/{self.waiting}"
+        digests = {name: found for some in written for name, found in some.items()}
+
+        def prepare() -> str | None:
+            if self.list_files is not None:
+                filesystem.write_small(waiting, self.list_files(digests))
+            filesystem.sync_directory(folder)
+            names = filesystem.names(folder)
+            lost = digests.keys() - set(names)
+            if lost:
+                raise removed_by_others(self.doing, f"{folder}/{min(lost)}")
+            preferred = [n for n in self.heads[: self.heads.index(self.head)] if n in names]
+            for name in preferred[1:]:  # hidden by the first of them: no reader reads these now
+                filesystem.remove(f"{path}/{name}")
+            if preferred[1:]:
+                filesystem.sync_directory(path)
+            return f"{path}/{preferred[0]}" if preferred else None
+
+        new = self.place.is_new
+        source, target = (folder, path) if new else (waiting, f"{path}/{self.head}")
+        commit(prepare, source, target, self.abandon)
+        if not new:
+            current = {self.head, *digests}
+
+            def is_old(name: str) -> bool:
+                final = final_name(name).partition(".report-")[0]
+                left = final in self.heads  # by a killed save
+                return left or (name not in current and self.is_ours(name))
+
+            filesystem.remove_each_or_log(folder, is_old)
+        if self.on_commit is not None:
+            self.on_commit()
 
 
-def write_and_commit(
-    doing: str,
-    team: Team,
-    write: Callable[[], dict[str, list[Any]]],
-    commit: Callable[[dict[str, FileRecord]], object],
-    clean_up: Callable[[], object],
-) -> None:
-    """Call ``write()`` on every rank, and then ``commit(records)`` on the leading rank.
+class Plan(Protocol):
+    """What this rank has to save."""
 
-    ``write()`` returns the record of each file that it has written. If it fails on any rank,
-    ``clean_up()`` is called on all.
+    def summary(self) -> dict[str, Any]:
+        """Return what the other ranks need to know. "same" is equal for equal objects."""
+        ...
 
-    :raises CheckpointError: the same on all ranks, if one of them fails.
+    def assign(self, summaries: list[dict[str, Any]], team: Team, place: Place) -> Save:
+        """Return the save, after all ranks have the summaries of all plans."""
+        ...
+
+
+@contextlib.contextmanager
+def planned(
+    doing: str, team: Team, path: str, make_plan: Callable[[], Plan], difference: str
+) -> Generator[Save]:
+    """Yield the save that all ranks have planned together.
+
+    :raises CheckpointError: on all ranks, if one of them cannot plan it, or has other objects.
     """
-    try:
-        written = coordinate(doing, write, advice=UNCHANGED).by_rank
-    except BaseException:
-        clean_up()
-        raise
-    coordinate(
-        doing, lambda: commit(merge_records(written)) if team.leads else None, lambda _: None,
-        advice=UNCHANGED,
-    )  # fmt: skip
+    plan, summaries = coordinate(doing, make_plan, lambda plan: plan.summary(), advice=UNCHANGED)
+    check_equal(doing, team.ranks, [summary["same"] for summary in summaries], difference)
+    places: list[Place] = []  # on the leading rank
+
+    def prepare() -> list[Any]:
+        places.extend([Place.prepare(path)] if team.leads else [])
+        return list(places[0]) if places else []
+
+    with cleanup_on_error(doing, lambda: [place.remove() for place in places]):
+        by_rank = coordinate(doing, prepare, advice=UNCHANGED).by_rank
+        yield plan.assign(summaries, team, Place(*by_rank[0]))
 
 
-def merge_records(written: Sequence[dict[str, list[Any]]]) -> dict[str, FileRecord]:
-    """Return the records of the files that all ranks have written."""
-    return {name: FileRecord(*facts) for some in written for name, facts in some.items()}
+def removed_by_others(doing: str, what: str) -> CheckpointError:
+    """Return the error for a save whose files are gone: its checkpoint could not be loaded."""
+    return CheckpointError(
+        f"{doing}: another save, or a person, has removed {what} while ranks still wrote there"
+    )
 
 
 def commit(
-    what: str,
-    prepare: Callable[[], str | None],
-    source: str,
-    target: str,
-    undo: Callable[[], object],
+    prepare: Callable[[], str | None], source: str, target: str, undo: Callable[[], object]
 ) -> None:
     """Call ``prepare()``, then replace `target` by `source` in one durable step.
 
     The step is the rename. If ``prepare()`` returns a file that readers prefer to `target`, the
     step is the removal of that file after the rename. If anything fails before the step,
-    ``undo()`` removes what was made.
+    ``undo()`` removes what was written.
 
-    :raises CheckpointError: if the new `what` is in place, but the directory cannot be synced.
+    :raises CheckpointError: if the new is in place, but the directory cannot be synced.
     :raises OSError: if anything fails before the step.
     """
     directory = os.path.dirname(target)  # noqa: PTH120
-    prepared, preferred = False, None
+    ready, preferred = False, None
     try:
         preferred = prepare()
-        prepared = True
+        ready = True
         filesystem.rename(source, target)
         filesystem.sync_directory(directory)
         if preferred is not None:
@@ -120,13 +343,13 @@ def commit(
     except BaseException as error:
         # Look at the files, not at the error: a network file system may lose the answer to a call
         # that succeeded, and a signal handler may raise right after one.
-        if not prepared or not _is_gone(preferred or source):
-            if prepared and preferred and _is_gone(source):
+        if not ready or not _is_gone(preferred or source):
+            if ready and preferred and _is_gone(source):
                 filesystem.remove_or_log(target)
             undo()
         elif isinstance(error, OSError):
             raise CheckpointError(
-                f"the new {what} is in place, but may not survive a power loss: {error}",
+                f"the new {target} is in place, but may not survive a power loss: {error}",
                 path=error.filename, errno=error.errno,
             ) from error  # fmt: skip
         raise
@@ -136,22 +359,6 @@ def _is_gone(path: str) -> bool:
     with contextlib.suppress(OSError):
         return not filesystem.exists(path)
     return True  # not known: then nothing is removed
-
-
-def versioned(name: str, version: int) -> str:
-    """Return ``model.v2.safetensors`` for the second version of ``model.safetensors``."""
-    if version == 1:
-        return name
-    stem, dot, ending = name.rpartition(".")
-    return f"{stem}.v{version}{dot}{ending}"
-
-
-def unused_version(names: Iterable[str], taken: Sequence[str]) -> int:
-    """Return the lowest version in which none of `names` is taken."""
-    version, used, names = 1, set(taken), list(names)
-    while any(versioned(name, version) in used for name in names):
-        version += 1
-    return version
 
 
 def new_token() -> str:
@@ -164,7 +371,7 @@ def temporary(name: str, token: str) -> str:
     return f".{name}.tmp-{token}"
 
 
-def is_temporary(found: str, name: str) -> bool:
-    """Return whether `found` is a temporary of `name`. Only a killed save leaves one."""
-    match = _TEMPORARY.fullmatch(found)
-    return match is not None and match[1] == name
+def final_name(name: str) -> str:
+    """Return the name that something with a temporary name would have had; "" for other names."""
+    match = _TEMPORARY.fullmatch(name)
+    return "" if match is None else match[1]

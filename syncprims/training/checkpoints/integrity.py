@@ -1,8 +1,8 @@
 """Digests, JSON that carries its own, and the errors for files that are not what was written.
 
-The digest in a JSON document is its first field: XXH3-128 over the exact bytes, with zeros in the
-place of the digest itself. A digest finds damage and not malice: anyone who can write the file can
-also write a new digest.
+A document or file with a digest has it in the field :data:`SEAL`. The digest is XXH3-128 over the
+exact bytes, with zeros in the place of the digest itself. It finds damage and not malice: anyone
+who can write the file can also write a new digest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from syncprims.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-DIGEST_KEY = "syncprims.seal"  #: of the digest in a JSON document
-DIGEST_LENGTH = 32  #: hexadecimal digits
-BLANK_DIGEST = "0" * DIGEST_LENGTH
+SEAL = "syncprims.seal"  #: the field with the digest
+BLANK = "0" * 32  #: what is in it while the digest is computed
 CHUNK = 4 << 20  #: bytes that each digest in a chunked digest covers. Part of the format
+_FIELD = f'"{SEAL}":"'.encode()
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 class ChunkedDigest:
-    """The digest of data that come in pieces: XXH3-128 of the digests of its chunks.
+    """The digest of a file whose bytes come in pieces: XXH3-128 of the digests of its chunks.
 
     A chunk is :data:`CHUNK` bytes; the last one may be shorter. So a reader can compute the
     digests of the chunks in parallel.
@@ -96,8 +96,9 @@ class ChunkedDigest:
         self._chunk = xxhash.xxh3_128()
         self._left = CHUNK
 
-    def update(self, data: memoryview) -> None:
+    def update(self, data: bytes | memoryview) -> None:
         """Append some data."""
+        data = memoryview(data)
         while data:
             some, data = data[: self._left], data[self._left :]
             self._chunk.update(some)
@@ -120,56 +121,45 @@ class ChunkedDigest:
 # -- JSON with a digest ---------------------------------------------------------------------------
 
 
-def dump_with_digest(document: dict[str, Any], under: str | None = None) -> tuple[bytes, str]:
-    """Return `document` as JSON with its digest, and the digest.
-
-    The digest is the first field; with `under`, the first field of that field, which comes first.
-    """
-    if under is None:
-        complete = {DIGEST_KEY: BLANK_DIGEST, **document}
-    else:
-        inner = {DIGEST_KEY: BLANK_DIGEST, **document[under]}
-        complete = {under: inner, **{k: v for k, v in document.items() if k != under}}
-    text = json.dumps(complete, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def dump(document: dict[str, Any]) -> bytes:
+    """Return `document` as JSON. The field for its digest comes before everything from users."""
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # Names of files may not be valid UTF-8; they must come back the same.
-    return replace_digest(text.encode("utf-8", "surrogatepass"), under)
+    return text.encode("utf-8", "surrogatepass")
 
 
-def replace_digest(data: bytes, under: str | None = None) -> tuple[bytes, str]:
-    """Return JSON whose digest is brought up to date, and the digest."""
-    start = len(_prefix(under))
-    end = start + DIGEST_LENGTH
-    found = digest(data[:start] + BLANK_DIGEST.encode() + data[end:])
-    return data[:start] + found.encode() + data[end:], found
+def put_seal(data: bytes, found: str = "") -> bytes:
+    """Return JSON with a digest in its field: by default the one of these bytes."""
+    return data.replace(_FIELD + BLANK.encode(), _FIELD + (found or digest(data)).encode(), 1)
 
 
-def has_digest(data: bytes, *marks: str) -> bool:
+def take_seal(data: bytes) -> tuple[bytes, str]:
+    """Return JSON without the digest in its field, and the digest; "" if it has no such field."""
+    begin, field, rest = data.partition(_FIELD)
+    if not field:
+        return data, ""
+    blank, end = BLANK.encode(), rest[len(BLANK) :]
+    return begin + field + blank + end, rest[: len(BLANK)].decode(errors="replace")
+
+
+def has_seal(data: bytes, mark: str) -> bool:
     """Return whether some JSON has a digest, or had one before it was damaged.
 
-    `marks` are other keys that only this library writes: one flipped bit cannot hide all of them.
+    `mark` is another key that only this library writes: one flipped bit cannot hide both.
     """
-    return any(mark.encode() in data for mark in (DIGEST_KEY, *marks))
+    return f'"{SEAL}"'.encode() in data or f'"{mark}"'.encode() in data
 
 
-def check_digest(path: str, data: bytes, under: str | None = None) -> str:
-    """Return the digest in some JSON.
+def check_seal(path: str, data: bytes) -> None:
+    """Raise unless some JSON has the digest of its bytes.
 
-    :raises CheckpointError: if there is none, or it is not that of the bytes.
+    :raises CheckpointError: in that case.
     """
-    prefix = _prefix(under)
-    if not data.startswith(prefix):
-        raise refusal(path, "its digest is not where it belongs", prefix, data[: len(prefix)])
-    found = data[len(prefix) : len(prefix) + DIGEST_LENGTH]
-    expected = replace_digest(data, under)[1]
-    if found != expected.encode():
+    bare, found = take_seal(data)
+    expected = digest(bare)
+    if found != expected:
         what = f"the digest {expected} of its bytes"
         raise refusal(path, "damaged", what, f"the digest {found!r}")
-    return expected
-
-
-def _prefix(under: str | None) -> bytes:
-    begin = "{" if under is None else f'{{"{under}":{{'
-    return f'{begin}"{DIGEST_KEY}":"'.encode()
 
 
 def parse(path: str, data: bytes) -> dict[str, Any]:
@@ -179,21 +169,21 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
     """
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
             (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
             raise refusal(path, "ambiguous", "each key once", f"{twice!r} twice")
-        return made
+        return fields
 
     def no_constant(name: str) -> Any:
         raise refusal(path, "not JSON", "a number", name)
 
     try:
-        found = json.loads(data, object_pairs_hook=unique_keys, parse_constant=no_constant)
+        document = json.loads(data, object_pairs_hook=unique_keys, parse_constant=no_constant)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
         raise refusal(path, "not JSON", "a JSON object", str(error)) from None
-    if not isinstance(found, dict):
-        raise refusal(path, "not what was written", "a JSON object", f"a {type(found).__name__}")
-    return found
+    if not isinstance(document, dict):
+        raise refusal(path, "not what was written", "a JSON object", f"a {type(document).__name__}")
+    return document

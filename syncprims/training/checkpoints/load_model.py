@@ -22,10 +22,8 @@ from syncprims.training.preparation import unwrap_model
 
 from .dtensor import distribute, is_dtensor
 from .filesystem import LOG
-from .huge_pages import in_huge_pages
 from .integrity import refusal
-from .progress import progress_bar
-from .safetensors_file import SafetensorsFile, StoredTensor, byte_size
+from .safetensors_file import SafetensorsFile, StoredTensor, in_huge_pages
 from .weights import open_weights, portable_name
 
 if TYPE_CHECKING:
@@ -199,27 +197,24 @@ def _load_in_place(
     separate = _are_separate(state, targets)
     direct: list[str] = []
     in_files = (stored for stored in weights.values() if isinstance(stored, StoredTensor))
-    files: dict[SafetensorsFile, list[tuple[str, torch.Tensor]]] = {s.file: [] for s in in_files}
+    files: dict[SafetensorsFile, dict[str, torch.Tensor]] = {s.file: {} for s in in_files}
     for name, target in targets.items() if separate else ():
         stored = state[name]
-        if isinstance(stored, StoredTensor) and _is_alike(target, stored):
+        if not isinstance(stored, StoredTensor) or not _is_alike(target, stored):
+            continue
+        if files[stored.file].setdefault(stored.name, target) is target:
             direct.append(name)
-            files[stored.file].append((stored.name, target))
-    with torch.no_grad(), progress_bar("loading weights", byte_size(targets.values())) as add:
+    with torch.no_grad():
         # Torch does not see this change, and a backward pass in progress has to notice it.
         torch.autograd.graph.increment_version([targets[name] for name in direct])
-        for file, some in files.items():
-            first = dict(some) if check else {}
-            if check:
-                file.check_data(add, first)
-            file.read_into([pair for pair in some if first.get(pair[0]) is not pair[1]], add)
+        for file, into in files.items():
+            file.read(into, check=check)
         result = {
             name: _read_for(state[name], places.get(name)) for name in state if name not in targets
         }
         for name in targets.keys() - set(direct) if separate else targets:
             targets[name].copy_(_read_for(state[name], None))
-            add(byte_size([targets[name]]))
-    return {**result, **targets}
+        return {**result, **targets}
 
 
 def _is_alike(target: torch.Tensor, stored: StoredTensor) -> bool:

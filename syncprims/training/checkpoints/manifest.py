@@ -5,14 +5,26 @@ A directory holds a checkpoint if and only if it holds a manifest.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
+from syncprims import CheckpointError
+
 from . import filesystem
-from .integrity import check_digest, check_file_name, dump_with_digest, parse, reading, refusal
-from .safetensors_file import FileRecord
+from .integrity import (
+    BLANK,
+    SEAL,
+    check_file_name,
+    check_seal,
+    dump,
+    parse,
+    put_seal,
+    reading,
+    refusal,
+)
 
 NAME = "checkpoint.json"  #: not ``*.index.json``, which readers of weights look for
-_FORMAT = 1
+_FORMAT = 2
 _LONGEST = 512 << 20  # bytes
 
 
@@ -31,19 +43,20 @@ class Manifest(NamedTuple):
     step: int | None
     objects: dict[str, SavedState]  #: the same for all ranks
     ranks: list[SavedState]  #: of the rank objects, by rank
-    files: dict[str, FileRecord]
+    files: dict[str, str]  #: the digest of each file
 
     def dump(self) -> bytes:
         """Return the file's content."""
         document = {
+            SEAL: BLANK,
             "format": _FORMAT,
             "step": self.step,
             "world_size": len(self.ranks),
             "objects": {name: state._asdict() for name, state in self.objects.items()},
             "ranks": [state._asdict() for state in self.ranks],
-            "files": {name: list(record) for name, record in self.files.items()},
+            "files": self.files,
         }
-        return dump_with_digest(document)[0]
+        return put_seal(dump(document))
 
 
 def read(directory: str) -> Manifest:
@@ -55,14 +68,12 @@ def read(directory: str) -> Manifest:
     with reading(path):
         data = filesystem.read_small(path, _LONGEST)
     document = parse(path, data)
-    check_digest(path, data)
+    check_seal(path, data)
     if document.get("format") != _FORMAT:
         expected = f"format {_FORMAT}, this version's"
         raise refusal(path, "made by another version", expected, repr(document.get("format")))
     try:
-        files: dict[str, FileRecord] = {}
-        for name, (size, digest) in document["files"].items():
-            files[check_file_name(path, name)] = FileRecord(int(size), str(digest))
+        files = {check_file_name(path, n): str(digest) for n, digest in document["files"].items()}
         objects = {
             name: _parse_state(path, found, files) for name, found in document["objects"].items()
         }
@@ -75,7 +86,7 @@ def read(directory: str) -> Manifest:
     return Manifest(step, objects, ranks, files)
 
 
-def _parse_state(path: str, found: dict[str, Any], files: dict[str, FileRecord]) -> SavedState:
+def _parse_state(path: str, found: dict[str, Any], files: dict[str, str]) -> SavedState:
     state = SavedState(found["tree"], list(found["files"]), dict(found["parts"]))
     parts = [part for some in state.parts.values() for part in some]
     for offset, shape, _ in parts:
@@ -85,3 +96,10 @@ def _parse_state(path: str, found: dict[str, Any], files: dict[str, FileRecord])
         if name not in files:
             raise refusal(path, "an object's file", "one of the manifest's files", repr(name))
     return state
+
+
+def listed_files(directory: str) -> set[str]:
+    """Return the names of the files of the state in a directory; none if it cannot be loaded."""
+    with contextlib.suppress(CheckpointError):
+        return {*read(directory).files}
+    return set()

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-import xxhash
 
-from syncprims import CheckpointError
-
-from . import filesystem, manifest, save_plan
+from . import filesystem
 from .commit import (
+    Place,
+    Save,
+    assign_writers,
     commit,
-    is_temporary,
+    describe,
+    final_name,
+    group_digests,
+    group_names,
     new_token,
+    planned,
+    split_by_size,
     temporary,
-    unused_version,
-    versioned,
-    write_and_commit,
-    write_files,
+    unused,
 )
-from .coordination import (
-    UNCHANGED,
-    Directory,
-    Outcome,
-    Team,
-    check_equal,
-    cleanup_on_error,
-    combine,
-    coordinate,
-)
-from .integrity import digest, dump_with_digest
-from .safetensors_file import METADATA, FileRecord, byte_size, check_storable, write_safetensors
+from .coordination import UNCHANGED, Directory, Outcome, Team, combine
+from .integrity import BLANK, SEAL, ChunkedDigest, digest, dump, put_seal
+from .safetensors_file import METADATA, byte_size, check_storable, write_safetensors
 from .weights import FIRST_FILES, INDEX, SAFETENSORS, SHARDS, TORCH, is_model_file, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
-    from .save_plan import PlannedFile, Tensors
+    from .commit import Digests, Tensors
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def save_model(
@@ -64,142 +59,82 @@ def save_model(
     :raises TypeError: if `directory` is neither a str nor a path.
     :raises ValueError: if `max_shard_size` is not a size, or `directory` is empty.
     """
-    most = save_plan.parse_size(max_shard_size)
+    most = _parse_size(max_shard_size)
     where = Directory.of(directory)
     doing = f"save_model to {where.path}"
     team = Team.meet(doing, where)
-    plan, summaries = coordinate(
-        doing, lambda: _ModelPlan.of(model, most, team), _ModelPlan.summary, advice=UNCHANGED
-    )
-    check_equal(doing, team.ranks, [one["model"] for one in summaries], "have different models")
-    prepared = coordinate(
-        doing, lambda: _prepare_directory(where.path) if team.leads else [], advice=UNCHANGED
-    ).by_rank
-    made, taken, token = prepared[0]
-    with cleanup_on_error(
-        doing, lambda: filesystem.remove_empty_directories(made) if team.leads else None
-    ):
-        single = SAFETENSORS if safe_serialization else TORCH
-        names = save_plan.group_names(single, len(plan.groups))
-        first = single + INDEX if names[1:] else single
-        waiting = temporary(first, token)
-        version = unused_version(names, taken)
-        names = [versioned(name, version) for name in names] if names[1:] else [waiting]
-        every = [one["digests"] for one in summaries]
-        files = save_plan.assign_writers(names, plan.groups, every)
-        writer = _ModelWriter(where.path, team, first, waiting, files, plan.ties)
-        write_and_commit(doing, team, writer.write, writer.commit, writer.remove_files)
+    first_file = SAFETENSORS if safe_serialization else TORCH
+
+    def plan() -> _ModelPlan:
+        return _ModelPlan.of(doing, model, most, first_file, team)
+
+    with planned(doing, team, where.path, plan, "have different models") as save:
+        save.run()
 
 
-def _prepare_directory(path: str) -> list[Any]:
-    """Return the directories that were made, the names that were there, and a unique token.
+def _parse_size(size: int | str) -> int:
+    """Return a number of bytes, given as an int or as ``"5GB"``, ``"500MB"``, ``"2GiB"``.
 
-    :raises CheckpointError: if a state in the directory has files that the model would replace.
+    :raises ValueError: if it is neither, or not positive.
     """
-    made = filesystem.make_directory(path)
-    try:
-        taken = filesystem.names(path)
-        files: dict[str, FileRecord] = {}  # of a state in this directory
-        if manifest.NAME in taken:
-            with contextlib.suppress(CheckpointError):  # then it cannot be loaded anyway
-                files = manifest.read(path).files
-        lost = [name for name in files if is_model_file(name)]
-        if lost:
-            raise CheckpointError(
-                f"{path}/{manifest.NAME}: here is a saved state, and {lost[0]} is a file of it, "
-                f"which a model would replace. Save the model to another directory.",
-                path=f"{path}/{manifest.NAME}",
-            )
-        return [made, taken, new_token()]
-    except BaseException:
-        filesystem.remove_empty_directories(made)
-        raise
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size.strip())
+        if match is not None:
+            base = 1024 if match[3] else 1000
+            size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if not isinstance(size, int) or size <= 0:
+        raise ValueError(f"max_shard_size={size!r}: it takes a number of bytes, or as '5GB'")
+    return size
 
 
 class _ModelPlan(NamedTuple):
-    """What this rank has to save."""
+    """What this rank has to save of a model."""
 
+    doing: str
+    first_file: str  #: the model's file if there is only one
     groups: list[Tensors]  #: one for each file
     ties: dict[str, str]
     digests: list[str]  #: of the groups, if several ranks may write them
 
     @classmethod
-    def of(cls, model: nn.Module, most: int, team: Team) -> _ModelPlan:
-        """Return the plan for a model."""
+    def of(cls, doing: str, model: nn.Module, most: int, first_file: str, team: Team) -> _ModelPlan:
         tensors, ties = tensors_of(model)
-        groups = save_plan.split_by_size(tensors, most)
+        groups = split_by_size(tensors, most)
         shared = len(groups) > 1 and len(team.ranks) > 1
-        return cls(groups, ties, save_plan.group_digests(groups) if shared else [""] * len(groups))
+        digests = group_digests(groups) if shared else [""] * len(groups)
+        return cls(doing, first_file, groups, ties, digests)
 
     def summary(self) -> dict[str, Any]:
         """Return what the other ranks need to know."""
-        model = [[save_plan.describe(group) for group in self.groups], self.ties]
-        return {"model": digest(json.dumps(model).encode()), "digests": self.digests}
+        model = [[describe(group) for group in self.groups], self.ties]
+        return {"same": digest(dump({"model": model})), "digests": self.digests}
 
+    def assign(self, summaries: list[dict[str, Any]], team: Team, place: Place) -> Save:
+        """Return the save of the model."""
+        names = group_names(self.first_file, len(self.groups))
+        several = len(names) > 1
+        head = self.first_file + INDEX if several else self.first_file
+        if several:
+            names = unused(names, place.taken)
+        elif not place.is_new:
+            names = [temporary(head, place.token)]
+        files = assign_writers(names, self.groups, [summary["digests"] for summary in summaries])
 
-class _ModelWriter(NamedTuple):
-    """Writes this rank's files of a model, and on the leading rank makes them current."""
-
-    path: str
-    team: Team
-    first: str  #: the file whose rename is the commit: that of the model, or the index
-    waiting: str  #: its temporary name
-    files: list[PlannedFile]
-    ties: dict[str, str]
-
-    def write(self) -> dict[str, list[Any]]:
-        """Write this rank's files; return the file record of each."""
-        write_file = write_safetensors if self.first.startswith(SAFETENSORS) else _write_torch
-
-        def write(path: str, tensors: Any, on_progress: Any) -> FileRecord:
+        def write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
             ties = {other: name for other, name in self.ties.items() if name in tensors}
-            return write_file(path, tensors, ties, on_progress)
+            write = write_safetensors if self.first_file == SAFETENSORS else _write_torch
+            return write(path, tensors, ties)
 
-        return write_files(self.path, self.files, self.team.number, "saving the model", write)
+        def list_files(digests: Digests) -> bytes:
+            size = sum(byte_size(group.values()) for group in self.groups)
+            metadata = {SEAL: BLANK, "total_size": size, SHARDS: digests}
+            file_of = {name: file.name for file in files for name in file.tensors}
+            return put_seal(dump({"metadata": metadata, "weight_map": file_of}))
 
-    def remove_files(self) -> None:
-        """Remove this rank's files; on the leading rank all, so that the directory can go."""
-        for name, writer, _ in self.files:
-            if self.team.leads or writer == self.team.number:
-                filesystem.remove_or_log(f"{self.path}/{name}")
-
-    def commit(self, records: dict[str, FileRecord]) -> None:
-        """Make the new files the model, and remove the older ones."""
-        path, first = self.path, self.first
-        names = [file.name for file in self.files]  # without the index
-
-        def prepare() -> str | None:
-            if self.first.endswith(INDEX):
-                filesystem.write_small(f"{path}/{self.waiting}", self._index(records))
-            filesystem.sync_directory(path)
-            found = filesystem.names(path)
-            preferred = [name for name in FIRST_FILES[: FIRST_FILES.index(first)] if name in found]
-            for name in preferred[1:]:  # hidden by the first of them: no reader reads these now
-                filesystem.remove(f"{path}/{name}")
-            if preferred[1:]:
-                filesystem.sync_directory(path)
-            return f"{path}/{preferred[0]}" if preferred else None
-
-        def undo() -> None:
-            for name in (self.waiting, *names):
-                filesystem.remove_or_log(f"{path}/{name}")
-
-        commit("model", prepare, f"{path}/{self.waiting}", f"{path}/{first}", undo)
-
-        def is_old(name: str) -> bool:
-            if is_model_file(name):
-                return name not in (first, *names)
-            return any(is_temporary(name, one) for one in FIRST_FILES)
-
-        filesystem.remove_each_or_log(path, is_old)
-
-    def _index(self, records: dict[str, FileRecord]) -> bytes:
-        file_of = {name: file.name for file in self.files for name in file.tensors}
-        metadata = {
-            "total_size": sum(byte_size(file.tensors.values()) for file in self.files),
-            SHARDS: {name: list(record) for name, record in records.items()},
-        }
-        return dump_with_digest({"metadata": metadata, "weight_map": file_of}, "metadata")[0]
+        return Save(
+            self.doing, team, place, files, write_file, FIRST_FILES, head,
+            list_files if several else None, is_model_file,
+        )  # fmt: skip
 
 
 # -- a single object ------------------------------------------------------------------------------
@@ -234,9 +169,9 @@ def _write_object(obj: Any, target: str, safe: bool) -> None:
         else:
             _write_torch_object(waiting, obj)
 
-    commit("file", prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
+    commit(prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
     # A killed save may have left some:
-    filesystem.remove_each_or_log(folder, lambda found: is_temporary(found, name))
+    filesystem.remove_each_or_log(folder, lambda entry: final_name(entry) == name)
 
 
 def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
@@ -263,11 +198,9 @@ def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
 class _Stream:
     """The stream that `torch.save` writes to: it hashes the data on their way to the file."""
 
-    def __init__(self, file: filesystem.NewFile, on_progress: Callable[[int], object]) -> None:
+    def __init__(self, file: filesystem.NewFile) -> None:
         self._file = file
-        self._on_progress = on_progress
-        self.hashed = xxhash.xxh3_128()
-        self.size = 0
+        self.hashed = ChunkedDigest()
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -279,36 +212,26 @@ class _Stream:
                 self.error = error
                 raise
             self.hashed.update(raw)
-            self.size += len(raw)
-            self._on_progress(len(raw))
             return len(raw)
 
     def flush(self) -> None:
         """Do nothing: there is no buffer."""
 
 
-def _write_torch(
-    path: str,
-    tensors: Mapping[str, torch.Tensor],
-    ties: Mapping[str, str],
-    on_progress: Callable[[int], object],
-) -> FileRecord:
-    """Write these tensors, tied ones under all their names, to the new file `path`, and sync it."""
+def _write_torch(path: str, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> str:
+    """Write these tensors, tied ones under all their names, as :func:`_write_torch_object`."""
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         # Torch saves the whole storage: it must not be larger than the tensor.
         whole = tensor.untyped_storage().nbytes() == byte_size([tensor])
         own[name] = tensor.detach() if whole else tensor.detach().clone()
-    own |= {other: own[name] for other, name in ties.items()}
-    return _write_torch_object(path, own, on_progress)
+    return _write_torch_object(path, own | {other: own[name] for other, name in ties.items()})
 
 
-def _write_torch_object(
-    path: str, obj: Any, on_progress: Callable[[int], object] = lambda done: None
-) -> FileRecord:
-    """Write what `torch.save` makes of `obj` to the new file `path`, and sync it."""
+def _write_torch_object(path: str, obj: Any) -> str:
+    """Write `obj` by `torch.save` to the new file `path`, sync it, and return its digest."""
     with contextlib.closing(filesystem.NewFile(path)) as file:
-        stream = _Stream(file, on_progress)
+        stream = _Stream(file)
         try:
             torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         except BaseException:
@@ -316,4 +239,4 @@ def _write_torch_object(
                 raise stream.error from None
             raise
         file.finish()
-    return FileRecord(stream.size, stream.hashed.hexdigest())
+    return stream.hashed.hexdigest()

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncprims import current
 from syncprims.training.rng import capture as capture_rng
 
-from . import save_plan
-from .async_save import Saving, finish_earlier, is_saving, start_save
-from .commit import unused_version, versioned, write_and_commit
-from .coordination import UNCHANGED, Directory, Team, check_equal, cleanup_on_error, coordinate
+from . import commit, manifest
+from .async_save import Saving, finish_earlier, start_save
+from .coordination import Directory, Team
 from .dtensor import is_dtensor, shard_region
-from .integrity import digest
+from .integrity import digest, dump
 from .manifest import Manifest, SavedState
-from .safetensors_file import byte_size
+from .safetensors_file import byte_size, write_safetensors
 from .state_tree import State, split_state
-from .state_writer import Destination, StateWriter
 from .stateful import check_objects, state_of
-from .weights import FIRST_FILES, is_model_file
 
 if TYPE_CHECKING:
     import os
@@ -28,11 +25,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .save_plan import PlannedFile, Tensors
+    from .commit import Digests, Place, Save, Tensors
     from .stateful import Stateful
 
 _LARGE = 64 << 20  # bytes from which on the tensors of an object are worth splitting among ranks
 _LARGEST = 5_000_000_000  # bytes in a file
+#: How a state's files end. A model that is saved to the same directory has no such file.
+_ENDING = ".state.safetensors"
+_ENDINGS = r"\.state(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetensors"
 
 
 def save_state(
@@ -78,148 +78,24 @@ def save_to(
     """Save as :func:`save_state`. Then the leading rank calls ``on_commit()``."""
     check_objects(objects, rank_objects)
     step = None if step is None else operator.index(step)
-    path = directory.path
-    doing = f"save_state to {path}"
+    doing = f"save_state to {directory.path}"
     finish_earlier()
     team = Team.meet(doing, directory)
-    plan, summaries = coordinate(
-        doing, lambda: _StatePlan.of(objects, rank_objects, rng, team), _StatePlan.summary,
-        advice=UNCHANGED,
-    )  # fmt: skip
-    check_equal(doing, team.ranks, [one["structure"] for one in summaries], "have different states")
-    extras = current().extras
-    made: list[Destination] = []  # on the leading rank
 
-    def prepare() -> list[Any]:
-        made.extend([Destination.prepare(path)] if team.leads else [])
-        return list(made[0]) if made else []
-
-    def clean_up() -> None:
-        if not is_saving(extras):  # else its threads still write there, here or on other ranks
-            for destination in made:
-                destination.remove()
-
-    with cleanup_on_error(doing, clean_up):
-        prepared = coordinate(doing, prepare, advice=UNCHANGED).by_rank
-        files, manifest = plan.assign(summaries, team, Destination(*prepared[0]), step)
-        writer = StateWriter(doing, team, Destination(*prepared[0]), files, manifest, on_commit)
-        if not block:
-            return start_save(writer)
-        write_and_commit(doing, team, writer.write, writer.commit, writer.clean_up)
-        return Saving(path)
-
-
-class _StatePlan(NamedTuple):
-    """What this rank has to save."""
-
-    states: dict[str, State]
-    own: State
-    groups: dict[str, list[Tensors]]  #: of each object: its tensors by file, DTensors excepted
-    digests: list[str]  #: of all groups, if several ranks may write them
-
-    @classmethod
-    def of(
-        cls,
-        objects: Mapping[str, Stateful],
-        rank_objects: Mapping[str, Stateful],
-        rng: bool,
-        team: Team,
-    ) -> _StatePlan:
-        """Return the plan for these objects."""
-        states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
+    def plan() -> _StatePlan:
         own = {
             "rng": capture_rng() if rng else None,
             "objects": {name: state_of(thing) for name, thing in rank_objects.items()},
         }
-        count = len(team.ranks)
-        groups = {name: _split(state.tensors, count) for name, state in states.items()}
-        every = [group for some in groups.values() for group in some]
-        digests = save_plan.group_digests(every) if count > 1 else [""] * len(every)
-        return cls(states, split_state(own), groups, digests)
+        states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
+        groups = {name: _split(state.tensors, len(team.ranks)) for name, state in states.items()}
+        return _StatePlan(doing, step, states, split_state(own), groups, team)
 
-    def summary(self) -> dict[str, Any]:
-        """Return what the other ranks need to know."""
-        structure = [
-            [name, [list(group) for group in self.groups[name]], save_plan.describe(state.tensors)]
-            for name, state in self.states.items()
-        ]
-        regions = {
-            f"{name}/{key}": [list(part) for part in shard_region(tensor)]
-            for name, state in self.states.items()
-            for key, tensor in state.tensors.items()
-            if is_dtensor(tensor)
-        }
-        return {
-            "structure": digest(json.dumps(structure).encode()),
-            "digests": self.digests,
-            "own": json.dumps(self.own.tree),
-            "own_tensors": bool(self.own.tensors),
-            "regions": regions,
-        }
-
-    def assign(
-        self,
-        summaries: list[dict[str, Any]],
-        team: Team,
-        destination: Destination,
-        step: int | None,
-    ) -> tuple[list[PlannedFile], Manifest]:
-        """Return which rank writes which file, and the manifest without the file records."""
-        names = {
-            name: save_plan.group_names(f"{name}.safetensors", len(groups))
-            for name, groups in self.groups.items()
-        }
-        own_names = [f"rank-{number:05d}.safetensors" for number in range(len(team.ranks))]
-        # Beside a model, no file of the state has a model's name: it would be read as the model.
-        reserved = FIRST_FILES if any(is_model_file(name) for name in destination.taken) else ()
-        every = [file for some in names.values() for file in some] + own_names
-        version = unused_version(every, [*destination.taken, *reserved])
-        names = {name: [versioned(file, version) for file in some] for name, some in names.items()}
-        own_names = [versioned(file, version) for file in own_names]
-
-        groups = [group for some in self.groups.values() for group in some]
-        flat = [file for some in names.values() for file in some]
-        files = save_plan.assign_writers(flat, groups, [one["digests"] for one in summaries])
-        parts, own_shards = self._assign_shards(summaries, own_names, team)
-        with_shards = {part[2] for some in parts.values() for part in some}
-        ranks: list[SavedState] = []
-        for number, (one, file) in enumerate(zip(summaries, own_names, strict=True)):
-            used = one["own_tensors"] or file in with_shards
-            ranks.append(SavedState(json.loads(one["own"]), [file] if used else [], {}))
-            if used and number == team.number:
-                files.append(
-                    save_plan.PlannedFile(file, number, {**self.own.tensors, **own_shards})
-                )
-        objects = {
-            name: SavedState(
-                state.tree,
-                names[name],
-                {key: parts[f"{name}/{key}"] for key in state.tensors if f"{name}/{key}" in parts},
-            )
-            for name, state in self.states.items()
-        }
-        return files, Manifest(step, objects, ranks, {})
-
-    def _assign_shards(
-        self, summaries: list[dict[str, Any]], files: list[str], team: Team
-    ) -> tuple[dict[str, list[Any]], Tensors]:
-        """Return the shards of DTensors, each once, and those that this rank writes."""
-        found: dict[str, list[Any]] = {}
-        own: Tensors = {}
-        for label in summaries[0]["regions"]:
-            seen: set[tuple[int, ...]] = set()
-            found[label] = []
-            for number, one in enumerate(summaries):
-                offset, shape = one["regions"][label]
-                if tuple(offset) in seen or 0 in shape:
-                    continue  # a replica of what another rank writes, or empty
-                seen.add(tuple(offset))
-                found[label].append([offset, shape, files[number]])
-                if number == team.number:
-                    name, key = label.split("/", 1)
-                    tensor: Any = self.states[name].tensors[key]
-                    own[label] = tensor.to_local()
-        return found, own
+    with commit.planned(doing, team, directory.path, plan, "have different states") as save:
+        save = save._replace(on_commit=on_commit)
+        if block:
+            save.run()
+    return Saving(directory.path) if block else start_save(save)
 
 
 def _split(tensors: Mapping[str, torch.Tensor], count: int) -> list[Tensors]:
@@ -228,4 +104,109 @@ def _split(tensors: Mapping[str, torch.Tensor], count: int) -> list[Tensors]:
     if not plain:
         return []
     most = max(-(-byte_size(plain.values()) // count), _LARGE)
-    return save_plan.split_by_size(plain, min(most, _LARGEST))
+    return commit.split_by_size(plain, min(most, _LARGEST))
+
+
+class _StatePlan(NamedTuple):
+    """What this rank has to save of a state."""
+
+    doing: str
+    step: int | None
+    states: dict[str, State]
+    own: State
+    groups: dict[str, list[Tensors]]  #: of each object: its tensors by file, DTensors excepted
+    team: Team
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the other ranks need to know."""
+        structure = {
+            name: [[list(group) for group in self.groups[name]], commit.describe(state.tensors)]
+            for name, state in self.states.items()
+        }
+        every = [group for groups in self.groups.values() for group in groups]
+        several = len(self.team.ranks) > 1
+        return {
+            "same": digest(dump(structure)),
+            "digests": commit.group_digests(every) if several else [""] * len(every),
+            "own": json.dumps(self.own.tree),
+            "own_tensors": bool(self.own.tensors),
+            "regions": {
+                label: [list(numbers) for numbers in shard_region(tensor)]
+                for label, tensor in self._dtensors().items()
+            },
+        }
+
+    def _dtensors(self) -> dict[str, Any]:
+        """Return the DTensors of all objects, under the names that their shards have in files."""
+        return {
+            f"{name}/{key}": tensor
+            for name, state in self.states.items()
+            for key, tensor in state.tensors.items()
+            if is_dtensor(tensor)
+        }
+
+    def assign(self, summaries: list[dict[str, Any]], team: Team, place: Place) -> Save:
+        """Return the save of the state."""
+        names = {
+            name: commit.group_names(f"{name}{_ENDING}", len(groups))
+            for name, groups in self.groups.items()
+        }
+        flat = [file for files in names.values() for file in files]
+        flat += [f"rank-{number:05d}{_ENDING}" for number in range(len(team.ranks))]
+        free = dict(zip(flat, commit.unused(flat, place.taken), strict=True))
+        own_names = [free[file] for file in flat[-len(team.ranks) :]]
+        groups = [group for groups in self.groups.values() for group in groups]
+        shared = [free[file] for file in flat[: len(groups)]]
+        digests = [summary["digests"] for summary in summaries]
+        files = commit.assign_writers(shared, groups, digests)
+        parts, own_shards = self._assign_shards(summaries, own_names)
+        with_shards = {part[2] for shards in parts.values() for part in shards}
+        ranks: list[SavedState] = []
+        for number, (summary, file) in enumerate(zip(summaries, own_names, strict=True)):
+            used = summary["own_tensors"] or file in with_shards
+            ranks.append(SavedState(json.loads(summary["own"]), [file] if used else [], {}))
+            if used:
+                tensors = {**self.own.tensors, **own_shards} if number == team.number else {}
+                files.append(commit.FilePlan(file, number, tensors))
+        objects = {
+            name: SavedState(
+                state.tree,
+                [free[file] for file in names[name]],
+                {key: parts[f"{name}/{key}"] for key in state.tensors if f"{name}/{key}" in parts},
+            )
+            for name, state in self.states.items()
+        }
+        older = manifest.listed_files(place.path) if team.leads and not place.is_new else set()
+        stems = "|".join([*map(re.escape, self.states), r"rank-\d{5,}"])
+        ours = re.compile(f"(?:{stems}){_ENDINGS}")
+
+        def list_files(digests: Digests) -> bytes:
+            return Manifest(self.step, objects, ranks, digests).dump()
+
+        return commit.Save(
+            self.doing, team, place, files, _write_file, (manifest.NAME,), manifest.NAME,
+            list_files, lambda name: name in older or ours.fullmatch(name) is not None,
+        )  # fmt: skip
+
+    def _assign_shards(
+        self, summaries: list[dict[str, Any]], files: list[str]
+    ) -> tuple[dict[str, list[Any]], Tensors]:
+        """Return the shards of DTensors, each once, and those that this rank writes."""
+        shards: dict[str, list[Any]] = {}
+        own: Tensors = {}
+        for label, tensor in self._dtensors().items():
+            seen: set[tuple[int, ...]] = set()
+            shards[label] = []
+            for number, summary in enumerate(summaries):
+                offset, shape = summary["regions"][label]
+                if tuple(offset) in seen or 0 in shape:
+                    continue  # a replica of what another rank writes, or empty
+                seen.add(tuple(offset))
+                shards[label].append([offset, shape, files[number]])
+                if number == self.team.number:
+                    own[label] = tensor.to_local()
+        return shards, own
+
+
+def _write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    return write_safetensors(path, tensors, {})

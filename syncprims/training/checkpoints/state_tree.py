@@ -25,18 +25,55 @@ if TYPE_CHECKING:
 
 KIND = "$"
 _DEEPEST = 150
-_DOUBLE = struct.Struct("<d")
 _FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
-_SEQUENCES: dict[str, Any] = {
-    "tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size
-}  # fmt: skip
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
-_PATHS: dict[str, Any] = {"path": Path, "purepath": PurePosixPath}
-_NUMPYS: dict[str, Any] = {"str_": np.str_, "bytes_": np.bytes_}
-_NAMES: dict[type[Any], str] = {
-    kind: name for table in (_SEQUENCES, _MAPPINGS, _PATHS, _NUMPYS) for name, kind in table.items()
+
+
+def _to_text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _from_text(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _to_bits(value: float) -> str:
+    return struct.pack("<d", value).hex()
+
+
+def _from_bits(bits: str) -> float:
+    (value,) = struct.unpack("<d", bytes.fromhex(bits))
+    return float(value)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return dtype
+
+
+#: Of each other type: its kind, a simpler value that stands for it, and the way back.
+_SIMPLER: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: ("int", hex, lambda text: int(text, 16)),
+    float: ("float", _to_bits, _from_bits),
+    complex: ("complex", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    bytes: ("bytes", _to_text, _from_text),
+    bytearray: ("bytearray", _to_text, lambda text: bytearray(_from_text(text))),
+    tuple: ("tuple", list, tuple),
+    set: ("set", list, set),
+    frozenset: ("frozenset", list, frozenset),
+    deque: ("deque", lambda items: [list(items), items.maxlen], lambda parts: deque(*parts)),
+    torch.Size: ("size", list, torch.Size),
+    torch.dtype: ("dtype", lambda dtype: str(dtype).removeprefix("torch."), _torch_dtype),
+    torch.device: ("device", str, torch.device),
+    PurePosixPath: ("purepath", str, PurePosixPath),
+    type(Path()): ("path", str, Path),
+    # As arrays, these would lose NULs at their ends.
+    np.str_: ("str_", str.__str__, np.str_),
+    np.bytes_: ("bytes_", _to_text, lambda text: np.bytes_(_from_text(text))),
 }
-_NAMES[type(Path())] = "path"
+_FROM_SIMPLER = {kind: restore for kind, _, restore in _SIMPLER.values()}
 
 
 class State(NamedTuple):
@@ -76,61 +113,27 @@ def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor])
         tensor = load_tensor(node)
         learns = node.get("learns")  # of a parameter only
         return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
-    if kind in _MAPPINGS or kind == "default":
-        items = {join(key): join(item) for key, item in node["items"]}
-        if kind == "default":
-            makes = node["makes"]
-            return defaultdict(None if makes is None else _FACTORIES[makes], items)
-        made = _MAPPINGS[kind](items)
+    if kind == "default":
+        makes = node["makes"]
+        return defaultdict(None if makes is None else _FACTORIES[makes], _join_items(node, join))
+    if kind in _MAPPINGS:
+        mapping = _MAPPINGS[kind](_join_items(node, join))
         if "metadata" in node:
-            made._metadata = join(node["metadata"])
-        return made
-    if kind == "array":
+            mapping._metadata = join(node["metadata"])
+        return mapping
+    if kind in ("array", "scalar"):
+        dtype: np.dtype[Any] = np.dtype(node["dtype"])
+        if dtype.hasobject:
+            raise ValueError("an array of objects")
+        if kind == "scalar":
+            return np.frombuffer(_from_text(node["bytes"]), dtype)[0]
         raw = load_tensor(node).numpy().tobytes()
-        return np.frombuffer(raw, _plain_dtype(node)).reshape(node["shape"]).copy()
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](join(node["items"]))
-    if kind in _NUMPYS:
-        return _NUMPYS[kind](join(node["is"]))
-    if kind == "deque":
-        return deque(join(node["items"]), node["most"])
-    return _join_leaf(kind, node)
+        return np.frombuffer(raw, dtype).reshape(node["shape"]).copy()
+    return _FROM_SIMPLER[kind](join(node["is"]))
 
 
-def _join_leaf(kind: Any, node: dict[str, Any]) -> Any:
-    """Return the value of a node that has no other nodes in it."""
-    if kind in _PATHS:
-        return _PATHS[kind](node["name"])
-    match kind:
-        case "int":
-            return int(node["hex"], 16)
-        case "float":
-            return _DOUBLE.unpack(bytes.fromhex(node["bits"]))[0]
-        case "complex":
-            return complex(*struct.unpack("<dd", bytes.fromhex(node["bits"])))
-        case "scalar":
-            return np.frombuffer(_bytes(node), _plain_dtype(node))[0]
-        case "bytes":
-            return _bytes(node)
-        case "bytearray":
-            return bytearray(_bytes(node))
-        case "dtype" if isinstance(found := getattr(torch, node["name"]), torch.dtype):
-            return found
-        case "device":
-            return torch.device(node["name"])
-        case _:
-            raise ValueError(f"a kind {kind!r} of value that this version does not know")
-
-
-def _plain_dtype(node: dict[str, Any]) -> np.dtype[Any]:
-    found: np.dtype[Any] = np.dtype(node["dtype"])
-    if found.hasobject:
-        raise ValueError("an array of objects")
-    return found
-
-
-def _bytes(node: dict[str, Any]) -> bytes:
-    return base64.b64decode(node["bytes"], validate=True)
+def _join_items(node: dict[str, Any], join: Callable[[Any], Any]) -> dict[Any, Any]:
+    return {join(key): join(item) for key, item in node["items"]}
 
 
 class _Splitter:
@@ -143,55 +146,47 @@ class _Splitter:
     def node(self, value: Any, key_path: tuple[str, ...]) -> Any:
         """Return the JSON for a value."""
         kind: type[Any] = type(value)
-        if value is None or kind is bool or kind is str:
+        if value is None or kind in (bool, str):
             return value
-        if kind is int:
-            return value if -(1 << 63) <= value < 1 << 64 else {KIND: "int", "hex": hex(value)}
-        if kind is float:
-            finite = value - value == 0
-            return value if finite else {KIND: "float", "bits": _DOUBLE.pack(value).hex()}
+        if kind is int and -(1 << 63) <= value < 1 << 64:
+            return value
+        if kind is float and value - value == 0:  # neither infinite nor NaN
+            return value
         if len(key_path) > _DEEPEST:
             raise TypeError(f"{'.'.join(key_path[:5])}...: nested deeper than {_DEEPEST} levels")
         if kind is list:
-            return self._items(value, key_path)
+            return [self.node(item, (*key_path, str(i))) for i, item in enumerate(value)]
         if isinstance(value, dict):
             return self._mapping(kind, value, key_path)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, key_path)
-        if kind in (np.str_, np.bytes_):  # str() and arrays would drop NULs at the end
-            plain = str.__str__(value) if kind is np.str_ else bytes(value)
-            return {KIND: _NAMES[kind], "is": self.node(plain, key_path)}
+        if kind in _SIMPLER:
+            name, simplify, _ = _SIMPLER[kind]
+            return {KIND: name, "is": self.node(simplify(value), key_path)}
         if isinstance(value, (np.ndarray, np.generic)):
             return self._array(value, key_path)
-        return self._other(kind, value, key_path)
-
-    def _items(self, values: Any, key_path: tuple[str, ...]) -> list[Any]:
-        return [self.node(value, (*key_path, str(i))) for i, value in enumerate(values)]
+        raise self._cannot(value, key_path)
 
     def _mapping(self, kind: type[Any], value: dict[Any, Any], key_path: tuple[str, ...]) -> Any:
         if kind is dict and KIND not in value and all(type(key) is str for key in value):
             return {key: self.node(item, (*key_path, key)) for key, item in value.items()}
-        name = _NAMES.get(kind)
-        more: dict[str, Any] = {}
+        node: dict[str, Any] = {KIND: next((n for n, t in _MAPPINGS.items() if t is kind), None)}
         if kind is defaultdict:
             factory = cast("defaultdict[Any, Any]", value).default_factory
-            made = getattr(factory, "__name__", None)
-            if factory is None or _FACTORIES.get(str(made)) is factory:
-                name, more = "default", {"makes": made}
-        if name is None:
+            makes = getattr(factory, "__name__", None)
+            if factory is None or _FACTORIES.get(str(makes)) is factory:
+                node = {KIND: "default", "makes": makes}
+        if node[KIND] is None:
             raise self._cannot(value, key_path)
-        items = [
-            [
-                self.node(key, (*key_path, "key")),
-                self.node(item, (*key_path, key if isinstance(key, str) else repr(key))),
-            ]
-            for key, item in value.items()
-        ]
         # Of a module's state: the versions of its classes.
         versions = getattr(value, "_metadata", None)
-        if versions is not None and name == "ordered":
-            more["metadata"] = self.node(versions, (*key_path, "metadata"))
-        return {KIND: name, **more, "items": items}
+        if versions is not None and kind is OrderedDict:
+            node["metadata"] = self.node(versions, (*key_path, "metadata"))
+        node["items"] = [
+            [self.node(key, (*key_path, "key")), self.node(item, (*key_path, _spell(key)))]
+            for key, item in value.items()
+        ]
+        return node
 
     def _tensor(self, value: torch.Tensor, key_path: tuple[str, ...]) -> dict[str, Any]:
         spelled = ".".join(key_path)
@@ -225,30 +220,12 @@ class _Splitter:
         known = type(value) in (np.ndarray, kind.type) and kind.itemsize and not kind.hasobject
         if not known or np.dtype(kind.str) != kind:  # structures and foreign types become |V2
             raise self._cannot(value, key_path)
-        raw = np.ascontiguousarray(value)
+        raw = np.ascontiguousarray(value).tobytes()
         if isinstance(value, np.generic):
-            return {KIND: "scalar", "dtype": kind.str, "bytes": _text(raw.tobytes())}
+            return {KIND: "scalar", "dtype": kind.str, "bytes": _to_text(raw)}
         key = self._unused(".".join(key_path))
-        self.tensors[key] = torch.from_numpy(np.frombuffer(raw.tobytes(), np.uint8).copy())
+        self.tensors[key] = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
         return {KIND: "array", "key": key, "dtype": kind.str, "shape": list(value.shape)}
-
-    def _other(self, kind: type[Any], value: Any, key_path: tuple[str, ...]) -> Any:
-        name = _NAMES.get(kind)
-        if name in _SEQUENCES:
-            return {KIND: name, "items": self._items(value, key_path)}
-        if name in _PATHS:
-            return {KIND: name, "name": str(value)}
-        if kind is deque:
-            return {KIND: "deque", "most": value.maxlen, "items": self._items(value, key_path)}
-        if kind is complex:
-            return {KIND: "complex", "bits": struct.pack("<dd", value.real, value.imag).hex()}
-        if kind in (bytes, bytearray):
-            return {KIND: kind.__name__, "bytes": _text(value)}
-        if kind is torch.dtype:
-            return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
-        if kind is torch.device:
-            return {KIND: "device", "name": str(value)}
-        raise self._cannot(value, key_path)
 
     def _cannot(self, value: Any, key_path: tuple[str, ...]) -> TypeError:
         kind: type[Any] = type(value)
@@ -261,5 +238,5 @@ class _Splitter:
         )
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def _spell(key: Any) -> str:
+    return key if isinstance(key, str) else repr(key)

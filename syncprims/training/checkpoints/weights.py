@@ -12,17 +12,22 @@ import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import xxhash
 
 from syncprims.training.preparation import unwrap_model
 
 from . import filesystem
-from .integrity import check_digest, check_file_name, has_digest, parse, reading, refusal
-from .progress import progress_bar
+from .integrity import (
+    ChunkedDigest,
+    check_file_name,
+    check_seal,
+    has_seal,
+    parse,
+    reading,
+    refusal,
+)
 from .safetensors_file import (
     METADATA,
     RESERVED,
-    FileRecord,
     SafetensorsFile,
     StoredTensor,
     check_storable,
@@ -98,7 +103,7 @@ TORCH = "pytorch_model.bin"
 INDEX = ".index.json"  #: appended to these, the file that lists the shard of each tensor
 #: The files that make a model, in the order in which readers look for them.
 FIRST_FILES = (SAFETENSORS, SAFETENSORS + INDEX, TORCH, TORCH + INDEX)
-SHARDS = "syncprims.files"  #: in an index's metadata: the file record of each shard
+SHARDS = "syncprims.files"  #: in an index's metadata: the digest of each shard
 _LONGEST_INDEX = 512 << 20  # bytes
 _SHARD = re.compile(r"(?:model|pytorch_model)-\d{5,}-of-\d{5,}(?:\.v\d+)?\.(?:safetensors|bin)")
 
@@ -119,7 +124,7 @@ def open_weights(
     """Yield the tensors of a weights file, index or directory, checked against their digests.
 
     Without `check`, the data of safetensors files are left to the caller:
-    :meth:`SafetensorsFile.check_data`.
+    :meth:`SafetensorsFile.read`.
 
     :raises CheckpointError: if anything is not as it was written.
     """
@@ -146,21 +151,20 @@ def _first_file(directory: str) -> str:
 
 
 def _open_file(
-    path: str, record: FileRecord | None, files: contextlib.ExitStack, follow: bool, check: bool
+    path: str, digest: str | None, files: contextlib.ExitStack, follow: bool, check: bool
 ) -> dict[str, Stored]:
-    """Return the tensors of one file; with `record`, of the one that was written.
+    """Return the tensors of one file; with `digest`, of the one that was written.
 
     The file stays open until `files` is closed.
     """
     if not path.endswith(".safetensors"):
-        return {**_read_torch(path, record, follow=follow)}
+        return {**_read_torch(path, digest, follow=follow)}
     opened = SafetensorsFile(path, follow=follow)
     file = files.enter_context(contextlib.closing(opened))
-    if record is not None:
-        record.check(path, file)
+    if digest is not None:
+        file.check_digest(digest)
     if check:
-        with progress_bar("checking weights", file.size) as add:
-            file.check_data(add)
+        file.read({}, check=True)
     tensors: dict[str, Stored] = {name: StoredTensor(file, name) for name in file.entries}
     for other, name in file.metadata.items():  # tied: the safetensors library notes it so, too
         if other not in RESERVED and other not in tensors and name in tensors:
@@ -172,16 +176,16 @@ def _open_shards(
     path: str, files: contextlib.ExitStack, follow: bool, check: bool
 ) -> dict[str, Stored]:
     """Return the tensors of the files in an index."""
-    file_of, records = _read_index(path, follow)
+    file_of, digests = _read_index(path, follow)
     by_file: dict[str, list[str]] = {}
     for name, file in file_of.items():
         by_file.setdefault(check_file_name(path, file), []).append(name)
-    if records and records.keys() != by_file.keys():
-        raise refusal(path, "files", ", ".join(sorted(records)), ", ".join(sorted(by_file)))
+    if digests and digests.keys() != by_file.keys():
+        raise refusal(path, "files", ", ".join(sorted(digests)), ", ".join(sorted(by_file)))
     tensors: dict[str, Stored] = {}
     directory = os.path.dirname(path) or os.curdir  # noqa: PTH120
     for file, names in by_file.items():
-        found = _open_file(f"{directory}/{file}", records.get(file), files, follow, check)
+        found = _open_file(f"{directory}/{file}", digests.get(file), files, follow, check)
         lacking = [name for name in names if name not in found]
         if lacking:
             raise refusal(f"{directory}/{file}", "tensors", ", ".join(lacking), "none of these")
@@ -193,27 +197,25 @@ def _open_shards(
     return tensors
 
 
-def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """Return the file of each tensor, and the file records, which only our own indexes have."""
+def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the file of each tensor, and the files' digests, which only our own indexes have."""
     with reading(path):
         data = filesystem.read_small(path, _LONGEST_INDEX, follow=follow)
     index = parse(path, data)
     file_of, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(file_of, dict):
         raise refusal(path, "not an index", "metadata and weight_map", ", ".join(index))
-    if not has_digest(data, SHARDS):
+    if not has_seal(data, SHARDS):
         return file_of, {}
-    check_digest(path, data, "metadata")
-    found: Any = metadata.get(SHARDS)
-    try:
-        records = {check_file_name(path, f): FileRecord(*facts) for f, facts in found.items()}
-    except (AttributeError, TypeError) as error:
-        raise refusal(path, "list of files", "size and digest of each", repr(found)) from error
-    return file_of, records
+    check_seal(path, data)
+    digests: Any = metadata.get(SHARDS)
+    if not isinstance(digests, dict):
+        raise refusal(path, "list of files", "the digest of each", repr(digests))
+    return file_of, {check_file_name(path, file): str(found) for file, found in digests.items()}
 
 
 def _digest_of(file: filesystem.ExistingFile) -> str:
-    hashed, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
+    hashed, buffer = ChunkedDigest(), memoryview(bytearray(1 << 20))
     for start in range(0, file.size, len(buffer)):
         some = buffer[: file.size - start]
         file.read_into(some, start)
@@ -221,16 +223,16 @@ def _digest_of(file: filesystem.ExistingFile) -> str:
     return hashed.hexdigest()
 
 
-def _read_torch(path: str, record: FileRecord | None, *, follow: bool) -> dict[str, torch.Tensor]:
+def _read_torch(path: str, digest: str | None, *, follow: bool) -> dict[str, torch.Tensor]:
     """Return the tensors in one of torch's files. No code in it is run.
 
-    :raises CheckpointError: if it cannot be read, needs code, or is not the file of `record`.
+    :raises CheckpointError: if it cannot be read, needs code, or is not the file with that digest.
     """
     with reading(path), contextlib.closing(filesystem.ExistingFile(path, follow=follow)) as file:
         zipped = file.read(0, min(4, file.size)) == b"PK\x03\x04"
-        found = FileRecord(file.size, "" if record is None else _digest_of(file))
-    if record is not None and found != record:
-        raise refusal(path, "not what was written", str(tuple(record)), str(tuple(found)))
+        found = None if digest is None else _digest_of(file)
+    if found != digest:
+        raise refusal(path, "not what was written", f"the digest {digest}", found)
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch raises many kinds of errors

@@ -165,7 +165,7 @@ def test_each_rank_writes_its_own_parts_only(tmp_path: Path) -> None:
 
     run(2, tmp_path, program)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "s").iterdir()}
-    assert sizes.keys() == {"checkpoint.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+    assert sizes.keys() == {"checkpoint.json", *(f"rank-0000{n}.state.safetensors" for n in (0, 1))}
 
 
 def test_a_ddp_model_has_the_names_of_a_plain_one(tmp_path: Path) -> None:

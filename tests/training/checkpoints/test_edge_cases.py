@@ -52,9 +52,6 @@ class Large(nn.Module):
             "conjugate", torch.randn(9, 70_001, dtype=torch.complex64, generator=made).conj()
         )
         self.register_buffer("wide", torch.tensor([[3.0], [4.0]]).expand(2, 700_000))
-        self.register_buffer(
-            "pairs", torch.randn(3, 99_999, dtype=torch.complex128, generator=made)
-        )
         self.register_buffer("same", torch.tensor([2.5]).expand(1_500_000))
 
 

@@ -120,7 +120,7 @@ def test_the_models_of_a_state_are_read_by_themselves(tmp_path: Path, meeting_pl
     for number, model in enumerate(models):
         for load in (load_checkpoint_in_model, accelerate.load_checkpoint_in_model):
             other = torch.nn.Linear(2, 2)
-            load(other, f"{tmp_path}/model_{number}.safetensors")
+            load(other, f"{tmp_path}/model_{number}.state.safetensors")
             assert torch.equal(model.weight, other.weight)
             assert torch.equal(model.bias, other.bias)
 

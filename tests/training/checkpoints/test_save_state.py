@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import collections
 import importlib
 import importlib.util
@@ -25,7 +24,6 @@ from torch import nn
 
 import syncprims as sp
 from syncprims.training import Checkpoints, load_state, save_state
-from syncprims.training.checkpoints import state_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -206,11 +204,6 @@ def test_numpys_texts_come_back_to_the_last_character(
     assert found == [[(np.str_, size, list(text)), (np.bytes_, size, list(text.encode()))]]
 
 
-def test_numpys_texts_of_older_checkpoints_are_read() -> None:
-    older = {"$": "scalar", "dtype": "<U2", "bytes": base64.b64encode("hé".encode("utf-32-le"))}
-    assert state_tree.join_state([older], lambda _: torch.empty(0)) == [np.str_("hé")]
-
-
 def test_numbers_of_others_types_are_refused_and_named(tmp_path: Path, meeting_place: Path) -> None:
     core = next(name for name in ("numpy._core", "numpy.core") if importlib.util.find_spec(name))
     rational: Any = importlib.import_module(f"{core}._rational_tests").rational
@@ -309,16 +302,16 @@ def test_a_missing_or_damaged_random_state_is_an_error_on_all_ranks(
         return str(caught.value)
 
     world.run(lambda: save_simple(path))
-    file = path / "rank-00001.safetensors"
+    file = path / "rank-00001.state.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     first = world.run(load)
     assert len(set(first)) == 1
-    assert "rank-00001.safetensors: damaged data: expected" in first[0]
+    assert "rank-00001.state.safetensors: damaged data: expected" in first[0]
     file.unlink()
     second = world.run(load)
     assert len(set(second)) == 1
-    assert "rank-00001.safetensors: missing" in second[0]
+    assert "rank-00001.state.safetensors: missing" in second[0]
 
 
 def test_another_world_size_is_refused_with_the_reason_or_handled(

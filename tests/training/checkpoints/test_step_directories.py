@@ -136,13 +136,13 @@ def test_a_damaged_step_names_an_older_one(tmp_path: Path, meeting_place: Path) 
         steps, it = Checkpoints(tmp_path / "run"), Kept(torch.ones(3))
         for step in (1, 2, 3):
             steps.save(step, {"it": it})
-        (tmp_path / "run" / "step-3" / "it.safetensors").write_bytes(b"")
+        (tmp_path / "run" / "step-3" / "it.state.safetensors").write_bytes(b"")
         with pytest.raises(sp.CheckpointError) as caught:
             steps.load({"it": it})
         return str(caught.value)
 
     [said] = Ranks(Kind("single", 1), meeting_place).run(program)
-    assert "step-3/it.safetensors" in said
+    assert "step-3/it.state.safetensors" in said
     assert said.endswith("step-2.")
 
 
