@@ -74,8 +74,7 @@ launchers: $(VENV)/test ## run real jobs under SLURM and Open MPI on pretended n
 	@if [ "$$(id -u)" = 0 ] && ! command -v slurmctld mpirun munged >/dev/null; then \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 	        slurm-wlm munge openmpi-bin iproute2 hostname; fi
-	$(BIN)/python -m pytest -m launchers --record tests/launchers
-	cd tests && ../$(BIN)/python -m support.recording --page
+	$(BIN)/python -m pytest -m launchers tests/launchers
 
 bench: $(VENV)/bench ## measure against peers: bench/RESULTS.md and pictures; continues after an interruption
 	$(BIN)/python -m compileall -q syncprims backends

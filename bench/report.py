@@ -40,7 +40,6 @@ SECTIONS = {
     "checkpoints": Section("checkpoints"),
     "torchrun": Section("control", "under_torchrun", "torchrun_lines", "TORCH.md"),
     "hosts": Section("control", "two_hosts", "hosts_lines", "TORCH.md"),
-    "forecast": Section("simulate", page="TORCH.md"),
 }
 
 _HOW = [
@@ -75,7 +74,7 @@ def results(sections: Sections, pictures: str) -> str:
     found += ["section again, run `python bench/measure.py --only SECTION`.", ""]
     found += [*_HOW, *summary.lines(sections), "", *_picture("latency", pictures), ""]
     found += [*_picture("arrays", pictures), *_state(sections, SECTIONS), *_failed(sections)]
-    found += ["", "The torch backend, and the forecast for many hosts: [TORCH.md](TORCH.md)."]
+    found += ["", "The torch backend: [TORCH.md](TORCH.md)."]
     return _joined(found, sections, "RESULTS.md")
 
 

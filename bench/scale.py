@@ -34,8 +34,6 @@ class Scale:
     c10d: tuple[int, ...]  #: ranks of torch.distributed
     turns: int  #: turns of the training step
     checkpoint: tuple[int, int]  #: rounds, width of the model: 64 x width x width bytes
-    forecast: int  #: most hosts
-    constants: int  #: runs; 0: use the stored constants
 
     def of(self, ranks: Sequence[int] | None, sizes: Sequence[int] | None) -> Scale:
         """Return this scale with other ranks of the control and data plane, and other sizes."""
@@ -67,8 +65,6 @@ FULL = Scale(
     c10d=(2, 4),
     turns=400,
     checkpoint=(3, 4096),
-    forecast=10_000,
-    constants=3,
 )
 QUICK = Scale(
     imports=3,
@@ -90,6 +86,4 @@ QUICK = Scale(
     c10d=(2,),
     turns=20,
     checkpoint=(1, 256),
-    forecast=64,
-    constants=0,
 )

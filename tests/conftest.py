@@ -17,9 +17,6 @@ import filelock
 import pytest
 from support.forks import prepare_forks
 from support.rank_worlds import Kind, Ranks, Scripts, Signs
-from support.recording import pytest_addoption as pytest_addoption
-from support.recording import pytest_configure as pytest_configure
-from support.recording import pytest_runtest_call as pytest_runtest_call
 
 from syncprims._world import runtime
 

@@ -11,12 +11,12 @@ from typing import Any
 from syncprims._world.version import version
 from syncprims.errors import SyncError
 
-from . import completion, config, doctor, env, run, trace, who
+from . import completion, config, env, run, trace, who
 from .console import CommandParser
 
 #: In the order of ``--help``. A command is a module with `add_arguments`, `run` and `HELP`: a
 #: description, whose first line is the summary, and what comes after the flags.
-COMMANDS = (run, who, config, env, doctor, trace, completion)
+COMMANDS = (run, who, config, env, trace, completion)
 
 EPILOG = """\
 `syncprims COMMAND --help` says more about each. Also: python -m syncprims.

@@ -32,9 +32,6 @@ def add_arguments(parser: CommandParser) -> None:
         "--run", dest="name", metavar="NAME", help="which run in it (default: the latest)"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline as an image")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="draw it as a page for a browser, to zoom into"
-    )
     parser.add_argument("--all", action="store_true", help="show every row of the first table")
 
 
@@ -107,7 +104,6 @@ def _write_files(analysis: Analysis, options: argparse.Namespace) -> tuple[int, 
             "for ui.perfetto.dev or chrome://tracing",
         ),
         (options.png, pictures.draw_image, "the timeline"),
-        (options.html, pictures.draw_page, "the timeline, for a browser"),
     ):
         if path is None:
             continue

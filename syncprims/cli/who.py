@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from syncprims.doctor.observation import Observation, RankReport, WorldReport, explain_refused, who
-from syncprims.doctor.processes import find_py_spy
 from syncprims.errors import SyncError, format_ranks, name_ranks
+from syncprims.who.observation import Observation, RankReport, WorldReport, explain_refused, who
+from syncprims.who.processes import find_py_spy
 
 from .console import CommandParser, Style, table
 from .options import seconds

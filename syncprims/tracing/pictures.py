@@ -1,6 +1,6 @@
-"""Pictures of a run: an image by matplotlib, a page for a browser, and a trace for Perfetto.
+"""A run drawn as an image by matplotlib, and written as a trace for Perfetto.
 
-The image and the page show the timeline, with a row per rank: readable with 2 ranks and with 64.
+The image shows the timeline, with a row per rank: it is readable with 2 ranks and with 64.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ _COLUMNS = 1600  # of an image
 _LANES = 3  # of labels above it
 _FORMATS = ("png", "svg", "pdf", "jpg", "webp")  # that matplotlib has everywhere
 _INCHES = 12.0
-_MOST_INTERVALS = 60_000  # on a page, the longest; shorter ones as a share of each bin
-_BINS = 1000
 
 
 @dataclass
@@ -142,8 +139,8 @@ def draw_image(analysis: Analysis, path: Path) -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise BackendUnavailable(
-            "--png draws with matplotlib, which is not here: pip install 'syncprims[trace]', "
-            "or take --html, which needs nothing"
+            "--png draws with matplotlib, which is not installed: pip install 'syncprims[trace]', "
+            "or open trace.json at ui.perfetto.dev"
         ) from error
     kind = path.suffix[1:].lower() or "png"
     if kind not in _FORMATS:
@@ -221,43 +218,6 @@ def _add_labels(axes: Any, shown: Timeline, row_height: float) -> None:
                 break
     axes.set_ylim(len(shown.rows) - 0.5, -0.5)
     axes.set_xlim(0, shown.length)
-
-
-# -- a page ------------------------------------------------------------------------------------
-
-
-def draw_page(analysis: Analysis, path: Path) -> None:
-    """Write the timeline to `path` as one HTML page, which loads nothing else and can be zoomed.
-
-    :raises OSError: if it cannot be written.
-    """
-    shown = timeline(analysis)
-    edges = np.linspace(0, shown.length, _BINS + 1)
-    intervals = [interval for row in shown.rows for interval in (row.waits, row.late)]
-    lengths = np.concatenate([np.empty(0), *(end - begin for begin, end, _ in intervals)])
-    shortest = np.sort(lengths)[-_MOST_INTERVALS:].min(initial=np.inf)
-    rows: list[dict[str, Any]] = []
-    for row in shown.rows:
-        entry = dict(vars(row))
-        for key, (begin, end, call) in (("waits", row.waits), ("late", row.late)):
-            long = end - begin >= shortest
-            times = np.round([begin[long], end[long]], 9).tolist()
-            entry[key] = list(zip(*times, call[long].tolist(), strict=True))
-            share = _coverage(begin[~long], end[~long], edges)
-            entry[f"{key}_under"] = "".join(str(round(float(part) * 9)) for part in share)
-        rows.append(entry)
-    data = {
-        "conclusion": analysis.conclusion,
-        "about": f"{analysis.run.title}.",
-        "length": shown.length,
-        "stragglers": analysis.stragglers,
-        "calls": [[str(call), call.site] for call in analysis.run.names.calls],
-        "rows": rows,
-    }
-    # Within a script no text may look like a tag.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = files("syncprims.tracing").joinpath("page.html").read_text(encoding="utf-8")
-    path.write_text(page.replace("@DATA@", text), encoding="utf-8")
 
 
 # -- a trace for Perfetto ----------------------------------------------------------------------

@@ -215,7 +215,7 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path, clean: dict[st
         try run -n 4 --thr
         try run -n 4 train.py --thr
         try completion ""
-        try doctor --
+        try trace --
     """)
     done = subprocess.run(
         [bash, "-c", probe, "bash", str(script)], capture_output=True, text=True, timeout=60,
@@ -230,7 +230,7 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path, clean: dict[st
         "--threads",
         "",
         "bash zsh fish tcsh",
-        "--help --json --seconds",
+        "--help --run --png --all",
     ]
 
 
@@ -260,7 +260,7 @@ def test_without_the_package_completion_says_what_to_install(
     )
 
 
-NAMES = ("run", "who", "config", "env", "doctor", "trace", "completion")
+NAMES = ("run", "who", "config", "env", "trace", "completion")
 
 
 def test_every_command_is_among_these_names() -> None:

@@ -19,7 +19,7 @@ from support.rank_worlds import PATIENCE
 
 from syncprims._world.host import free_port
 from syncprims.cli import main
-from syncprims.doctor.verdict import NOTABLE
+from syncprims.who.verdict import NOTABLE
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -21,13 +21,13 @@ PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 LAYERS = ["errors", "interface", "_protocol", "_data", "_world", "_api", ""]
 #: What stands on the layers, and which internals it may import. ``""`` is what users import.
 ROOMS = {
-    "doctor": {"errors", "interface", "_protocol", "_data", "_world", ""},
+    "who": {"errors", "interface", "_protocol", "_world", ""},
     "tracing": {"errors", "interface", "_protocol"},
     "testing": {"errors", "interface", "_protocol", "_data", "_world", "", "c10d"},
     "training": {"errors", "_protocol", "_data", "_world", ""},
     "c10d": {"errors", "interface", "_protocol", "_data", "_world"},
     "accelerate": {"training", "testing", "_world", ""},
-    "cli": {"errors", "interface", "_world", "", "doctor", "tracing"},
+    "cli": {"errors", "interface", "_world", "", "who", "tracing"},
     "__main__": {"cli"},
 }
 BACKENDS = {

@@ -8,7 +8,6 @@ import pytest
 from support import random_programs
 from support.histories import Event, History, Step, show, violations, waits_for
 from support.rank_worlds import Kind, Ranks, served_store
-from support.recording import tally
 
 import syncprims as sp
 
@@ -293,7 +292,6 @@ def test_a_seed_is_one_plan() -> None:
 
 def judge(first: int, count: int, meeting_place: Path, logs: Path) -> None:
     random_programs.check(range(first, first + count), meeting_place, logs)
-    tally("random programs", count)
     Ranks(Kind("file", 2), meeting_place).run(lambda: sp.barrier())
     assert not any(meeting_place.iterdir())  # the last run clears what the killed have left
 
@@ -327,4 +325,3 @@ def test_random_programs_on_several_hosts_keep_every_promise(
 ) -> None:
     with served_store() as store:
         random_programs.check(seeds, meeting_place, tmp_path, store)
-    tally("random programs on several hosts", len(seeds))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import syncprims as sp
 from support.rank_worlds import PATIENCE, Kind, environment, fork
 from syncprims._world.host import free_port
-from syncprims.doctor.observation import Observation, WorldReport
+from syncprims.who.observation import Observation, WorldReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).with_name("surface.txt")
 MODULES = (
     "syncprims",
-    "syncprims.doctor",
+    "syncprims.who",
     "syncprims.interface",
     "syncprims.testing",
     "syncprims.training",

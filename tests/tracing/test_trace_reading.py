@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +20,7 @@ from syncprims.cli.trace import report
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.tracing import pictures
 from syncprims.tracing.analysis import analyse, seconds_text
-from syncprims.tracing.pictures import LATE, WAITS, draw_image, draw_page
+from syncprims.tracing.pictures import LATE, WAITS, draw_image
 from syncprims.tracing.reading import find_runs, read_run
 
 if TYPE_CHECKING:
@@ -427,43 +426,17 @@ def test_the_picture_shows_the_straggler(
     assert rows_late.sum() == pytest.approx((rows_waiting | rows_late).sum() / ranks, rel=0.35)
 
 
-def test_the_page_needs_nothing_else(planted: Planted, tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    draw_page(analysis_of(planted), path)
-    text = path.read_text()
-    assert not re.search(r"https?:|src=|@import|url\(|<link", text)
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    assert found is not None
-    data = json.loads(found[1])
-    assert data["stragglers"] == [2]
-    assert [line["name"] for line in data["rows"]] == [f"rank {rank}" for rank in range(4)]
-    assert len(data["rows"][2]["late"]) == 10
-    assert len(data["rows"][0]["waits"]) == 12
-
-
-def test_names_cannot_end_the_pages_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Planted(tmp_path / "t", monkeypatch, 2)
-    for rank in range(2):
-        run.rank(rank)
-    evil = "</script><script>alert(1)</script> $\\oops{"
-    run.round(1, [AT, AT + SECOND], name=evil)
-    run.leave(AT + 2 * SECOND)
-    path = tmp_path / "page.html"
-    assert command(run.directory, "--html", path, "--png", tmp_path / "page.png").returncode == 0
-    assert "<script>alert" not in path.read_text()
-
-
 def test_without_matplotlib_it_says_what_to_do(
     planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'syncprims\[trace\]'.*--html"):
+    with pytest.raises(BackendUnavailable, match=r"pip install 'syncprims\[trace\]'.*trace\.json"):
         draw_image(analysis_of(planted), tmp_path / "no.png")
 
 
 def test_a_file_that_cannot_be_written_does_not_hide_the_rest(planted: Planted) -> None:
-    target = planted.directory / "absent" / "page.html"
-    done = command(planted.directory, "--html", target)
+    target = planted.directory / "absent" / "timeline.png"
+    done = command(planted.directory, "--png", target)
     assert done.returncode == 1
     assert "Rank 2 is the straggler" in done.stdout
     assert f"syncprims: cannot write {target}: " in done.stderr
@@ -485,11 +458,11 @@ def test_a_reader_who_has_gone_costs_no_file(planted: Planted, tmp_path: Path) -
     reader, pipe = os.pipe()
     os.close(reader)
     line = [sys.executable, "-u", "-m", "syncprims", "trace", str(planted.directory)]
-    line += ["--html", str(tmp_path / "t.html")]
+    line += ["--png", str(tmp_path / "t.png")]
     with os.fdopen(pipe, "w") as gone:
         done = subprocess.run(line, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (141, "")
-    assert (tmp_path / "t.html").exists()
+    assert (tmp_path / "t.png").exists()
     assert (planted.directory / "trace.json").exists()
 
 

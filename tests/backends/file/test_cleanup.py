@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pytest
 from support.rank_worlds import PATIENCE, Kind, Ranks, environment, fork
-from support.recording import tally
 
 import syncprims as sp
 
@@ -108,7 +107,6 @@ def killed_runs(count: int, directory: Path, seed: int) -> None:
         if number % 10 == 0:
             assert start(0, directory).ends() == [0, 0], f"seed {seed}, after run {number}"
             assert not any(directory.iterdir()), f"seed {seed}, after run {number}"
-    tally("runs killed as a whole, or in part", count)
 
 
 def test_runs_killed_anywhere_leave_the_next_a_clean_start(meeting_place: Path) -> None:

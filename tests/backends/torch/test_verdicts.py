@@ -12,7 +12,6 @@ import pytest
 from support.host_model import Model, explore
 from support.network_hosts import network, why_not
 from support.rank_worlds import Kind, Ranks, Signs, fork, served_store
-from support.recording import tally
 
 import syncprims as sp
 
@@ -46,7 +45,7 @@ MORE_FAULTS = [
 def test_in_every_order_a_round_has_one_verdict_and_nobody_passes_a_broken_one(
     faults: dict[str, int],
 ) -> None:
-    tally("states of the model of hosts", explore(Model(**faults)))
+    assert explore(Model(**faults)) > 0
 
 
 class ForgetsToPublish(Model):

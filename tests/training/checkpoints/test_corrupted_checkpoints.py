@@ -13,7 +13,6 @@ import torch
 from support.file_faults import watched
 from support.malformed_checkpoints import malform
 from support.rank_worlds import Kind, Ranks
-from support.recording import tally
 from torch import nn
 
 import syncprims as sp
@@ -128,7 +127,6 @@ def test_flipped_bits_and_truncations_are_refused(
     [(tried, passed)] = ranks.run(
         lambda: break_everywhere(way, tmp_path / "it", slice(None, None, 3), None)
     )
-    tally("flips and truncations", tried)
     assert tried > 500
     assert not passed
 
@@ -144,7 +142,6 @@ def test_every_flipped_bit_and_every_truncation_is_refused(
     [(tried, passed)] = ranks.run(lambda: break_everywhere(way, tmp_path / "it", lengths, bits))
     assert tried > 500
     assert not passed
-    tally("flips and truncations", tried)
     print(f"corruption: {way}, bit {bit}: {tried} flips and truncations, all refused")
 
 
@@ -198,7 +195,6 @@ def test_malformed_checkpoints_are_refused_and_do_no_harm(
 
     [(bad, harmless)] = Ranks(Kind("single", 1), meeting_place).run(some)
     assert bad > SHORT // len(WAYS) * 0.9
-    tally("malformed checkpoints", bad + harmless)
     print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")
 
 
@@ -218,5 +214,4 @@ def test_very_many_malformed_checkpoints(way: str, tmp_path: Path, meeting_place
         [(refused_, fine)] = ranks.run(some)
         bad, harmless = bad + refused_, harmless + fine
     assert bad > SOAK // len(WAYS) * 0.9
-    tally("malformed checkpoints", bad + harmless)
     print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")

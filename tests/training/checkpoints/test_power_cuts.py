@@ -10,7 +10,6 @@ import pytest
 from support.crash_model import WeakDisk, freeze, lay_out
 from support.file_faults import NEW, NONE, OLD, SETUPS, Setup, Watched
 from support.rank_worlds import Kind, Ranks
-from support.recording import tally
 
 import syncprims as sp
 from syncprims.training.checkpoints import filesystem
@@ -87,7 +86,6 @@ def test_what_a_power_cut_leaves_is_the_old_or_the_new(
     [(moments, states, new)] = ranks.run(lambda: crash(SETUPS[f"{name}-1"], overwrite, tmp_path))
     assert moments > 10
     assert 0 < new < states
-    tally("states after a power cut", states)
     print(f"power cut: {name} overwrite={overwrite}: {moments} moments, {states} states, {new} new")
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.file_faults import ERRNOS, NEW, NONE, OLD, SETUPS, Trial, fail_at, kill_at, nothing
-from support.recording import tally
 
 import syncprims as sp
 
@@ -61,7 +60,6 @@ def test_killed_anywhere_it_is_the_old_or_the_new(
     name: str, overwrite: bool, stride: int, tmp_path: Path
 ) -> None:
     seen = kill_everywhere(name, overwrite, stride, tmp_path)
-    tally("kills", seen.total())
     assert seen.total() > 3
     assert seen[OLD if overwrite else NONE] > 0
 
@@ -74,7 +72,6 @@ def test_killed_at_every_call_of_every_rank(
     seen = kill_everywhere(name, overwrite, stride, tmp_path)
     assert seen[OLD if overwrite else NONE] > 0
     assert seen[NEW] > 0
-    tally("kills", seen.total())
     print(f"killed: {name} overwrite={overwrite}: {dict(seen)}")
 
 
@@ -124,7 +121,6 @@ def test_failing_anywhere_all_ranks_say_the_same(
 ) -> None:
     codes = list(ERRNOS.values())
     seen = fail_everywhere(name, overwrite, codes, stride, tmp_path)
-    tally("failed calls", seen.total())
     assert seen[True, OLD if overwrite else NONE] > 0
 
 
@@ -135,7 +131,6 @@ def test_failing_at_every_call_with_every_errno(
 ) -> None:
     seen = fail_everywhere(name, overwrite, list(ERRNOS.values()), stride, tmp_path)
     assert seen[True, OLD if overwrite else NONE] > 0
-    tally("failed calls", seen.total())
     print(f"failed: {name} overwrite={overwrite}: {dict(seen)}")
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from support.file_faults import NEW, NONE, OLD, SETUPS, Trial, nothing, watched
-from support.recording import tally
 
 import syncprims as sp
 
@@ -104,7 +103,6 @@ def test_told_to_end_anywhere_it_is_the_old_or_the_new(
     seen = interrupt_everywhere(name, overwrite, stride, tmp_path)
     assert seen.total() > 3
     assert seen[OLD if overwrite else NONE, True] > 0
-    tally("signals sent", seen.total())
 
 
 @pytest.mark.soak
@@ -114,5 +112,4 @@ def test_told_to_end_at_every_call_of_every_rank(
 ) -> None:
     seen = interrupt_everywhere(name, overwrite, stride, tmp_path)
     assert seen[OLD if overwrite else NONE, True] > 0
-    tally("signals sent", seen.total())
     print(f"told to end: {name} overwrite={overwrite}: {dict(seen)}")

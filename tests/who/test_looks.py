@@ -28,10 +28,10 @@ import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
 from syncprims.cli.console import Style
 from syncprims.cli.who import _text as command_text
-from syncprims.doctor import WorldReport, processes, who
-from syncprims.doctor.observation import Observation
-from syncprims.doctor.verdict import RankWait, judge
 from syncprims.interface import BoardView, Label, Status, WaitView, WorldView
+from syncprims.who import WorldReport, processes, who
+from syncprims.who.observation import Observation
+from syncprims.who.verdict import RankWait, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,7 +142,7 @@ def test_the_line_of_a_running_rank_is_named_where_py_spy_is_installed(meeting_p
     with running(PAIR, meeting_place, program):
         seen = await_report(meeting_place, lambda r: ", in " in r.ranks[1].doing)
     line = loop_in_python.__code__.co_firstlineno
-    doing = [f", in loop_in_python (test_who.py:{line + after})" for after in (1, 2)]
+    doing = [f", in loop_in_python (test_looks.py:{line + after})" for after in (1, 2)]
     assert seen.ranks[1].doing.endswith(tuple(doing))
     assert seen.ranks[1].doing in seen.verdict.text
 
@@ -320,9 +320,7 @@ def test_a_world_is_found_by_run_directory_and_process(meeting_place: Path) -> N
 
 
 def test_worlds_are_read_without_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; import syncprims.doctor; syncprims.doctor.who()"
-    )
+    code = "import sys; sys.modules['torch'] = None; import syncprims.who; syncprims.who.who()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
