@@ -21,8 +21,8 @@ from syncprims import CheckpointError
 
 from . import filesystem
 from .coordination import UNCHANGED, check_equal, cleanup_on_error, coordinate
-from .dtensor import full_tensor, is_dtensor
 from .safetensors_file import byte_size, content_digest
+from .stateful import full_tensor, is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

@@ -20,6 +20,8 @@ from syncprims.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from .filesystem import ExistingFile
+
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
 CHUNK = 4 << 20  #: bytes that each digest in a chunked digest covers. Part of the format
@@ -187,3 +189,13 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise refusal(path, "not what was written", "a JSON object", f"a {type(document).__name__}")
     return document
+
+
+def digest_of(file: ExistingFile) -> str:
+    """Return the digest of all bytes of a file."""
+    hashed, buffer = ChunkedDigest(), memoryview(bytearray(1 << 20))
+    for start in range(0, file.size, len(buffer)):
+        some = buffer[: file.size - start]
+        file.read_into(some, start)
+        hashed.update(some)
+    return hashed.hexdigest()

@@ -7,12 +7,13 @@ A model that is on the meta device has no values that could be lost. Its new mem
 the files are checked, in one pass. If they are damaged, it is on the meta device again.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -20,16 +21,19 @@ from torch import nn
 from syncprims import CheckpointError
 from syncprims.training.preparation import unwrap_model
 
-from .dtensor import distribute, is_dtensor
-from .filesystem import LOG
-from .integrity import refusal
-from .safetensors_file import SafetensorsFile, StoredTensor, in_huge_pages
-from .weights import open_weights, portable_name
+from . import filesystem, integrity
+from .integrity import check_file_name, reading, refusal
+from .safetensors_file import RESERVED, SafetensorsFile, StoredTensor, in_huge_pages
+from .save_model import FIRST_FILES, INDEX, SHARDS
+from .stateful import distribute, is_dtensor, portable_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping, Sequence
 
-    from .weights import Stored
+#: A tensor of a checkpoint: still in its file, or in memory, as those of torch's own files.
+Stored: TypeAlias = StoredTensor | torch.Tensor
+_LONGEST_INDEX = 512 << 20  # bytes
+_NOWHERE = ("disk", "meta", "auto", "balanced", "sequential")  # devices that hold no tensors
 
 
 def load_model(
@@ -46,21 +50,130 @@ def load_model(
     if not isinstance(path, str):
         raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")
     inner = unwrap_model(model)
-    empty = _is_empty(inner)
+    empty = all(t.is_meta for t in _tensors_of(inner).values())
     # A part with its own loading may look at what it gets.
     check = not empty or _has_custom_loading(inner)
-    with open_weights(path, follow=allow_links, check=check) as weights:
+    with contextlib.ExitStack() as files:
+        weights = _open_weights(path, files, follow=allow_links, check=check)
         _load_weights(inner, weights, path, device_map, dtype, strict, empty)
-    unset = [
-        slot.full
-        for slot in _slots(model)
-        if slot.tensor.is_meta and slot.name in slot.module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-    ]
+    hidden = (slot for slot in _slots(model) if slot.tensor.is_meta)
+    unset = [s.full for s in hidden if s.name in s.module._non_persistent_buffers_set]
     if unset:
-        LOG.warning(
+        filesystem.LOG.warning(
             "%s: %sthese are in no checkpoint, and still on the meta device: compute them again",
             path, _listed("buffers without values", unset),
         )  # fmt: skip
+
+
+# -- the files ------------------------------------------------------------------------------------
+
+
+def _open_weights(
+    path: str, files: contextlib.ExitStack, *, follow: bool, check: bool
+) -> dict[str, Stored]:
+    """Return the tensors of a weights file, index or directory, checked against their digests.
+
+    The files stay open until `files` is closed. Without `check`, the data of safetensors files are
+    left to the caller: :meth:`SafetensorsFile.read`.
+
+    :raises CheckpointError: if anything is not as it was written.
+    """
+    with reading(path):
+        if filesystem.is_directory(path):
+            path = _first_file(path)
+    if not path.endswith(INDEX):
+        return _open_file(path, "", files, follow, check)
+    file_of, digests = _read_index(path, follow)
+    by_file: dict[str, list[str]] = {}
+    for name, file in file_of.items():
+        by_file.setdefault(check_file_name(path, file), []).append(name)
+    if digests and digests.keys() != by_file.keys():
+        raise refusal(path, "files", ", ".join(sorted(digests)), ", ".join(sorted(by_file)))
+    tensors: dict[str, Stored] = {}
+    directory = os.path.dirname(path) or os.curdir  # noqa: PTH120
+    for file, names in by_file.items():
+        stored = _open_file(f"{directory}/{file}", digests.get(file, ""), files, follow, check)
+        lacking = [name for name in names if name not in stored]
+        if lacking:
+            raise refusal(f"{directory}/{file}", "tensors", ", ".join(lacking), "none of these")
+        tensors |= {name: stored[name] for name in names}
+        # What the index does not list is used only if it is tied to what it lists.
+        listed = {id(stored[name]) for name in names}
+        tensors |= {n: t for n, t in stored.items() if n not in file_of and id(t) in listed}
+    return tensors
+
+
+def _first_file(directory: str) -> str:
+    names = filesystem.names(directory)
+    others = [name for name in names if name.endswith(INDEX)]
+    for name in (*FIRST_FILES, *(others if len(others) == 1 else ())):
+        if name in names:
+            return f"{directory}/{name}"
+    expected = f"one of {', '.join(FIRST_FILES)}"
+    raise refusal(directory, "no model in it", expected, ", ".join(names) or "nothing")
+
+
+def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the file of each tensor, and the files' digests, which only our own indexes have."""
+    with reading(path):
+        data = filesystem.read_small(path, _LONGEST_INDEX, follow=follow)
+    index = integrity.parse(path, data)
+    file_of, metadata = index.get("weight_map"), index.get("metadata", {})
+    if not isinstance(metadata, dict) or not isinstance(file_of, dict):
+        raise refusal(path, "not an index", "metadata and weight_map", ", ".join(index))
+    if not integrity.has_seal(data, SHARDS):
+        return file_of, {}
+    integrity.check_seal(path, data)
+    digests: Any = metadata.get(SHARDS)
+    if not isinstance(digests, dict):
+        raise refusal(path, "list of files", "the digest of each", repr(digests))
+    return file_of, {check_file_name(path, file): str(found) for file, found in digests.items()}
+
+
+def _open_file(
+    path: str, digest: str, files: contextlib.ExitStack, follow: bool, check: bool
+) -> dict[str, Stored]:
+    """Return the tensors of one file; with `digest`, of the one that was written."""
+    if not path.endswith(".safetensors"):
+        return {**_read_torch(path, digest, follow=follow)}
+    file = files.enter_context(contextlib.closing(SafetensorsFile(path, follow=follow)))
+    if digest:
+        file.check_digest(digest)
+    if check:
+        file.read({}, check=True)
+    tensors: dict[str, Stored] = {name: StoredTensor(file, name) for name in file.entries}
+    for other, name in file.metadata.items():  # tied: the safetensors library notes it so, too
+        if other not in RESERVED and other not in tensors and name in tensors:
+            tensors[other] = tensors[name]
+    return tensors
+
+
+def _read_torch(path: str, digest: str, *, follow: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors in one of torch's files. No code in it is run.
+
+    :raises CheckpointError: if it cannot be read, needs code, or is not the file with that digest.
+    """
+    with reading(path), contextlib.closing(filesystem.ExistingFile(path, follow=follow)) as file:
+        zipped = file.read(0, min(4, file.size)) == b"PK\x03\x04"
+        found = integrity.digest_of(file) if digest else ""
+    if found != digest:
+        raise refusal(path, "not what was written", f"the digest {digest}", found)
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # torch raises many kinds of errors
+        first = str(error).strip().split("\n", 1)[0]
+        raise refusal(path, "not a weights file", "tensors, and no code", first) from error
+    if not isinstance(state, dict):
+        raise refusal(path, "not a weights file", "a dict of tensors", type(state).__name__)
+    for name, tensor in state.items():
+        dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if not isinstance(name, str) or not dense or tensor.is_quantized:
+            kind = getattr(tensor, "layout", type(tensor).__name__)
+            raise refusal(path, f"entry {name!r}", "a dense tensor under a name", str(kind))
+    return state
+
+
+# -- into the model -------------------------------------------------------------------------------
 
 
 def _load_weights(
@@ -72,26 +185,24 @@ def _load_weights(
     strict: bool,
     empty: bool,
 ) -> None:
-    own: dict[str, Any] = model.state_dict(keep_vars=True)
-    state, missing, unexpected = _matched(own, weights)
+    own = _tensors_of(model)
+    state, missing, unexpected = _match(own, weights)
     custom = _has_custom_loading(model)
-    if (missing or unexpected) and strict and not custom:
+    differences = f"{_listed('missing', missing)}{_listed('not in the model', unexpected)}"
+    if differences and strict and not custom:
         expected = f"the model's {len(own)} tensors"
-        found = f"{_listed('missing', missing)}{_listed('not in the model', unexpected)}"
-        raise refusal(path, "another model", expected, found.strip("; "))
+        raise refusal(path, "another model", expected, differences.strip("; "))
     for name, stored in state.items():
-        target = own.get(name)
-        if isinstance(target, torch.Tensor) and target.shape != stored.shape:
-            what = f"shape of {name!r}"
-            found = str(tuple(stored.shape))
-            raise refusal(path, what, f"{tuple(target.shape)}, the model's", found)
-    if missing or unexpected:
-        LOG.warning("%s: %s%s", path, _listed("missing", missing), _listed("unused", unexpected))
-    with _kept_on_meta(model) if empty else contextlib.nullcontext():
+        if name in own and own[name].shape != stored.shape:
+            expected = f"{tuple(own[name].shape)}, the model's"
+            raise refusal(path, f"shape of {name!r}", expected, str(tuple(stored.shape)))
+    if differences:
+        filesystem.LOG.warning("%s: %s", path, differences)
+    with _back_to_meta_on_error(model) if empty else contextlib.nullcontext():
         _place(model, state, device_map, dtype)
         try:
             if custom:
-                own = model.state_dict(keep_vars=True)
+                own = _tensors_of(model)
                 read = {name: _read_for(stored, own.get(name)) for name, stored in state.items()}
             else:
                 known = {name: state[name] for name in own if name in state}
@@ -107,75 +218,45 @@ def _load_weights(
             ) from error  # fmt: skip
 
 
-def _is_empty(model: nn.Module) -> bool:
-    """Return whether a model has no values yet."""
-    return all(
-        isinstance(tensor, torch.Tensor) and tensor.is_meta
-        for tensor in model.state_dict(keep_vars=True).values()
-    )
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state: its own, and not copies."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-@contextlib.contextmanager
-def _kept_on_meta(model: nn.Module) -> Generator[None]:
-    """Give a model its tensors back if this block raises."""
-    before = list(_slots(model))
-    try:
-        yield
-    except BaseException:
-        for slot in before:
-            slot.table[slot.name] = slot.tensor
-        raise
-
-
-def _read_for(stored: Stored, target: Any) -> torch.Tensor:
-    """Return a tensor of a checkpoint in memory, distributed over ranks as its target is."""
-    tensor = stored.tensor() if isinstance(stored, StoredTensor) else stored
-    return distribute(tensor, target) if is_dtensor(target) else tensor
-
-
-def _matched(
-    own: dict[str, Any], weights: Mapping[str, Stored]
+def _match(
+    own: dict[str, torch.Tensor], weights: Mapping[str, Stored]
 ) -> tuple[dict[str, Stored], list[str], list[str]]:
     """Return the weights under the model's names, the names that are missing, and those unused."""
     names = {portable_name(name): name for name in own}
     state = {names.get(name, name): tensor for name, tensor in weights.items()}
     unexpected = [name for name in state if name not in own]
     loaded = {id(own[name]): state[name] for name in state if name in own}
-    missing: list[str] = []
-    for name, tensor in own.items():
-        if name in state or not isinstance(tensor, torch.Tensor):
-            continue
-        if id(tensor) in loaded:  # tied in the model to one that is loaded
-            state[name] = loaded[id(tensor)]
-        else:
-            missing.append(name)
-    return state, missing, unexpected
+    # A tensor may be tied in the model to one that is loaded.
+    state |= {
+        name: loaded[id(t)] for name, t in own.items() if name not in state if id(t) in loaded
+    }
+    return state, [name for name in own if name not in state], unexpected
 
 
 def _has_custom_loading(model: nn.Module) -> bool:
     """Return whether a module handles names or values itself when it is loaded."""
+
+    def is_custom(method: Any) -> bool:
+        return not str(getattr(method, "__module__", "")).startswith("torch.nn.")
+
     return any(
-        module._load_state_dict_pre_hooks  # pyright: ignore[reportPrivateUsage]
-        or not _is_torchs(type(module)._load_from_state_dict)  # pyright: ignore[reportPrivateUsage]
-        or not _is_torchs(type(module).load_state_dict)
+        module._load_state_dict_pre_hooks
+        or is_custom(type(module)._load_from_state_dict)
+        or is_custom(type(module).load_state_dict)
         for module in model.modules()
     )
 
 
-def _is_torchs(method: Any) -> bool:
-    return str(getattr(method, "__module__", "")).startswith("torch.nn.")
-
-
-def _listed(what: str, names: list[str]) -> str:
-    return f"{what}: {_first_of(names)}; " if names else ""
-
-
-def _first_of(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}"
-
-
-# -- into the model's memory ----------------------------------------------------------------------
+def _read_for(stored: Stored, target: Any) -> torch.Tensor:
+    """Return a tensor of a checkpoint in memory, distributed over ranks as its target is."""
+    tensor = stored.tensor() if isinstance(stored, StoredTensor) else stored
+    return distribute(tensor, target) if is_dtensor(target) else tensor
 
 
 def _load_in_place(
@@ -191,30 +272,30 @@ def _load_in_place(
     :raises RuntimeError: if the model cannot take a tensor.
     """
     plain = torch.Tensor, nn.Parameter  # not classes derived from them
-    places: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    places |= dict(model.named_buffers(remove_duplicate=False))
-    targets = {name: places[name] for name in state if type(places.get(name)) in plain}
-    separate = _are_separate(state, targets)
-    direct: list[str] = []
+    targets: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    targets |= dict(model.named_buffers(remove_duplicate=False))
+    own = {name: targets[name] for name in state if type(targets.get(name)) in plain}
     in_files = (stored for stored in weights.values() if isinstance(stored, StoredTensor))
     files: dict[SafetensorsFile, dict[str, torch.Tensor]] = {s.file: {} for s in in_files}
-    for name, target in targets.items() if separate else ():
+    direct: set[str] = set()
+    for name, target in own.items() if _have_separate_memory(state, own) else ():
         stored = state[name]
         if not isinstance(stored, StoredTensor) or not _is_alike(target, stored):
             continue
         if files[stored.file].setdefault(stored.name, target) is target:
-            direct.append(name)
+            direct.add(name)
     with torch.no_grad():
         # Torch does not see this change, and a backward pass in progress has to notice it.
-        torch.autograd.graph.increment_version([targets[name] for name in direct])
+        torch.autograd.graph.increment_version([own[name] for name in direct])
         for file, into in files.items():
             file.read(into, check=check)
-        result = {
-            name: _read_for(state[name], places.get(name)) for name in state if name not in targets
-        }
-        for name in targets.keys() - set(direct) if separate else targets:
-            targets[name].copy_(_read_for(state[name], None))
-        return {**result, **targets}
+        result: dict[str, torch.Tensor] = {}
+        for name, stored in state.items():
+            if name not in own:
+                result[name] = _read_for(stored, targets.get(name))
+            elif name not in direct:
+                own[name].copy_(_read_for(stored, None))
+    return {**result, **own}
 
 
 def _is_alike(target: torch.Tensor, stored: StoredTensor) -> bool:
@@ -231,26 +312,58 @@ def _is_alike(target: torch.Tensor, stored: StoredTensor) -> bool:
     )
 
 
-def _are_separate(state: Mapping[str, Stored], targets: Mapping[str, torch.Tensor]) -> bool:
+def _have_separate_memory(state: Mapping[str, Stored], targets: Mapping[str, torch.Tensor]) -> bool:
     """Return whether no two tensors share memory, except tied ones that get the same values.
 
     Other tensors that share memory must be loaded one after the other: the last one wins.
     """
-    places: dict[tuple[str, int, int], Stored] = {}
-    for name, target in targets.items():
-        if target.numel() and target.layout == torch.strided:
-            last = sum(
-                (n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True)
-            )
-            begin = target.data_ptr()
-            place = str(target.device), begin, begin + (last + 1) * target.element_size()
-            if places.setdefault(place, state[name]) is not state[name]:
-                return False
-    found = sorted(places)
-    return all(one[0] != other[0] or one[2] <= other[1] for one, other in itertools.pairwise(found))
+    memory = {
+        (id(target), id(state[name])): target.untyped_storage().data_ptr()
+        for name, target in targets.items()
+        if target.numel() and target.layout == torch.strided
+    }
+    return len(set(memory.values())) == len(memory)
+
+
+def _listed(what: str, names: list[str]) -> str:
+    return f"{what}: {_first_of(names)}; " if names else ""
+
+
+def _first_of(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 # -- devices and dtypes ---------------------------------------------------------------------------
+
+
+class _Slot(NamedTuple):
+    """Where a parameter or buffer is in a module."""
+
+    module: nn.Module
+    table: dict[str, Any]  #: the module's own
+    name: str
+    tensor: torch.Tensor
+    full: str  #: its name in the model
+
+
+def _slots(model: nn.Module) -> Generator[_Slot]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
+
+
+@contextlib.contextmanager
+def _back_to_meta_on_error(model: nn.Module) -> Generator[None]:
+    """Give a model its tensors back if this block raises."""
+    before = list(_slots(model))
+    try:
+        yield
+    except BaseException:
+        for slot in before:
+            slot.table[slot.name] = slot.tensor
+        raise
 
 
 def _place(
@@ -269,29 +382,11 @@ def _place(
         raise ValueError(f"dtype={dtype!r}: torch has no such type")
     slots = [slot for slot in _slots(model) if slot.full in names]
     devices = {} if device_map is None else _devices(device_map, slots)
-    made: dict[int, torch.Tensor] = {}
+    moved: dict[int, torch.Tensor] = {}
     for _, table, name, tensor, _ in slots:
-        if id(tensor) not in made:
-            made[id(tensor)] = _moved(tensor, devices.get(id(tensor)), kind)
-        table[name] = made[id(tensor)]
-
-
-class _Slot(NamedTuple):
-    """Where a parameter or buffer is in a module."""
-
-    module: nn.Module
-    table: dict[str, Any]  #: the module's own
-    name: str
-    tensor: torch.Tensor
-    full: str  #: its name in the model
-
-
-def _slots(model: nn.Module) -> Generator[_Slot]:
-    for path, module in model.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
-            for name, tensor in table.items():
-                if tensor is not None:
-                    yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
+        if id(tensor) not in moved:
+            moved[id(tensor)] = _move(tensor, devices.get(id(tensor)), kind)
+        table[name] = moved[id(tensor)]
 
 
 def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]:
@@ -301,39 +396,38 @@ def _devices(device_map: Any, slots: Sequence[_Slot]) -> dict[int, torch.device]
     """
     given: Mapping[str, Any] = device_map if hasattr(device_map, "items") else {"": device_map}
     for name, device in given.items():
-        if device in ("disk", "meta", "auto", "balanced", "sequential"):
+        if device in _NOWHERE:
             raise ValueError(
                 f"device_map gives {device!r} for {name!r}: it takes devices that hold tensors, as "
                 f"'cpu', 0 or 'cuda:1'; nothing is offloaded here"
             )
     table = {portable_name(name): torch.device(device) for name, device in given.items()}
-    found: dict[int, torch.device] = {}
+    devices: dict[int, torch.device] = {}
     for slot in slots:
         name = portable_name(slot.full)
         prefixes = [p for p in table if p == "" or f"{name}.".startswith(f"{p}.")]
         if prefixes:
-            found.setdefault(id(slot.tensor), table[max(prefixes, key=len)])
-    lacking = [slot.full for slot in slots if id(slot.tensor) not in found]
+            devices.setdefault(id(slot.tensor), table[max(prefixes, key=len)])
+    lacking = [slot.full for slot in slots if id(slot.tensor) not in devices]
     if lacking:
         raise ValueError(
             f"device_map gives no device for {_first_of(lacking)}: name the parts that hold them, "
             f"or all others by ''"
         )
-    return found
+    return devices
 
 
-def _moved(
+def _move(
     tensor: torch.Tensor, device: torch.device | None, kind: torch.dtype | None
 ) -> torch.Tensor:
     kind = kind if kind is not None and tensor.is_floating_point() else tensor.dtype
-    if tensor.is_meta:
-        made = torch.empty_like(tensor, device=device or "cpu", dtype=kind)
-        if made.device.type == "cpu" and type(made) is torch.Tensor:
-            in_huge_pages(made)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
-    device = device or tensor.device
-    if tensor.device != device or tensor.dtype != kind:
-        tensor.data = tensor.data.to(device, kind)
-    return tensor
+    if not tensor.is_meta:
+        device = device or tensor.device
+        if tensor.device != device or tensor.dtype != kind:
+            tensor.data = tensor.data.to(device, kind)
+        return tensor
+    new = torch.empty_like(tensor, device=device or "cpu", dtype=kind)
+    if new.device.type == "cpu" and type(new) is torch.Tensor:
+        in_huge_pages(new)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new

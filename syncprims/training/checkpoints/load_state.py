@@ -13,11 +13,18 @@ from syncprims.training.rng import restore as restore_rng
 from . import filesystem, manifest
 from .async_save import finish_earlier
 from .coordination import Directory, Team, check_equal, coordinate
-from .dtensor import from_shard, shard_region
 from .integrity import digest, refusal
 from .safetensors_file import SafetensorsFile
-from .state_tree import KIND, join_state
-from .stateful import check_fits, check_objects, dtensors_of, load_into
+from .stateful import (
+    KIND,
+    check_fits,
+    check_objects,
+    dtensors_of,
+    from_shard,
+    join_state,
+    load_into,
+    shard_region,
+)
 
 if TYPE_CHECKING:
     import os

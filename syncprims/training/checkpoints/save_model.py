@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from syncprims.training.preparation import unwrap_model
+
 from . import filesystem
 from .commit import (
     Place,
@@ -28,7 +30,7 @@ from .commit import (
 from .coordination import UNCHANGED, Directory, Outcome, Team, combine
 from .integrity import BLANK, SEAL, ChunkedDigest, digest, dump, put_seal
 from .safetensors_file import METADATA, byte_size, check_storable, write_safetensors
-from .weights import FIRST_FILES, INDEX, SAFETENSORS, SHARDS, TORCH, is_model_file, tensors_of
+from .stateful import portable_name, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
 
     from .commit import Digests, Tensors
 
+_SAFETENSORS = "model.safetensors"
+_TORCH = "pytorch_model.bin"
+INDEX = ".index.json"  #: appended to these, the file that lists the shard of each tensor
+#: The files that make a model, in the order in which readers look for them.
+FIRST_FILES = (_SAFETENSORS, _SAFETENSORS + INDEX, _TORCH, _TORCH + INDEX)
+SHARDS = "syncprims.files"  #: in an index's metadata: the digest of each shard
+_SHARD = re.compile(r"(?:model|pytorch_model)-\d{5,}-of-\d{5,}(?:\.v\d+)?\.(?:safetensors|bin)")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
 
@@ -63,7 +72,7 @@ def save_model(
     where = Directory.of(directory)
     doing = f"save_model to {where.path}"
     team = Team.meet(doing, where)
-    first_file = SAFETENSORS if safe_serialization else TORCH
+    first_file = _SAFETENSORS if safe_serialization else _TORCH
 
     def plan() -> _ModelPlan:
         return _ModelPlan.of(doing, model, most, first_file, team)
@@ -87,6 +96,51 @@ def _parse_size(size: int | str) -> int:
     return size
 
 
+def _tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return a model's tensors by name, each once, and the other names of tied ones.
+
+    :raises TypeError: if something in its state is not a tensor that a file can hold.
+    """
+    inner = unwrap_model(model)
+    declared = getattr(inner, "_tied_weights_keys", None) or ()
+    kept: dict[str, torch.Tensor] = {}
+    others: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    state: dict[str, Any] = inner.state_dict()
+
+    def is_declared(name: str) -> bool:
+        return any(name == pattern or re.search(pattern, name) for pattern in declared)
+
+    # Names that the model declares as copies come last, so that the other name is kept.
+    for name in sorted(state, key=is_declared):
+        tensor = state[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{name!r} in the model's state is a {type(tensor).__name__}: a weights file "
+                f"holds tensors only; save_state saves the rest, too"
+            )
+        key = portable_name(name)
+        if key == METADATA:
+            raise TypeError(
+                f"a tensor of the model is called {METADATA!r}, as is a file's own part"
+            )
+        same = storage_key(tensor)
+        if same in seen:
+            others[key] = seen[same]
+            continue
+        if same is not None:
+            seen[same] = key
+        check_storable(key, tensor)
+        kept[key] = tensor
+    order = [portable_name(name) for name in state]
+    return {name: kept[name] for name in order if name in kept}, others
+
+
+def _is_model_file(name: str) -> bool:
+    """Return whether a save of a model replaces, or removes, a file of this name."""
+    return name in FIRST_FILES or _SHARD.fullmatch(name) is not None
+
+
 class _ModelPlan(NamedTuple):
     """What this rank has to save of a model."""
 
@@ -98,7 +152,7 @@ class _ModelPlan(NamedTuple):
 
     @classmethod
     def of(cls, doing: str, model: nn.Module, most: int, first_file: str, team: Team) -> _ModelPlan:
-        tensors, ties = tensors_of(model)
+        tensors, ties = _tensors_of(model)
         groups = split_by_size(tensors, most)
         shared = len(groups) > 1 and len(team.ranks) > 1
         digests = group_digests(groups) if shared else [""] * len(groups)
@@ -122,7 +176,7 @@ class _ModelPlan(NamedTuple):
 
         def write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
             ties = {other: name for other, name in self.ties.items() if name in tensors}
-            write = write_safetensors if self.first_file == SAFETENSORS else _write_torch
+            write = write_safetensors if self.first_file == _SAFETENSORS else _write_torch
             return write(path, tensors, ties)
 
         def list_files(digests: Digests) -> bytes:
@@ -133,7 +187,7 @@ class _ModelPlan(NamedTuple):
 
         return Save(
             self.doing, team, place, files, write_file, FIRST_FILES, head,
-            list_files if several else None, is_model_file,
+            list_files if several else None, _is_model_file,
         )  # fmt: skip
 
 

@@ -12,12 +12,10 @@ from syncprims.training.rng import capture as capture_rng
 from . import commit, manifest
 from .async_save import Saving, finish_earlier, start_save
 from .coordination import Directory, Team
-from .dtensor import is_dtensor, shard_region
 from .integrity import digest, dump
 from .manifest import Manifest, SavedState
 from .safetensors_file import byte_size, write_safetensors
-from .state_tree import State, split_state
-from .stateful import check_objects, state_of
+from .stateful import State, check_objects, is_dtensor, shard_region, split_state, state_of
 
 if TYPE_CHECKING:
     import os
