@@ -12,7 +12,6 @@ from . import filesystem, manifest
 from .async_save import finish_earlier
 from .commit import new_token, temporary
 from .coordination import Directory, Team, coordinate
-from .hooks import Registered
 from .load_state import Loaded, load_state
 from .save_state import save_to
 
@@ -166,6 +165,20 @@ def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
     found = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
     steps: list[int] = found.by_rank[0]
     return steps
+
+
+class Registered:
+    """A hook that is called until it is removed."""
+
+    def __init__(self, hooks: list[Any], hook: Any) -> None:
+        self._hooks = hooks
+        self._hook = hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        """Stop calling the hook. A second call does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
 
 
 def _call_hooks(doing: str, hooks: list[Hook], path: str, objects: dict[str, Stateful]) -> None:
