@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import timing
 
 import syncprims as sp
-
-if TYPE_CHECKING:
-    pass
 
 
 def main() -> None:
