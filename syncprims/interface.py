@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from enum import IntEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",
-    "Label", "Note",
+    "Label", "MARKS", "Mark", "Note",
     "State", "Status", "Window", "Engine", "DeviceEngine", "Board", "Backend",
     "WaitView", "BoardView", "WorldView", "WorldReader",
 ]  # fmt: skip
@@ -160,27 +161,39 @@ class Label:
         return cls(kind or "?", name, None if src is None else int(src), op, site or "?", about)
 
 
+class Mark(IntEnum):
+    """What a note says beside its label. Boards carry it; the call knows what it means."""
+
+    NONE = 0
+    YES = 1  #: to the question of the call: a flag is set, an object is equal
+    MORE = 2  #: something follows the note: arrays, or another round
+    INLINE = 3  #: the payload holds all data of the call
+
+
+MARKS = tuple(Mark)
+
+
 class Note(NamedTuple):
     """What one rank posts to one round."""
 
     label: Label
-    flag: bool = False
+    mark: Mark = Mark.NONE
     payload: bytes = b""
     failure: bytes = b""  #: if not empty, this rank failed here: the dumped error
 
     def encode(self) -> bytes:
         """Return the note as bytes, for backends that carry it whole."""
         label = self.label.encode()
-        lengths = b"%d %d %d %d " % (self.flag, len(label), len(self.payload), len(self.failure))
+        lengths = b"%d %d %d %d " % (self.mark, len(label), len(self.payload), len(self.failure))
         return lengths + label + self.payload + self.failure
 
     @classmethod
     def decode(cls, data: bytes) -> Note:
         """Return the note that :meth:`encode` wrote."""
-        flag, n_label, n_payload, n_failure, rest = data.split(b" ", 4)
+        mark, n_label, n_payload, n_failure, rest = data.split(b" ", 4)
         a, b, c = int(n_label), int(n_payload), int(n_failure)
         label, payload, failure = rest[:a], rest[a : a + b], rest[a + b : a + b + c]
-        return cls(Label.decode(label), flag == b"1", payload, failure)
+        return cls(Label.decode(label), MARKS[int(mark)], payload, failure)
 
 
 # -- the contract: what a backend offers -----------------------------------------------------------

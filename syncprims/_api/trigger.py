@@ -13,7 +13,7 @@ from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import announce_activity, get_active_group, get_extras
 from syncprims.errors import signal_name
-from syncprims.interface import Note
+from syncprims.interface import Mark, Note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ class Trigger:
             note = rounds.note("trigger", self._name)
             if why is not None:
                 announce_activity(self, None)
-                note = Note(note.label, True, codec.encode(why[0]))
+                note = Note(note.label, Mark.YES, codec.encode(why[0]))
             self._members = group.ranks
             if not self._lag:
                 return rounds.meet(note, group._timeout, self._read)
@@ -100,8 +100,8 @@ class Trigger:
     def _read(self, notes: Sequence[Note]) -> bool:
         """Return whether a rank had set the flag, and keep which ranks had."""
         for lowest in notes:
-            if lowest.flag:
-                self.ranks = [r for r, n in zip(self._members, notes, strict=True) if n.flag]
+            if lowest.mark:
+                self.ranks = [r for r, n in zip(self._members, notes, strict=True) if n.mark]
                 self.reason = codec.decode(lowest.payload)
                 return True
         return False

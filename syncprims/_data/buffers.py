@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.rounds import RoundSequence
-from syncprims.interface import Note
+from syncprims.interface import Mark, Note
 
 from .arrays import empty_array, flat, is_array, raw
 from .plane import DataPlane
@@ -152,14 +152,14 @@ def exchange(
     payload = head.pack(*sizes_of_mine) + (_join(parts) if inline else b"")
 
     def call(sequence: RoundSequence) -> None:
-        notes = sequence.meet(Note(note.label, inline, payload))
+        notes = sequence.meet(Note(note.label, Mark.INLINE if inline else Mark.NONE, payload))
         sizes = [head.unpack_from(found.payload) for found in notes]
         try:
             refuse(sizes)
         except Exception as error:
             rounds.in_step = error
             raise
-        if all(found.flag for found in notes):
+        if all(found.mark == Mark.INLINE for found in notes):
             for member, found in enumerate(notes):
                 begin = head.size + sum(sizes[member][:me])
                 _fill([rooms[member]], found.payload[begin : begin + sizes[member][me]])

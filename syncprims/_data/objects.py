@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims._protocol.rounds import RoundSequence
 from syncprims.errors import EncodingError, RankMismatch
-from syncprims.interface import Note
+from syncprims.interface import Mark, Note
 
 from . import codec, reduction
 from .arrays import Spec, fits, library_of, mark_written, may_fill
@@ -211,7 +211,7 @@ def _gather(sequence: RoundSequence, obj: Any, payload: bytes) -> list[Any]:
     rounds, label = sequence.rounds, sequence.note.label
     large = _is_large(rounds, payload)
     posted = LargeHeader(len(payload), has_arrays=False).encode() if large else payload
-    payloads = [note.payload for note in sequence.meet(Note(label, large, posted))]
+    payloads = [note.payload for note in sequence.meet(Note(label, payload=posted))]
     for member, found in enumerate(payloads):
         header = LargeHeader.decode(found)
         if header is not None:
@@ -290,7 +290,8 @@ def _packed_send(
         _send(RoundSequence(rounds, note, timeout), package)
         return copy_into(rounds, out, obj)
 
-    return Note(note.label, transport is not None, posted), timeout, send, None
+    mark = Mark.NONE if transport is None else Mark.MORE
+    return Note(note.label, mark, posted), timeout, send, None
 
 
 def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | None) -> Any:
@@ -327,9 +328,9 @@ def _send(sequence: RoundSequence, package: _Package) -> None:
 def _receive_package(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any:
     rounds, label = sequence.rounds, sequence.note.label
     index = rounds.members.index(src)
-    payload, arrays_follow = sent.payload, sent.flag
+    payload, arrays_follow = sent.payload, sent.mark == Mark.MORE
     transport: Transport | None = None
-    if sent.flag:  # more follows
+    if arrays_follow:
         transport = sequence.attempt(lambda: _needed_transport(rounds))
         header = LargeHeader.decode(payload)
         if header is not None:
@@ -414,13 +415,13 @@ def _packed_reduction(
     reduction.check_value(value, op)
     value = reduction.detached(value)
     package = _pack(rounds, note.label, value)
-    # The flag says that a round follows, in which all learn if one member cannot go on.
-    more = bool(package.arrays) or holds_pickle(package.payload)
+    # A round follows, in which all learn if one member cannot go on.
+    mark = Mark.MORE if package.arrays or holds_pickle(package.payload) else Mark.NONE
 
     def read(notes: Sequence[Note]) -> Any:
         return _reduce_any(RoundSequence(rounds, note, timeout), notes, package, value, op, out)
 
-    return Note(note.label, more, package.payload), timeout, read, None
+    return Note(note.label, mark, package.payload), timeout, read, None
 
 
 def _reduce_any(
@@ -433,7 +434,7 @@ def _reduce_any(
 ) -> Any:
     """Return the reduction of values that may differ in kind, or raise how they differ."""
     rounds, label = sequence.rounds, sequence.note.label
-    more = any(note.flag for note in notes)
+    more = any(note.mark == Mark.MORE for note in notes)
     if package is None:
 
         def pack() -> _Package:

@@ -184,14 +184,14 @@ class Group:
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
         rounds = self._rounds
-        note = rounds.note("any_rank", name, flag=bool(flag))
-        return rounds.meet(note, self._seconds(timeout), _has_flag)
+        note = rounds.note("any_rank", name, yes=bool(flag))
+        return rounds.meet(note, self._seconds(timeout), _is_any_set)
 
     def all_ranks(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.all_ranks`, among the members."""
         rounds = self._rounds
-        note = rounds.note("all_ranks", name, flag=bool(flag))
-        return rounds.meet(note, self._seconds(timeout), _have_all_flags)
+        note = rounds.note("all_ranks", name, yes=bool(flag))
+        return rounds.meet(note, self._seconds(timeout), _are_all_set)
 
     def assert_same(self, value: object, name: str, *, timeout: Seconds = None) -> None:
         """As :func:`syncprims.assert_same`, among the members."""
@@ -317,17 +317,17 @@ def gather_as(
     return objects.gather(rounds, note, obj, limit)
 
 
-def _has_flag(notes: Sequence[Note]) -> bool:
+def _is_any_set(notes: Sequence[Note]) -> bool:
     # A loop, since `any` over a generator takes as long as all the rest of the call.
     for note in notes:  # noqa: SIM110
-        if note.flag:
+        if note.mark:
             return True
     return False
 
 
-def _have_all_flags(notes: Sequence[Note]) -> bool:
+def _are_all_set(notes: Sequence[Note]) -> bool:
     for note in notes:  # noqa: SIM110
-        if not note.flag:
+        if not note.mark:
             return False
     return True
 
