@@ -5,27 +5,22 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
-from syncprims._protocol.call_site import is_users
 from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
-from syncprims._world.runtime import announce_activity, get_active_group, get_extras, is_active
+from syncprims._world.runtime import announce_activity, get_active_group, get_extras
 from syncprims.errors import signal_name
 from syncprims.interface import Note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import CodeType, FrameType
+    from collections.abc import Sequence
+    from types import FrameType
 
     from syncprims._protocol.rounds import PendingRound
     from syncprims._world.group import Group
-
-    #: Where a check was made, with which note, and how to make it again.
-    _Repeat = tuple[CodeType, int, Note, Callable[[PendingRound], bool]]
 
 _ONE_SIGNAL = 2.0  # seconds within which signals are one
 
@@ -44,10 +39,10 @@ class Trigger:
             raise ValueError(f"lag={lag!r}: it takes 0 (this check) or 1 (the previous check)")
         self._name = name
         self._lag = lag
-        # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
-        self._set: dict[str, tuple[str | None]] = {}
+        # The reasons given since the last check. One operation on a list is atomic, also for a
+        # signal handler.
+        self._reasons: list[str | None] = []
         self._before: tuple[Group, PendingRound] | None = None
-        self._repeat: _Repeat | None = None
         self._members: Sequence[int] = ()  # of the group that is checked
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
@@ -61,8 +56,8 @@ class Trigger:
         """
         if reason is not None:
             require(reason, str, "a reason is a str")
-        why = (reason,)
-        if self._set.setdefault("reason", why) is why:
+        self._reasons.append(reason)
+        if len(self._reasons) == 1:
             name = "a trigger" if self._name is None else f"trigger {self._name!r}"
             cause = "" if reason is None else f" ({reason})"
             announce_activity(self, f"{name} is set{cause}, and no check has seen it yet")
@@ -76,43 +71,31 @@ class Trigger:
 
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`syncprims.barrier`.
         """
-        caller = sys._getframe(1)
-        before, repeat = self._before, self._repeat
-        if before is not None and repeat is not None and not self._set:
-            code, at, _, again = repeat
-            here = caller.f_code is code and caller.f_lasti == at
-            if here and is_active(before[0]) and again(before[1]):
-                return False
         group = get_active_group()
         rounds = rounds_of(group)
-        # Reset before waiting: a signal that arrives meanwhile counts for the next check.
-        why = self._set.pop("reason", None)
-        try:
-            note = rounds.note("trigger", self._name)
-            if why is not None:
-                announce_activity(self, None)
-                note = Note(note.label, True, codec.encode(why[0]))
-            self._members = group.ranks
-            if not self._lag:
-                return rounds.meet(note, group._timeout, self._read)
+        # What is set from here on, as by a signal handler, counts for the next check. The reasons
+        # stay until the round is over: no exception on the way loses them.
+        given = len(self._reasons)
+        note = rounds.note("trigger", self._name)
+        if given:
+            note = Note(note.label, True, codec.encode(self._reasons[0]))
+        self._members = group.ranks
+        if not self._lag:
+            is_set = rounds.meet(note, group._timeout, self._read)
+        else:
             # Of another group, or another world: then this is the first check of this one.
+            before = self._before
             earlier = before[1] if before is not None and before[0] is group else None
-            if earlier is None or (repeat is not None and repeat[2] is not note):
-                repeat = None
-            if repeat is None and why is None and is_users(caller):
-                prepared = rounds.repeat_deferred(note)
-                repeat = prepared and (caller.f_code, caller.f_lasti, note, prepared)
 
             def check() -> bool:
-                pending = rounds.post_deferred(note, group._timeout)
-                self._before, self._repeat = (group, pending), repeat
+                self._before = group, rounds.post_deferred(note, group._timeout)
                 return earlier is not None and self._read(rounds.collect_deferred(earlier))
 
-            return rounds.atomic_call(note.label, check)
-        except BaseException:
-            if why is not None:
-                self._set.setdefault("reason", why)
-            raise
+            is_set = rounds.atomic_call(note.label, check)
+        if given:
+            announce_activity(self, None)
+            del self._reasons[:given]
+        return is_set
 
     def _read(self, notes: Sequence[Note]) -> bool:
         """Return whether a rank had set the flag, and keep which ranks had."""

@@ -23,7 +23,6 @@ OWN: dict[type, set[str]] = {
         "post",
         "posts_alone",
         "publish_wait",
-        "repeat",
         "status",
         "verdict",
     },
