@@ -216,7 +216,8 @@ class Checkpointing:
         own, kept = coordinate(doing, call_hooks, list)
         for number, name in enumerate(models):
             if number in kept[0]:
-                objects[name] = _SavedWeights(own.get(number, originals[number]))
+                weights = own[number] if number in own else originals[number]
+                objects[name] = _SavedWeights(weights)
             else:
                 del objects[name]
         return objects
@@ -281,7 +282,7 @@ class Checkpointing:
         return self._next_number(steps)
 
     def _next_number(self, steps: Sequence[int]) -> int:
-        return max(self.project_configuration.iteration, max(steps, default=-1) + 1)
+        return max(int(self.project_configuration.iteration), max(steps, default=-1) + 1)
 
     def save_state(
         self,

@@ -193,7 +193,11 @@ def __getattr__(name: str) -> Any:
         raise _not_offered(__name__, name)
     topic = name.removeprefix("is_").removesuffix("_available")
     package = _PACKAGES.get(topic, topic)
-    return lambda *_, **__: topic not in _NEVER and find_spec(package) is not None
+
+    def is_available(*_: object, **__: object) -> bool:
+        return topic not in _NEVER and find_spec(package) is not None
+
+    return is_available
 
 
 def is_cuda_available() -> bool:

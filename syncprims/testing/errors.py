@@ -137,9 +137,10 @@ class PackedException(NamedTuple):
 
     def _rebuild(self) -> BaseException:
         """Return an exception of this type and text without calling its constructor."""
-        cls: Any = sys.modules.get(self.module)
+        found: object = sys.modules.get(self.module)
         for part in self.name.split("."):
-            cls = getattr(cls, part, None)
+            found = getattr(found, part, None)
+        cls = cast("Any", found)
         if cls is None and self.module == "builtins":  # pytest's outcomes name this module
             cls = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
             if cls is not None:
