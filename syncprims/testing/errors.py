@@ -140,11 +140,11 @@ class PackedException(NamedTuple):
         found: object = sys.modules.get(self.module)
         for part in self.name.split("."):
             found = getattr(found, part, None)
+        if found is None and self.module == "builtins":  # pytest's outcomes name this module
+            found = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
+            if found is not None:
+                return cast("Any", found)(self.text)  # type: ignore[no-any-return]
         cls = cast("Any", found)
-        if cls is None and self.module == "builtins":  # pytest's outcomes name this module
-            cls = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
-            if cls is not None:
-                return cls(self.text)  # type: ignore[no-any-return]
         with contextlib.suppress(Exception):
             if self.members:
                 return cast("BaseException", cls(self.text, [m.unpack() for m in self.members]))
