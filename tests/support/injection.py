@@ -215,11 +215,6 @@ def _trigger(number: int, lag: int) -> Any:
     return own.check() and own.reason
 
 
-def _check() -> bool:
-    own = _TRIGGERS.setdefault((sp.get_rank(), 2), sp.Trigger("checked", lag=1))
-    return own.check()
-
-
 class Call(NamedTuple):
     """A call number `i` of the program, and what it returns on all ranks."""
 
@@ -293,7 +288,6 @@ CALLS: dict[str, Call] = {
     "lagging trigger": Call(
         lambda i: _trigger(i, 1), lambda i: f"step {i - 1}" if i > 1 else False, waits=False
     ),
-    "lagging check": Call(lambda _: _check(), lambda _: False, False),
     "group": Call(lambda _: sp.group([0]).ranks, lambda _: (0,)),
 }
 
