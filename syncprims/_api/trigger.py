@@ -39,9 +39,8 @@ class Trigger:
             raise ValueError(f"lag={lag!r}: it takes 0 (this check) or 1 (the previous check)")
         self._name = name
         self._lag = lag
-        # The reasons given since the last check. One operation on a list is atomic, also for a
-        # signal handler.
-        self._reasons: list[str | None] = []
+        # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
+        self._set: dict[str, tuple[str | None]] = {}
         self._before: tuple[Group, PendingRound] | None = None
         self._members: Sequence[int] = ()  # of the group that is checked
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
@@ -56,8 +55,8 @@ class Trigger:
         """
         if reason is not None:
             require(reason, str, "a reason is a str")
-        self._reasons.append(reason)
-        if len(self._reasons) == 1:
+        why = (reason,)
+        if self._set.setdefault("reason", why) is why:
             name = "a trigger" if self._name is None else f"trigger {self._name!r}"
             cause = "" if reason is None else f" ({reason})"
             announce_activity(self, f"{name} is set{cause}, and no check has seen it yet")
@@ -73,29 +72,33 @@ class Trigger:
         """
         group = get_active_group()
         rounds = rounds_of(group)
-        # What is set from here on, as by a signal handler, counts for the next check. The reasons
-        # stay until the round is over: no exception on the way loses them.
-        given = len(self._reasons)
-        note = rounds.note("trigger", self._name)
-        if given:
-            note = Note(note.label, True, codec.encode(self._reasons[0]))
-        self._members = group.ranks
-        if not self._lag:
-            is_set = rounds.meet(note, group._timeout, self._read)
-        else:
-            # Of another group, or another world: then this is the first check of this one.
+        why = None
+        try:
+            note = rounds.note("trigger", self._name)
+            # In two steps: an exception of a signal handler between them finds the flag in `why`.
+            why = self._set.get("reason")
+            if why is not None:
+                # Reset before waiting: a signal that arrives meanwhile counts for the next check.
+                del self._set["reason"]
+                announce_activity(self, None)
+                note = Note(note.label, True, codec.encode(why[0]))
+            self._members = group.ranks
+            if not self._lag:
+                return rounds.meet(note, group._timeout, self._read)
+            # The check before may be of another group or world: then this is the first one here.
             before = self._before
             earlier = before[1] if before is not None and before[0] is group else None
 
             def check() -> bool:
-                self._before = group, rounds.post_deferred(note, group._timeout)
+                pending = rounds.post_deferred(note, group._timeout)
+                self._before = group, pending
                 return earlier is not None and self._read(rounds.collect_deferred(earlier))
 
-            is_set = rounds.atomic_call(note.label, check)
-        if given:
-            announce_activity(self, None)
-            del self._reasons[:given]
-        return is_set
+            return rounds.atomic_call(note.label, check)
+        except BaseException:
+            if why is not None:
+                self._set.setdefault("reason", why)
+            raise
 
     def _read(self, notes: Sequence[Note]) -> bool:
         """Return whether a rank had set the flag, and keep which ranks had."""

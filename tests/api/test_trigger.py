@@ -17,6 +17,7 @@ import syncprims as sp
 from syncprims.testing import run_world
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from support.rank_worlds import Ranks, Scripts
@@ -251,38 +252,66 @@ def test_a_signal_without_a_name_works_too() -> None:
         signal.signal(number, before)
 
 
+class Interrupted(Exception):
+    """Raised in a check, as by a signal handler."""
+
+
+def check_interrupted(trigger: sp.Trigger, at: int, act: Callable[[], object]) -> tuple[bool, bool]:
+    """Return what a check returns that calls ``act()`` before its instruction `at`, if it has one.
+
+    A tracer stands in for a signal handler, which can run between any two instructions.
+    """
+    seen = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal seen
+        if frame.f_code is not sp.Trigger.check.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen += 1
+            if seen == at:
+                act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = trigger.check()
+    finally:
+        sys.settrace(before)
+    return found, seen >= at
+
+
 def test_none_is_lost_whenever_in_a_check_it_is_set() -> None:
-    """A tracer stands in for the signal's handler: it can come before any operation."""
-
-    def check_interrupted(trigger: sp.Trigger, at: int) -> tuple[bool, bool]:
-        seen = 0
-
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal seen
-            if frame.f_code is not sp.Trigger.check.__code__:
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode":
-                seen += 1
-                if seen == at:
-                    trigger.set("SIGTERM")
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            found = trigger.check()
-        finally:
-            sys.settrace(before)
-        return found, seen >= at
-
     def program() -> int:
         at, reached = 1, True
         while reached:
             trigger = sp.Trigger()
-            found, reached = check_interrupted(trigger, at)
+            found, reached = check_interrupted(trigger, at, lambda: trigger.set("SIGTERM"))  # noqa: B023
             assert not found or trigger.reason == "SIGTERM"
             assert [found, trigger.check()].count(True) == reached, at
+            at += 1
+        return at
+
+    (operations,) = run_world(program, 1)
+    assert operations > 20
+
+
+def test_none_is_lost_wherever_a_check_is_interrupted() -> None:
+    def interrupt() -> None:
+        raise Interrupted
+
+    def program() -> int:
+        at, raised = 1, True
+        while raised:
+            trigger, raised = sp.Trigger(), False
+            trigger.set("SIGTERM")
+            try:
+                check_interrupted(trigger, at, interrupt)
+            except Interrupted:
+                raised = True
+                assert trigger.check(), at
             at += 1
         return at
 
