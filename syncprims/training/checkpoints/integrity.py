@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from syncprims.errors import CheckpointError
+from syncprims import CheckpointError
+
+from . import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-
-    from .filesystem import ExistingFile
 
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
@@ -135,13 +135,29 @@ def put_seal(data: bytes, found: str = "") -> bytes:
     return data.replace(_FIELD + BLANK.encode(), _FIELD + (found or digest(data)).encode(), 1)
 
 
+def dump_sealed(document: dict[str, Any]) -> bytes:
+    """Return `document` as JSON with a digest."""
+    return put_seal(dump({SEAL: BLANK, **document}))
+
+
+def load_sealed(path: str, most: int) -> dict[str, Any]:
+    """Return what is in a file of :func:`dump_sealed`, of at most `most` bytes.
+
+    :raises CheckpointError: if it is not as it was written.
+    """
+    with reading(path):
+        data = filesystem.read_small(path, most)
+    document = parse(path, data)
+    check_seal(path, data)
+    return document
+
+
 def take_seal(data: bytes) -> tuple[bytes, str]:
     """Return JSON without the digest in its field, and the digest; "" if it has no such field."""
     begin, field, rest = data.partition(_FIELD)
-    if not field:
-        return data, ""
-    blank, end = BLANK.encode(), rest[len(BLANK) :]
-    return begin + field + blank + end, rest[: len(BLANK)].decode(errors="replace")
+    found, end = rest[: len(BLANK)], rest[len(BLANK) :]
+    blank = BLANK.encode() if field else b""
+    return begin + field + blank + end, found.decode(errors="replace")
 
 
 def has_seal(data: bytes, mark: str) -> bool:
@@ -191,7 +207,7 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
     return document
 
 
-def digest_of(file: ExistingFile) -> str:
+def digest_of(file: filesystem.ExistingFile) -> str:
     """Return the digest of all bytes of a file."""
     hashed, buffer = ChunkedDigest(), memoryview(bytearray(1 << 20))
     for start in range(0, file.size, len(buffer)):

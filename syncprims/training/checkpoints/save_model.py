@@ -28,7 +28,7 @@ from .commit import (
     unused,
 )
 from .coordination import UNCHANGED, Directory, Outcome, Team, combine
-from .integrity import BLANK, SEAL, ChunkedDigest, digest, dump, put_seal
+from .integrity import BLANK, SEAL, digest, digest_of, dump, put_seal
 from .safetensors_file import METADATA, byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
 
@@ -236,12 +236,11 @@ def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
     if not isinstance(obj, dict):
         raise TypeError(f"safetensors files hold a dict of tensors, and this is {type(obj)}")
     for name, tensor in obj.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or name == METADATA:
             raise TypeError(
-                f"safetensors files hold tensors by name, and {name!r} is {type(tensor)}"
+                f"safetensors files hold tensors by name, but none named {METADATA!r}: "
+                f"{name!r} is {type(tensor)}"
             )
-        if name == METADATA:
-            raise TypeError(f"{name!r} is the name of a safetensors file's own part")
         check_storable(name, tensor)
     return obj
 
@@ -249,48 +248,25 @@ def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
 # -- torch's own files ----------------------------------------------------------------------------
 
 
-class _Stream:
-    """The stream that `torch.save` writes to: it hashes the data on their way to the file."""
-
-    def __init__(self, file: filesystem.NewFile) -> None:
-        self._file = file
-        self.hashed = ChunkedDigest()
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        with memoryview(data) as view:
-            raw = view.cast("B")
-            try:
-                self._file.write(raw)
-            except OSError as error:  # torch raises another error instead
-                self.error = error
-                raise
-            self.hashed.update(raw)
-            return len(raw)
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer."""
-
-
 def _write_torch(path: str, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> str:
-    """Write these tensors, tied ones under all their names, as :func:`_write_torch_object`."""
+    """Write these tensors, tied ones under all their names, and return the file's digest."""
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         # Torch saves the whole storage: it must not be larger than the tensor.
         whole = tensor.untyped_storage().nbytes() == byte_size([tensor])
         own[name] = tensor.detach() if whole else tensor.detach().clone()
-    return _write_torch_object(path, own | {other: own[name] for other, name in ties.items()})
+    _write_torch_object(path, own | {other: own[name] for other, name in ties.items()})
+    with contextlib.closing(filesystem.ExistingFile(path)) as file:
+        return digest_of(file)
 
 
-def _write_torch_object(path: str, obj: Any) -> str:
-    """Write `obj` by `torch.save` to the new file `path`, sync it, and return its digest."""
+def _write_torch_object(path: str, obj: Any) -> None:
+    """Write `obj` by `torch.save` to the new file `path`, and sync it."""
     with contextlib.closing(filesystem.NewFile(path)) as file:
-        stream = _Stream(file)
         try:
-            torch.save(obj, stream)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            torch.save(obj, file)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         except BaseException:
-            if stream.error is not None:
-                raise stream.error from None
+            if file.error is not None:
+                raise file.error from None
             raise
         file.finish()
-    return stream.hashed.hexdigest()

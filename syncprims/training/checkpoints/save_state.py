@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import re
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims.training.rng import capture as capture_rng
@@ -15,7 +16,7 @@ from .coordination import Directory, Team
 from .integrity import digest, dump
 from .manifest import Manifest, SavedState
 from .safetensors_file import byte_size, write_safetensors
-from .stateful import State, check_objects, is_dtensor, shard_region, split_state, state_of
+from .stateful import State, check_objects, is_dtensor, region_of, split_state, state_of
 
 if TYPE_CHECKING:
     import os
@@ -85,9 +86,14 @@ def save_to(
             "rng": capture_rng() if rng else None,
             "objects": {name: state_of(thing) for name, thing in rank_objects.items()},
         }
+        own_state = split_state(own)
+        if own_state.shards:
+            raise TypeError(
+                f"rank_objects hold {min(own_state.shards)}, a DTensor: all ranks own it"
+            )
         states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
         groups = {name: _split(state.tensors, len(team.ranks)) for name, state in states.items()}
-        return _StatePlan(doing, step, states, split_state(own), groups, team)
+        return _StatePlan(doing, step, states, own_state, groups, team)
 
     with commit.planned(doing, team, directory.path, plan, "have different states") as save:
         save = save._replace(on_commit=on_commit)
@@ -129,19 +135,15 @@ class _StatePlan(NamedTuple):
             "own": json.dumps(self.own.tree),
             "own_tensors": bool(self.own.tensors),
             "regions": {
-                label: [list(numbers) for numbers in shard_region(tensor)]
-                for label, tensor in self._dtensors().items()
+                label: [list(numbers) for numbers in region_of(state.tensors[key])]
+                for label, (state, key) in self._dtensors().items()
             },
         }
 
-    def _dtensors(self) -> dict[str, Any]:
+    def _dtensors(self) -> dict[str, tuple[State, str]]:
         """Return the DTensors of all objects, under the names that their shards have in files."""
-        return {
-            f"{name}/{key}": tensor
-            for name, state in self.states.items()
-            for key, tensor in state.tensors.items()
-            if is_dtensor(tensor)
-        }
+        states = self.states.items()
+        return {f"{name}/{key}": (state, key) for name, state in states for key in state.shards}
 
     def assign(self, summaries: list[dict[str, Any]], team: Team, place: Place) -> Save:
         """Return the save of the state."""
@@ -157,21 +159,17 @@ class _StatePlan(NamedTuple):
         shared = [free[file] for file in flat[: len(groups)]]
         digests = [summary["digests"] for summary in summaries]
         files = commit.assign_writers(shared, groups, digests)
-        parts, own_shards = self._assign_shards(summaries, own_names)
-        with_shards = {part[2] for shards in parts.values() for part in shards}
+        own_shards = self._assign_shards(summaries, own_names)
+        shards = [s for state in self.states.values() for s in chain(*state.shards.values())]
         ranks: list[SavedState] = []
         for number, (summary, file) in enumerate(zip(summaries, own_names, strict=True)):
-            used = summary["own_tensors"] or file in with_shards
-            ranks.append(SavedState(json.loads(summary["own"]), [file] if used else [], {}))
-            if used:
+            used = summary["own_tensors"]
+            ranks.append(SavedState(json.loads(summary["own"]), [file] if used else []))
+            if used or any(file == other for _, other in shards):
                 tensors = {**self.own.tensors, **own_shards} if number == team.number else {}
                 files.append(commit.FilePlan(file, number, tensors))
         objects = {
-            name: SavedState(
-                state.tree,
-                [free[file] for file in names[name]],
-                {key: parts[f"{name}/{key}"] for key in state.tensors if f"{name}/{key}" in parts},
-            )
+            name: SavedState(state.tree, [free[file] for file in names[name]])
             for name, state in self.states.items()
         }
         older = manifest.listed_files(place.path) if team.leads and not place.is_new else set()
@@ -186,24 +184,21 @@ class _StatePlan(NamedTuple):
             list_files, lambda name: name in older or ours.fullmatch(name) is not None,
         )  # fmt: skip
 
-    def _assign_shards(
-        self, summaries: list[dict[str, Any]], files: list[str]
-    ) -> tuple[dict[str, list[Any]], Tensors]:
-        """Return the shards of DTensors, each once, and those that this rank writes."""
-        shards: dict[str, list[Any]] = {}
+    def _assign_shards(self, summaries: list[dict[str, Any]], files: list[str]) -> Tensors:
+        """Enter the shards of DTensors, each once, and return those that this rank writes."""
         own: Tensors = {}
-        for label, tensor in self._dtensors().items():
+        for label, (state, key) in self._dtensors().items():
             seen: set[tuple[int, ...]] = set()
-            shards[label] = []
             for number, summary in enumerate(summaries):
                 offset, shape = summary["regions"][label]
                 if tuple(offset) in seen or 0 in shape:
                     continue  # a replica of what another rank writes, or empty
                 seen.add(tuple(offset))
-                shards[label].append([offset, shape, files[number]])
+                state.shards[key].append([offset, files[number]])
                 if number == self.team.number:
+                    tensor: Any = state.tensors[key]
                     own[label] = tensor.to_local()
-        return shards, own
+        return own
 
 
 def _write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
