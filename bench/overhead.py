@@ -163,7 +163,7 @@ def measure(scale: Scale) -> dict[str, Any]:
     """Return the microseconds of a step, of the added time, and of the context alone."""
     import torch
 
-    from syncprims.training import Accelerator
+    from syncprims.accelerate import Accelerator
 
     print(f"training steps: {scale.turns} turns", file=sys.stderr, flush=True)
     torch.set_num_threads(1)
@@ -185,7 +185,7 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 def _steps(seen: Seen, job: Job) -> dict[str, Step]:
     """Return the step of every library that is installed."""
-    from syncprims.training import Accelerator
+    from syncprims.accelerate import Accelerator
 
     steps = {BARE: job.bare(), AGAIN: job.bare(), OURS: job.familiar(Accelerator(cpu=True))}
     if find_spec("accelerate") is not None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from syncprims.training import Accelerator  # before: from accelerate import Accelerator
+from syncprims.accelerate import Accelerator  # before: from accelerate import Accelerator
 
 EPOCHS, BATCH = 4, 10
 

@@ -19,16 +19,19 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from syncprims import main_first, print_main, progress
-from syncprims.training import Accelerator, set_seed
+from syncprims.accelerate import Accelerator, DataLoaderConfiguration
+from syncprims.training import set_seed
 
 
 def train(options: argparse.Namespace) -> float:
+    data = DataLoaderConfiguration(split_batches=True, use_stateful_dataloader=True, data_seed=7)
     accelerator = Accelerator(
-        gradient_accumulation_steps=2, mixed_precision=options.mixed_precision, seed=7
+        gradient_accumulation_steps=2,
+        mixed_precision=options.mixed_precision,
+        dataloader_config=data,  # a micro-batch has 64 items on any number of ranks
     )
     set_seed(7)
     learn, held_out = digits(options.cache)
-    share = 64 // accelerator.num_processes  # a micro-batch has 64 items on any number of ranks
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3, weight_decay=0.05)
     steps = options.epochs * math.ceil(len(learn) / 128)
@@ -37,8 +40,8 @@ def train(options: argparse.Namespace) -> float:
         net,
         optimizer,
         schedule,
-        DataLoader(learn, batch_size=share, shuffle=True, drop_last=True),
-        DataLoader(held_out, batch_size=share),
+        DataLoader(learn, batch_size=64, shuffle=True, drop_last=True),
+        DataLoader(held_out, batch_size=64),
     )
     history = History()
     accelerator.register_for_checkpointing(history)

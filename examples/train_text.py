@@ -22,7 +22,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from syncprims import print_main
-from syncprims.training import Accelerator, set_seed
+from syncprims.accelerate import Accelerator, DataLoaderConfiguration
+from syncprims.training import set_seed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,12 +36,15 @@ IGNORED = -100  # a target that is not a token
 
 def train(options: argparse.Namespace) -> float:
     accelerator = Accelerator(
-        gradient_accumulation_steps=4, mixed_precision=options.mixed_precision
+        gradient_accumulation_steps=4,
+        mixed_precision=options.mixed_precision,
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, use_stateful_dataloader=True, data_seed=1
+        ),
     )
     set_seed(1)
     pieces = paragraphs()
     learn, held_out = Texts(pieces[: -len(pieces) // 10]), Texts(pieces[-len(pieces) // 10 :])
-    share = max(1, 8 // accelerator.num_processes)
     model = GPT(width=options.width, layers=options.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, options.steps))
@@ -48,8 +52,8 @@ def train(options: argparse.Namespace) -> float:
         model,
         optimizer,
         schedule,
-        DataLoader(learn, batch_size=share, shuffle=True, collate_fn=collate),
-        DataLoader(held_out, batch_size=share, collate_fn=collate),
+        DataLoader(learn, batch_size=8, shuffle=True, collate_fn=collate),
+        DataLoader(held_out, batch_size=8, collate_fn=collate),
     )
     print_main(f"{len(learn)} paragraphs, {sum(p.numel() for p in model.parameters())} parameters")
 

@@ -2,16 +2,16 @@
 
 A value is taken apart into values with a single form: numbers, texts, arrays, tensors, and
 containers of them. Their bytes are digested, so equal values give equal digests. Anything else is
-an *object*: its class may define equality, and two equal ones may hold different bytes. Objects are
-sent if their digests differ and everything else is equal.
+an *object*, which ``==`` must be able to compare: two equal ones may hold different bytes. Objects
+are sent if their digests differ and everything else is equal.
 """
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import sys
 from collections.abc import Mapping
+from enum import Enum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _DIGEST_SIZE = 16
 _LENGTH = struct.Struct("<Q")
 _DEEPEST = 200  # nested deeper, or in a cycle: the whole is one object
-_PICKLE_PROTOCOL = 4  # its reductions are the same in all supported versions of Python
 #: What the codec writes in one form only, and shorter than a digest.
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -84,20 +83,10 @@ def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -
 
 def _all_equal(found: list[list[Any]]) -> bool:
     first, *others = found
-    return all(len(other) == len(first) and all(map(_are_equal, first, other)) for other in others)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two objects compare equal, or consist of equal parts."""
-    try:
-        if one == other:
-            return True
-    except Exception:  # the object's own code; or arrays in it, which have no one answer
-        pass
-    try:
-        return _digest_parts(one) == _digest_parts(other)
-    except Exception:
-        return False
+    return all(
+        len(other) == len(first) and all(bool(a == b) for a, b in zip(first, other, strict=True))
+        for other in others
+    )
 
 
 def _shorten(value: object) -> str:
@@ -128,24 +117,35 @@ class _Digest(NamedTuple):
         """Return the digest of `value`.
 
         :raises EncodingError: if an object in it could not be sent.
+        :raises TypeError: if an object in it could not be compared.
         """
-        found: list[Any] = []
+        objects: list[Any] = []
         try:
-            fixed = _Walk(found).digest(value)
+            fixed = _Walk(objects).digest(value)
         except _NoTree:
-            found, fixed = [value], b""
-        if not allow_pickle:
-            for one in found:
-                codec.encode(one, allow_pickle=False)
-        return cls(_hash(fixed), _hash(*map(_digest_parts, found)), found)
+            objects, fixed = [value], b""
+        encoded = [codec.encode(one, allow_pickle=allow_pickle) for one in objects]
+        for one, data in zip(objects, encoded, strict=True):
+            _check_comparable(one, codec.decode(data))
+        return cls(_hash(fixed), _hash(*encoded), objects)
 
 
-def _digest_parts(value: object) -> bytes:
-    """Return the digest of everything in `value`, objects included."""
+def _check_comparable(value: Any, copy: Any) -> None:
+    """Return only if `value` equals its own copy.
+
+    :raises TypeError: else, so that equal values of two ranks are not reported as different.
+    """
+    why: Exception | None = None
     try:
-        return _Walk(None).digest(value)
-    except _NoTree:
-        return codec.encode(value)
+        if value == copy:
+            return
+    except (TypeError, ValueError, RuntimeError) as error:  # as arrays and tensors in it raise
+        why = error
+    kind = type(value)
+    raise TypeError(
+        f"assert_same cannot compare a {kind.__module__}.{kind.__qualname__}: it does not equal "
+        f"its own copy. Compare plain parts of it: its state_dict(), dataclasses.asdict(), a list"
+    ) from why
 
 
 def _hash(*parts: bytes | memoryview) -> bytes:
@@ -157,9 +157,9 @@ def _hash(*parts: bytes | memoryview) -> bytes:
 
 
 class _Walk:
-    """Digests one value. Objects in it are collected, or digested by what a pickle would hold."""
+    """Digests one value, and collects the objects in it."""
 
-    def __init__(self, objects: list[Any] | None) -> None:
+    def __init__(self, objects: list[Any]) -> None:
         self._objects = objects
         self._depth = 0
         self._open: set[int] = set()  # what is being digested
@@ -171,7 +171,7 @@ class _Walk:
         """Return the digest of `value`, or the bytes of a simple one."""
         if type(value) in _SIMPLE:
             return codec.encode(value)
-        key, before = id(value), self._count()
+        key, before = id(value), len(self._objects)
         if key in self._known:
             return self._known[key][1]
         if key in self._open or len(self._open) >= _DEEPEST:
@@ -180,16 +180,14 @@ class _Walk:
         kind = type(cast("object", value))
         parts = self._parts(value)
         if parts is None:
-            found = self._digest_object(value)
+            self._objects.append(value)
+            found = b"object"
         else:
             found = _hash(f"{kind.__module__}.{kind.__qualname__}".encode(), *parts)
         self._open.discard(key)
-        if self._count() == before:
+        if len(self._objects) == before:
             self._known[key] = value, found
         return found
-
-    def _count(self) -> int:
-        return 0 if self._objects is None else len(self._objects)
 
     def _parts(self, value: Any) -> Iterable[bytes | memoryview] | None:
         """Return the digests or bytes that make up `value`; None for an object."""
@@ -201,15 +199,19 @@ class _Walk:
             return self._digest_in_order(value)
         if is_tensor(value):
             return _parts_of_tensor(value)
+        if isinstance(value, Enum):
+            return [codec.encode(value.name)]
         if type(value).__module__.startswith("pathlib"):
             return [codec.encode(str(value))]
         numpy = sys.modules.get("numpy")
-        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
+        if numpy is not None and (
+            type(value) in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)
+        ):
             return self._parts_of_array(numpy.asarray(value))
         return None
 
     def _parts_of_mapping(self, value: Mapping[Any, Any]) -> list[bytes] | None:
-        before = self._count()
+        before = len(self._objects)
         items = sorted(
             ((self.digest(key), item) for key, item in value.items()), key=lambda pair: pair[0]
         )
@@ -218,83 +220,47 @@ class _Walk:
         return [part for key, item in items for part in (key, self.digest(item))]
 
     def _digest_in_order(self, value: Iterable[Any]) -> list[bytes] | None:
-        before = self._count()
+        before = len(self._objects)
         found = sorted(map(self.digest, value))
         return None if self._has_collected(before) else found
 
     def _has_collected(self, before: int) -> bool:
         """Return whether there are new objects: keys, so that the whole container is an object."""
-        if self._count() == before:
-            return False
-        assert self._objects is not None, "else none is collected"
+        new = len(self._objects) > before
         del self._objects[before:]
-        return True
+        return new
 
     def _parts_of_array(self, value: Any) -> list[bytes | memoryview]:
-        import numpy
-
         head = f"{value.dtype};{value.shape}".encode()
+        if value.dtype.char in "gG":
+            raise TypeError(
+                f"assert_same cannot compare numbers of {value.dtype}, whose bytes in memory are "
+                f"not all set; convert them to float64 or complex128"
+            )
         if value.dtype.names is not None:
             return [head, *(self.digest(value[name]) for name in value.dtype.names)]
         if spec_of(value) is None:
             return [head, self.digest(value.tolist())]
-        vector = flat(value)
-        if value.dtype.kind in "fc" and numpy.finfo(value.dtype).nmant == 63:
-            # An x87 number has 10 bytes. The padding after it in memory is no part of it.
-            size = numpy.finfo(value.dtype).dtype.itemsize
-            native = vector.astype(value.dtype.newbyteorder("="))
-            vector = native.view(numpy.uint8).reshape(-1, size)[:, :10].reshape(-1)
-        return [head, raw(vector)]
-
-    def _digest_object(self, value: Any) -> bytes:
-        if self._objects is not None:
-            self._objects.append(value)
-            return b"object"
-        reduced: object = None
-        if not isinstance(value, type):  # its method would be that of its instances
-            with contextlib.suppress(Exception):  # pickle knows other ways, as for functions
-                reduced = value.__reduce_ex__(_PICKLE_PROTOCOL)
-        if not isinstance(reduced, tuple):
-            return _hash(codec.encode(value))
-        held: list[Any] = [*reduced, None, None, None]  # at most two iterators of items
-        call, args, state, items, pairs, *rest = held
-        lists = [None if part is None else list(part) for part in (items, pairs)]
-        return _hash(*map(self.digest, (call, args, state, *lists, rest)))
+        return [head, raw(flat(value))]
 
 
 def _parts_of_tensor(value: Any) -> list[bytes | memoryview] | None:
-    """Return the bytes of a tensor; None for a type that decides itself what its items are."""
+    """Return the bytes of a tensor; None for a type that decides itself what its items are.
+
+    :raises TypeError: for tensors that are not plain rows of numbers.
+    """
     import torch
 
     lazy = torch.nn.parameter.is_lazy(value)  # it has no items yet
     dispatch, plain = (getattr(one, "__torch_dispatch__", None) for one in (value, torch.Tensor))
     if lazy or dispatch is not plain:
         return None
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        what = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+        raise TypeError(
+            f"assert_same cannot compare a tensor that is {what}: compare to_dense(), dequantize() "
+            f"or unbind() of it"
+        )
     stored = on_host(value.detach())
-    if stored.is_nested:
-        inner = stored.unbind()
-        return [b"nested", *(part for one in inner for part in _parts_of_tensor(one) or ())]
     facts = [value.dtype, tuple(value.shape), value.requires_grad, value.device.type, value.layout]
-    dense: list[Any] = []
-    if stored.is_meta:
-        pass
-    elif stored.layout is torch.sparse_coo:
-        stored = stored.coalesce()
-        dense = [stored.indices(), stored.values()]
-    elif stored.layout in (torch.sparse_csr, torch.sparse_bsr):
-        dense = [stored.crow_indices(), stored.col_indices(), stored.values()]
-    elif stored.layout in (torch.sparse_csc, torch.sparse_bsc):
-        dense = [stored.ccol_indices(), stored.row_indices(), stored.values()]
-    elif stored.layout is not torch.strided:
-        dense = [stored.to_dense()]
-    elif stored.is_quantized:
-        facts.append(stored.qscheme())
-        dense = [stored.int_repr()]
-        if stored.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            facts += stored.q_scale(), stored.q_zero_point()
-        else:
-            facts.append(stored.q_per_channel_axis())
-            dense += stored.q_per_channel_scales(), stored.q_per_channel_zero_points()
-    else:
-        dense = [stored]
-    return [f"{facts}".encode(), *(raw(flat(one)) for one in dense)]
+    return [f"{facts}".encode(), *([] if stored.is_meta else [raw(flat(stored))])]

@@ -423,9 +423,9 @@ class ArrayReducer:
         part, items = self._items(like), self._items(self._empty())
         self._combine: Callable[[Sequence[Any], Any], object]
         if layout.is_known:
-            self._combine = reduction.array_combiner(op, items.dtype, part.dtype, items.size)
+            self._combine = reduction.array_combiner(op, items.dtype, part.dtype)
         else:
-            self._combine = lambda parts, items: reduction.combine(parts, op, items, same_nans=True)
+            self._combine = lambda parts, items: reduction.combine(parts, op, items)
 
     def place_for(self, out: Any) -> Any:
         """Return `out` if it fits, else a new array."""

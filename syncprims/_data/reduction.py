@@ -1,9 +1,7 @@
 """One value from many: the reductions behind ``all_reduce``.
 
 Pure functions over the values of all ranks, in rank order. Every rank computes the same expression
-in the same order, so all hold the same bits. Where processors of different kinds give different
-bits, the expression says more: a complex product is made of real ones, which no compiler fuses, and
-a NaN of small values is the one of :data:`math.nan`.
+in the same order, so ranks with equal processors hold the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import math
 import sys
 from contextvars import Context
 from functools import partial
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
@@ -57,7 +54,6 @@ OPS: tuple[Op, ...] = get_args(Op)
 _OF_TIMES = {"M": ("min", "max"), "m": ("sum", "min", "max")}
 _REAL = frozenset((int, float, bool))  # what most parts are: known before all other questions
 _PLAIN = _REAL | {complex}
-_FEW_ITEMS = 4096  # for which BLAS starts no threads
 #: What numpy and torch call the reductions of two arrays; the others add.
 _FUNCTIONS = {
     "min": "minimum",
@@ -169,7 +165,7 @@ def reduce(
         return total / len(values) if op == "mean" else total
     if is_tensor(first) or is_array(first):
         result = empty_result(first, op)
-        combine(values, op, result, same_nans=True)
+        combine(values, op, result)
         return result
     return _reduce_numbers(values, op)
 
@@ -215,18 +211,9 @@ def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
         pick: Callable[[Sequence[Any]], Any] = min if op == "min" else max
         return pick(numbers) if nan is None else nan  # as numpy and torch: NaN wins
     if op == "prod":
-        has_complex = any(isinstance(number, complex) for number in numbers)
-        total = functools.reduce(_multiply, numbers) if has_complex else math.prod(numbers)
-    else:
-        total = sum(numbers)
-        if op == "mean":
-            total /= len(numbers)
-    if total == total:
-        return total
-    if isinstance(total, complex):
-        parts = [part if part == part else math.nan for part in (total.real, total.imag)]
-        return complex(*parts)
-    return math.nan if isinstance(total, float) else total
+        return math.prod(numbers)
+    total = sum(numbers)
+    return total / len(numbers) if op == "mean" else total
 
 
 def reduce_kind(kind: Any, numbers: Sequence[Any], op: str) -> Any:
@@ -234,11 +221,6 @@ def reduce_kind(kind: Any, numbers: Sequence[Any], op: str) -> Any:
     if kind.__module__ != "numpy":
         return reduce_numbers(numbers, op)
     return _reduce_scalars([kind(number) for number in numbers], op)
-
-
-def _multiply(a: complex, b: complex) -> complex:
-    """Return the product of complex numbers, rounded the same on all processors."""
-    return complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
 
 
 def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
@@ -250,7 +232,7 @@ def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
         return values[0].dtype.type(exact) if bounds.min <= exact <= bounds.max else exact
     arrays = [numpy.asarray(value) for value in values]
     result = empty_result(arrays[0], op)
-    combine(arrays, op, result, same_nans=True)
+    combine(arrays, op, result)
     return result[()]
 
 
@@ -295,33 +277,25 @@ def detached(value: Any) -> Any:
     return value
 
 
-def combine(parts: Sequence[Any], op: str, out: Any, *, same_nans: bool = False) -> None:
+def combine(parts: Sequence[Any], op: str, out: Any) -> None:
     """Fill `out` with the reduction of `parts`, item by item, in their order.
 
     All are numpy arrays, or all are tensors. Half precision is added up in single: rounded once,
-    and a mean cannot overflow on its way. With `same_nans`, all NaNs of the result have the same
-    bits: which sign and payload a new one has, the processor decides.
+    and a mean cannot overflow on its way.
     """
     if not hasattr(out.dtype, "kind"):  # a tensor
         flattened = [flat(part) for part in parts]
         items = flat(out)
-        if not is_tensor(items):
-            combine(flattened, op, items, same_nans=same_nans)
-            return
-        _combine_tensors(flattened, op, items)  # numpy does not know the dtype
-        if same_nans:
-            _set_nans_of_tensor(items)
+        if is_tensor(items):  # numpy does not know the dtype
+            _combine_tensors(flattened, op, items)
+        else:
+            combine(flattened, op, items)
     else:
-        size = out.size if same_nans else None
-        array_combiner(op, out.dtype, parts[0].dtype, size)(parts, out)
+        array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
 
 
-def array_combiner(
-    op: str, dtype: Any, of: Any, size: int | None
-) -> Callable[[Sequence[Any], Any], object]:
+def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], object]:
     """Return :func:`combine` for numpy arrays of dtype `of`, and a result of `dtype`.
-
-    With `size`, the number of items, all NaNs of the result have the same bits.
 
     It has no numpy warnings: as everywhere, an overflow is an infinity. It must not be called by
     two threads at a time.
@@ -329,8 +303,6 @@ def array_combiner(
     fill = _array_filler(op, dtype, of)
     if dtype.kind not in "fc":
         return fill
-    if size is not None:
-        fill = partial(_fill_with_same_nans, fill, _nan_test(dtype, size))
     context = _context_without_warnings()
     if context is None:
         return partial(_without_warnings, fill)
@@ -358,45 +330,12 @@ def _without_warnings(fill: Callable[..., None], parts: Sequence[Any], out: Any)
         fill(parts, out)
 
 
-def _fill_with_same_nans(
-    fill: Callable[..., None],
-    nan_test: Callable[[Any], Any] | None,
-    parts: Sequence[Any],
-    out: Any,
-) -> None:
-    fill(parts, out)
-    if nan_test is not None:
-        found = nan_test(out if out.ndim == 1 else out.reshape(-1))
-        if found == found:
-            return
-    wrong = out != out
-    if sys.modules["numpy"].count_nonzero(wrong):  # faster than `any`
-        for part in (out.real, out.imag) if out.dtype.kind == "c" else (out,):
-            part[part != part] = math.nan
-
-
-def _nan_test(dtype: Any, size: int) -> Callable[[Any], Any] | None:
-    """Return a function of an array of one dimension: its result is NaN if an item is.
-
-    It may be NaN without such an item. None if there is no fast one for so many items.
-    """
-    if size == 1:
-        return methodcaller("item")
-    return _square if dtype.char in "fdFD" and size <= _FEW_ITEMS else None
-
-
-def _square(array: Any) -> Any:
-    return array.dot(array)  # by BLAS
-
-
 @functools.cache
 def _array_filler(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], None]:
     numpy: Any = sys.modules["numpy"]
     function = getattr(numpy, _FUNCTIONS.get(op, "add"))
     kind, wide = dtype.kind, dtype
-    if kind == "c" and op == "prod":
-        function = _multiply_arrays
-    elif kind == "f" and dtype.itemsize == 2:
+    if kind == "f" and dtype.itemsize == 2:
         wide = numpy.dtype("f4")
     direct = of == wide
 
@@ -419,13 +358,6 @@ def _array_filler(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any]
     return fill
 
 
-def _multiply_arrays(a: Any, b: Any, *, out: Any, casting: str = "") -> None:
-    """As :func:`_multiply`, item by item; `out` may be one of the arrays."""
-    real = a.real * b.real - a.imag * b.imag
-    out.imag = a.real * b.imag + a.imag * b.real
-    out.real = real
-
-
 def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     import torch
 
@@ -436,12 +368,3 @@ def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:
     for part in parts[1:]:
         total = function(total, part.to(wide))
     out.copy_(total / len(parts) if op == "mean" else total)
-
-
-def _set_nans_of_tensor(items: Any) -> None:
-    import torch
-
-    wide = items.float()
-    one = torch.full((1,), math.nan, dtype=items.dtype, device=items.device)
-    octets = items.view(torch.uint8).view(-1, items.itemsize)
-    octets[wide != wide] = one.view(torch.uint8)

@@ -1,34 +1,40 @@
-"""Accelerate's names with Accelerate's defaults: a script moves here by its import lines alone.
+"""Accelerate's names, defaults and habits: a script moves here by its import lines alone.
 
 Write ``syncprims.accelerate`` in place of ``accelerate`` in them, and the script is ported. A name
-without an equivalent raises an ImportError that says what to do instead. This package needs torch;
-``import syncprims`` does not.
+without an equivalent raises an ImportError that says what to do instead. What differs, because
+Accelerate is wrong there, is in one table: ``docs/how-to/from-accelerate.md``. This package needs
+torch; ``import syncprims`` does not.
 """
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
-from syncprims.training import load_checkpoint_in_model as load_checkpoint_in_model
-
+from . import accelerator, configuration, helpers, utils
+from . import data_loader as data_loader
+from . import state as state
+from . import tracking as tracking
 from .accelerator import Accelerator as Accelerator
-from .big_modeling import init_empty_weights as init_empty_weights
-from .big_modeling import init_on_device as init_on_device
+from .configuration import AutocastKwargs as AutocastKwargs
+from .configuration import DataLoaderConfiguration as DataLoaderConfiguration
+from .configuration import DDPCommunicationHookType as DDPCommunicationHookType
+from .configuration import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from .configuration import GradScalerKwargs as GradScalerKwargs
+from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
+from .configuration import ProfileKwargs as ProfileKwargs
+from .configuration import not_offered as _not_offered
 from .data_loader import skip_first_batches as skip_first_batches
-from .launchers import debug_launcher as debug_launcher
-from .launchers import notebook_launcher as notebook_launcher
-from .local_sgd import LocalSGD as LocalSGD
+from .helpers import LocalSGD as LocalSGD
+from .helpers import debug_launcher as debug_launcher
+from .helpers import init_empty_weights as init_empty_weights
+from .helpers import init_on_device as init_on_device
+from .helpers import notebook_launcher as notebook_launcher
+from .saving import load_checkpoint_in_model as load_checkpoint_in_model
+from .state import DistributedType as DistributedType
 from .state import PartialState as PartialState
-from .utils import AutocastKwargs as AutocastKwargs
-from .utils import DataLoaderConfiguration as DataLoaderConfiguration
-from .utils import DDPCommunicationHookType as DDPCommunicationHookType
-from .utils import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from .utils import DistributedType as DistributedType
-from .utils import GradScalerKwargs as GradScalerKwargs
-from .utils import InitProcessGroupKwargs as InitProcessGroupKwargs
-from .utils import ProfileKwargs as ProfileKwargs
 from .utils import find_executable_batch_size as find_executable_batch_size
-from .utils import not_offered as _not_offered
 from .utils import synchronize_rng_states as synchronize_rng_states
 
 #: The version of Accelerate whose names these are: scripts compare it with what they need.
@@ -37,3 +43,31 @@ __version__ = "1.15.0"
 
 def __getattr__(name: str) -> Any:
     raise _not_offered(__name__, name)
+
+
+def _add_modules(parent: ModuleType, modules: dict[str, ModuleType]) -> None:
+    """Make Accelerate's names of modules importable, where one module here serves several."""
+    for name, module in modules.items():
+        sys.modules[f"{parent.__name__}.{name}"] = module
+        setattr(parent, name, module)
+
+
+_add_modules(
+    sys.modules[__name__],
+    {
+        "big_modeling": helpers,
+        "launchers": helpers,
+        "local_sgd": helpers,
+        "optimizer": accelerator,
+        "scheduler": accelerator,
+    },
+)
+_add_modules(
+    utils,
+    {
+        "dataclasses": configuration,
+        **dict.fromkeys(
+            ("environment", "imports", "memory", "operations", "other", "random", "versions"), utils
+        ),
+    },
+)

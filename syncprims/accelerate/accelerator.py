@@ -1,21 +1,84 @@
-"""The Accelerator with Accelerate's arguments, in their order, and with Accelerate's defaults."""
+"""The Accelerator: one object with Accelerate's names, a thin layer over the parts."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import os
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, overload
 
-from syncprims.training import accelerate as job
+import torch
+from torch import nn
 
-from .utils.dataclasses import DataLoaderConfiguration
-from .utils.dataclasses import GradientAccumulationPlugin as GradientAccumulationPlugin
+import syncprims
+from syncprims._world.world import set_world_timeout
+from syncprims.training import (
+    Accumulator,
+    Precision,
+    gathering,
+    join_uneven_inputs,
+    rank_device,
+    unwrap_model,
+)
+from syncprims.training import PreparedOptimizer as AcceleratedOptimizer
+from syncprims.training import PreparedScheduler as AcceleratedScheduler
+from syncprims.training.preparation import JobOptions, Preparation
+
+from .configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    check_fixed,
+    check_unsupported,
+    handlers_by_kind,
+)
+from .data_loader import order_of, skip_first_batches
+from .saving import Checkpointing
+from .state import GradientState, RankCalls, state_of_job
+from .tracking import Tracking
+
+__all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "Accelerator",
+    "GradientAccumulationPlugin",
+]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+M = TypeVar("M", bound="nn.Module")
+P = ParamSpec("P")
+R = TypeVar("R")
+Placement = bool | list[bool] | None  #: as in Accelerate's `prepare`
 
 
-class DropInAccelerator(job.Accelerator):
-    """:class:`syncprims.training.Accelerator` with the defaults that Accelerate's scripts rely on.
+def _of_accumulator(
+    method: Callable[Concatenate[Accumulator, P], R],
+) -> Callable[Concatenate[Any, P], R]:
+    """Return a method of a job that calls one of its accumulator's."""
 
-    Arguments that have no meaning here are refused with what to do instead. `docs/training.md`
-    lists how the two sets of defaults differ.
+    @functools.wraps(method)
+    def call(job: Accelerator, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(job.accumulator, *args, **kwargs)
+
+    return call
+
+
+class Accelerator(RankCalls, Checkpointing, Tracking):
+    """One training job on this rank, with the names of Accelerate's object, on every backend.
+
+    The arguments are Accelerate's, in their order. If `mixed_precision` is None,
+    ``ACCELERATE_MIXED_PRECISION`` or ``SYNCPRIMS_MIXED_PRECISION`` is used, else ``"no"``.
+    `log_with` takes trackers: objects with ``log(values, step=...)``, or names (see
+    :meth:`init_trackers`). Accelerate's own configuration objects are accepted, too.
+
+    :raises ConfigurationError: if the device cannot compute in this precision.
+    :raises TypeError: for what has no equivalent, saying what to do instead.
+    :raises ValueError: if an argument and a configuration object contradict each other.
     """
 
     is_fsdp2 = False
@@ -44,59 +107,238 @@ class DropInAccelerator(job.Accelerator):
         dynamo_plugin: Any = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
-        **others: Any,
     ) -> None:
+        plugins = {
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "rng_types": rng_types,
+            "dynamo_backend": None if dynamo_backend in ("no", "NO") else dynamo_backend,
+            "dynamo_plugin": dynamo_plugin,
+            "deepspeed_plugins": deepspeed_plugins,
+            "parallelism_config": parallelism_config,
+        }
+        check_unsupported("Accelerator", plugins)
         data = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        self._data = data
-        super().__init__(
-            gradient_accumulation_steps,
-            getattr(mixed_precision, "value", mixed_precision)
-            or os.environ.get("ACCELERATE_MIXED_PRECISION"),
-            cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
-            project_dir,
-            step_scheduler_with_optimizer,
-            device_placement=device_placement,
-            split_batches=split_batches,
-            step_schedule_per_rank=True,
+        _check_agree("split_batches", split_batches, False, data.split_batches)
+        window = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        steps = gradient_accumulation_steps
+        _check_agree("gradient_accumulation_steps", steps, 1, window.num_steps or steps)
+        handlers = handlers_by_kind(kwargs_handlers)
+        self.autocast_handler = handlers.get("AutocastKwargs")
+        self.ddp_handler = handlers.get("DistributedDataParallelKwargs")
+        self.init_handler = handlers.get("InitProcessGroupKwargs")
+        self.profile_handler = handlers.get("ProfileKwargs")
+        self.scaler_handler = handlers.get("GradScalerKwargs")
+        if self.init_handler is not None and self.init_handler.timeout is not None:
+            set_world_timeout(syncprims.current(), self.init_handler.timeout.total_seconds())
+        cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        chosen = None if cpu else os.environ.get("ACCELERATE_TORCH_DEVICE")
+        device = torch.device(chosen) if chosen else rank_device(cpu=cpu)
+        mode = getattr(mixed_precision, "value", mixed_precision)  # of an enumeration
+        mode = mode or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        self.accumulator = Accumulator(
+            window.num_steps or steps,
+            precision=Precision(mode, device, scaler=_options(self.scaler_handler)),
+            sync_with_dataloader=window.sync_with_dataloader,
+            sync_each_batch=window.sync_each_batch,
             divide_by_steps=True,
-            order=_order(data),
-            dispatch_streams=True,
-            resume_loaders=data.use_stateful_dataloader,
-            skip_finished=True,
-            save_together=False,
-            unwrap_for_hooks=True,
-            log_with=log_with,
-            dataloader_config=data,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            project_config=project_config,
-            kwargs_handlers=kwargs_handlers,
-            deepspeed_plugin=deepspeed_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            rng_types=rng_types,
-            dynamo_backend=None if dynamo_backend in (None, "no", "NO") else dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            parallelism_config=parallelism_config,
-            **others,
         )
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        per_rank = step_scheduler_with_optimizer and not data.split_batches
+        options = JobOptions(
+            device_placement=device_placement,
+            schedule=step_scheduler_with_optimizer,
+            schedule_advance=syncprims.get_world_size() if per_rank else 1,
+            schedule_to_end=not data.split_batches,
+            autocast=_options(self.autocast_handler),
+            ddp=_options(self.ddp_handler),
+            ddp_hook=getattr(self.ddp_handler, "register_comm_hook", None),
+            skip_finished=True,
+        )
+        self.preparation = Preparation(self.accumulator, device, options)
+        self.dataloader_config = data
+        self._trigger = syncprims.Trigger("accelerator")
+        self._start_saving(project_dir, project_config)
+        self._start_tracking(log_with)
+        self.state = state_of_job(self.accumulator, device)  #: this rank, under Accelerate's names
+        self.gradient_state = GradientState(accumulator=self.accumulator)
         self.step = 0  #: of the script, if it counts here
 
-    @property
-    def device_placement(self) -> bool:
-        """Whether models and batches are moved to the device."""
-        return self.preparation.options.device_placement
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Return this object: a copy of what holds it belongs to the same job."""
+        return self
+
+    # -- this rank, and collectives -------------------------------------------------------------
 
     @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether the order of shuffled data follows from a seed."""
-        return bool(self._data.use_seedable_sampler)
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device of this rank."""
+        return self.preparation.device
 
     @property
     def multi_device(self) -> bool:
         """Whether there are other ranks, on accelerators."""
         return self.use_distributed and self.device.type != "cpu"
+
+    def set_trigger(self, reason: str | None = None) -> None:
+        """Set this object's flag on this rank."""
+        self._trigger.set(reason)
+
+    def check_trigger(self) -> bool:
+        """Return whether the flag is set on any rank, and reset it. Collective."""
+        return self._trigger.check()
+
+    gather = staticmethod(gathering.gather)
+    reduce = staticmethod(gathering.reduce)
+    broadcast = staticmethod(gathering.broadcast)
+    pad_across_processes = staticmethod(gathering.pad_across_processes)
+
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, name: str | None = None
+    ) -> Any:
+        """Return all ranks' tensors, concatenated, without the items that pad the last batches."""
+        cursor = self.accumulator.loaders.innermost
+        real, single = (None, False) if cursor is None else (cursor.real, cursor.single)
+        return gathering.gather_for_metrics(
+            input_data, real, use_gather_object, single=single, name=name
+        )
+
+    # -- training -------------------------------------------------------------------------------
+
+    @overload
+    def prepare(self, obj: T, /, *, device_placement: Placement = None) -> T: ...
+    @overload
+    def prepare(self, *objects: *Ts, device_placement: Placement = None) -> tuple[*Ts]: ...
+    def prepare(self, *objects: Any, device_placement: Placement = None) -> Any:  # type: ignore[misc]
+        """Return models, optimizers, loaders and schedules prepared, in order. Collective.
+
+        :raises RankMismatch: on all ranks, if a model differs between them in more than its values.
+        :raises TypeError: if `device_placement` differs from that of the job for any of them.
+        """
+        asked = device_placement if isinstance(device_placement, list) else [device_placement]
+        for value in asked:
+            instead = "Accelerator(device_placement=False), and move what is to be moved"
+            call = "prepare(device_placement=) that differs from the job's"
+            check_fixed(self.device_placement, value, call, instead)
+        prepared = self.preparation.all(objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_model(
+        self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> M:
+        """Return `model` prepared. Collective. See :meth:`prepare`."""
+        instead = "freeze it first: model.requires_grad_(False) is not wrapped"
+        check_fixed(False, evaluation_mode, "prepare_model(evaluation_mode=True)", instead)
+        return self.prepare(model, device_placement=device_placement)
+
+    def prepare_optimizer(self, optimizer: T, device_placement: bool | None = None) -> T:
+        """Return `optimizer` prepared. See :meth:`prepare`."""
+        return self.prepare(optimizer, device_placement=device_placement)
+
+    def prepare_scheduler(self, scheduler: T) -> T:
+        """Return `scheduler` prepared. See :meth:`prepare`."""
+        return self.prepare(scheduler)
+
+    def prepare_data_loader(
+        self,
+        data_loader: T,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: None = None,
+    ) -> T:
+        """Return `data_loader` prepared. Collective. See :meth:`prepare`."""
+        call = "prepare_data_loader(slice_fn_for_dispatch=)"
+        check_fixed(None, slice_fn_for_dispatch, call, "a collate_fn that makes lists of tensors")
+        return self.prepare(data_loader, device_placement=device_placement)
+
+    accumulate = _of_accumulator(Accumulator.accumulate)
+    backward = _of_accumulator(Accumulator.backward)
+    flush = _of_accumulator(Accumulator.flush)
+    no_sync = _of_accumulator(Accumulator.no_sync)
+    trigger_sync_in_backward = _of_accumulator(Accumulator.sync_in_backward)
+    clip_grad_norm_ = _of_accumulator(Accumulator.clip_grad_norm_)
+    clip_grad_value_ = _of_accumulator(Accumulator.clip_grad_value_)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch closes its window. It can be set, for the next step."""
+        return self.accumulator.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self.accumulator.sync_gradients = sync
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per step."""
+        return self.accumulator.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.accumulator.steps = steps
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale the gradients of `optimizer`, by default of all, if their window is closed."""
+        for prepared in self.accumulator.optimizers:
+            if optimizer in (None, prepared) and prepared.sync_gradients:
+                prepared.unscale_gradients()
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"fp16"`` or ``"bf16"``."""
+        return self.accumulator.precision.mode
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler; fp16 only."""
+        return self.accumulator.precision.scaler
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """Return a context in which forward passes compute in the job's precision.
+
+        `autocast_handler` is an AutocastKwargs; without, that of the job.
+        """
+        options = _options(autocast_handler or self.autocast_handler)
+        return self.accumulator.precision.autocast(**options)
+
+    @contextlib.contextmanager
+    def profile(self, profile_handler: Any = None) -> Generator[Any]:
+        """Profile the block with torch's profiler, and yield it.
+
+        `profile_handler` is a ProfileKwargs; without, that of the job. With its
+        ``output_trace_dir`` each rank writes its trace there.
+        """
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            directory = Path(handler.output_trace_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of an optimizer was skipped because of an overflow on any rank."""
+        return any(optimizer.step_was_skipped for optimizer in self.accumulator.optimizers)
+
+    unwrap_model = staticmethod(unwrap_model)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether a device map has put parts of `model` on several devices."""
+        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything that was prepared or registered; return a None for each object."""
+        self.accumulator.forget()
+        self.preparation.loaders.clear()
+        self._registered.clear()
+        gc.collect()
+        return [None for _ in objects]
+
+    clear = free_memory
+
+    # -- data -----------------------------------------------------------------------------------
 
     @property
     def dataloader_config(self) -> Any:
@@ -108,15 +350,76 @@ class DropInAccelerator(job.Accelerator):
         self._data, options = data, self.preparation.options
         for name in ("split_batches", "dispatch_batches", "even_batches", "non_blocking"):
             setattr(options, name, getattr(data, name))
-        options.seed, options.order = data.data_seed, _order(data)
-        self._resume_loaders = data.use_stateful_dataloader
+        options.seed = data.data_seed
+        options.order = order_of(data.use_stateful_dataloader, data.use_seedable_sampler)
+        self._stateful_loaders = data.use_stateful_dataloader
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches are moved to the device."""
+        return self.preparation.options.device_placement
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether each batch is cut into one part per rank."""
+        return self.preparation.options.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads the data for all ranks; None if it reads streams only."""
+        return self.preparation.options.dispatch_batches
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether a loaded state has the loaders' positions."""
+        return self._stateful_loaders
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of shuffled data follows from a seed."""
+        return bool(self._data.use_seedable_sampler)
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device while training goes on."""
+        return self.preparation.options.non_blocking
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether ranks get equally many batches; a change affects loaders prepared after it."""
+        return self.preparation.options.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.preparation.options.even_batches = even
+
+    skip_first_batches = staticmethod(skip_first_batches)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Any = None, even_batches: bool | None = None
+    ) -> Generator[None]:
+        """In this block, ranks may have different numbers of batches. Collective.
+
+        See :func:`join_uneven_inputs`. All prepared models join, also without `joinables`.
+        `even_batches` is that of all prepared loaders until the end of the block.
+        """
+        with contextlib.ExitStack() as stack:
+            for loader in self.preparation.loaders:
+                even = loader.even_batches
+                stack.callback(setattr, loader, "even_batches", even)
+                loader.even_batches = even if even_batches is None else even_batches
+            stack.enter_context(join_uneven_inputs(self.accumulator))
+            yield
 
 
-def _order(data: Any) -> str:
-    """Return the order of shuffled data that a configuration asks for."""
-    if data.use_stateful_dataloader:
-        return "seeded"  # the only one that a state can hold
-    return "seedable" if data.use_seedable_sampler else "torch"
+def _options(handler: Any) -> dict[str, Any]:
+    return {} if handler is None else handler.to_kwargs()
 
 
-Accelerator = DropInAccelerator
+def _check_agree(name: str, given: Any, default: Any, configured: Any) -> None:
+    """Check that an argument is its default, or what a configuration object says."""
+    if given not in (default, configured):
+        raise ValueError(
+            f"{name}={given!r} contradicts the configuration object, which says {configured!r}"
+        )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from syncprims.training import PreparedLoader
+from syncprims.training import prepare_data_loader as _prepare
 from syncprims.training import skip_first_batches as _skip_first_batches
 from syncprims.training.data.batch_shards import BatchShard as BatchSamplerShard
-from syncprims.training.data.loader import prepare_data_loader as _prepare
 from syncprims.training.data.sampling import SeedableRandomSampler as SeedableRandomSampler
 
-from .utils import not_offered as _not_offered
+from .configuration import not_offered as _not_offered
 
 DataLoaderShard = PreparedLoader
 DataLoaderDispatcher = PreparedLoader
@@ -50,9 +50,8 @@ def prepare_data_loader(
     del num_processes, process_index, rng_types
     if slice_fn_for_dispatch is not None:
         raise TypeError("slice_fn_for_dispatch is not offered; instead: a collate_fn of tensors")
-    if dispatch_batches is None:
-        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
-    order = "seedable" if use_seedable_sampler else "torch"
+    if dispatch_batches is None and not put_on_device:
+        dispatch_batches = False
     return _prepare(
         dataloader,
         device=device if put_on_device else None,
@@ -61,9 +60,14 @@ def prepare_data_loader(
         seed=data_seed,
         non_blocking=non_blocking,
         dispatch_batches=dispatch_batches,
-        order="seeded" if use_stateful_dataloader else order,
+        order=order_of(use_stateful_dataloader, use_seedable_sampler),
         skip_finished=True,
     )
+
+
+def order_of(stateful: bool, seedable: bool) -> str:
+    """Return the order of shuffled data: ``"seeded"`` is the only one that a state can hold."""
+    return "seeded" if stateful else "seedable" if seedable else "torch"
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

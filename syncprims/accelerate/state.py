@@ -1,9 +1,263 @@
-"""States of the rank, the job and its window."""
+"""States of a rank under Accelerate's names: its place, its device, and the calls of all ranks."""
 
 from __future__ import annotations
 
-from syncprims.training.accelerate.state import AcceleratorState as AcceleratorState
-from syncprims.training.accelerate.state import DistributedType as DistributedType
-from syncprims.training.accelerate.state import GradientState as GradientState
-from syncprims.training.accelerate.state import PartialState as PartialState
-from syncprims.training.accelerate.state import is_initialized as is_initialized
+import contextlib
+from collections.abc import Generator
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+import syncprims
+from syncprims._world.sequential import MainFirst
+from syncprims._world.world import set_world_timeout
+from syncprims.training import Accumulator, rank_device
+
+_STATE = "accelerate.state"  # among the world's extras: what all states of a rank share
+_JOB = "accelerate.job"  # the accumulator of the latest Accelerator
+
+
+class DistributedType(StrEnum):
+    """Accelerate's names for kinds of jobs. A job here has one of the first three."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class RankCalls:
+    """Which rank this is, and the calls that ranks make together: of a state and of a job."""
+
+    device: Any  #: the device of this rank
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """``NO``, ``MULTI_CPU`` or ``MULTI_GPU``."""
+        if not self.use_distributed:
+            return DistributedType.NO
+        on_cpu = self.device.type == "cpu"
+        return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks."""
+        return syncprims.get_world_size()
+
+    @property
+    def process_index(self) -> int:
+        """This rank."""
+        return syncprims.get_rank()
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank's number on its node."""
+        return syncprims.get_local_rank()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return syncprims.is_main()
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return syncprims.is_local_main()
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return syncprims.is_last()
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other ranks."""
+        return syncprims.get_world_size() > 1
+
+    on_main_process = staticmethod(syncprims.on_main)
+    on_local_main_process = staticmethod(syncprims.on_local_main)
+    on_last_process = staticmethod(syncprims.on_last)
+
+    def wait_for_everyone(self) -> None:
+        """Return when every rank has arrived."""
+        syncprims.barrier("wait_for_everyone")
+
+    def main_process_first(self) -> MainFirst:
+        """Return a context whose body rank 0 runs before the others."""
+        return syncprims.main_first()
+
+    def local_main_process_first(self) -> MainFirst:
+        """Return a context whose body the first rank of each node runs before the others."""
+        return syncprims.main_first(local=True)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Make a function run on one rank only. With or without the function."""
+        if process_index is None:
+            raise ValueError("on_process takes the rank: on_process(process_index=1)")
+        decorator = syncprims.on_rank(process_index)
+        return decorator if function is None else decorator(function)
+
+    def on_local_process(
+        self,
+        function: Any = None,
+        local_process_index: int | None = None,
+        *,
+        local_process_idx: int | None = None,
+    ) -> Any:
+        """Make a function run on one rank of each node only. With or without the function."""
+        index = local_process_idx if local_process_index is None else local_process_index
+        if index is None:
+            raise ValueError("on_local_process takes the rank: local_process_index=1")
+        decorator = syncprims.on_local_rank(index)
+        return decorator if function is None else decorator(function)
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print once per node."""
+        syncprims.print_main(*args, local=True, **options)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
+        """Yield this rank's contiguous part of `inputs`. See :func:`syncprims.split`."""
+        yield syncprims.split(inputs, pad=apply_padding)
+
+
+class PartialState(RankCalls):
+    """This rank: its place and its device. The first one starts the world.
+
+    All states of a rank are the same one. With `cpu` no accelerator is used. `timeout`, a
+    timedelta, becomes that of all calls; other arguments of Accelerate's are accepted, and mean
+    nothing here.
+    """
+
+    backend: str | None
+    debug = False
+    initialized = True
+
+    def __init__(self, cpu: bool = False, **options: Any) -> None:
+        world = syncprims.current()
+        self.__dict__ = world.extras.setdefault(_STATE, {})
+        if (timeout := options.get("timeout")) is not None:
+            set_world_timeout(world, timeout.total_seconds())
+        if not self.__dict__:
+            self.device: torch.device = rank_device(cpu=cpu)
+            self.backend = world.backend_name
+            self.mixed_precision = "no"
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that a rank without others would use."""
+        return rank_device()
+
+    def set_device(self) -> None:
+        """Do nothing: the device is set when the state is made."""
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Do nothing: the world, and a process group with it, end with the program."""
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = True) -> None:
+        syncprims.current().extras.pop(_STATE, None)
+
+
+class AcceleratorState(PartialState):
+    """This rank, and the precision of its latest job. There are no plugins."""
+
+    deepspeed_plugin = deepspeed_plugins = dynamo_plugin = device_mesh = None
+    fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = parallelism_config = None
+    is_fsdp2 = False
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+
+
+def is_initialized() -> bool:
+    """Return whether an Accelerator has been made on this rank. Starts the world."""
+    return _JOB in syncprims.current().extras
+
+
+def state_of_job(accumulator: Accumulator, device: torch.device) -> AcceleratorState:
+    """Return the state with the device and the precision of a job, which is now the latest."""
+    state = AcceleratorState(cpu=device.type == "cpu")
+    state.device, state.mixed_precision = device, accumulator.precision.mode
+    syncprims.current().extras[_JOB] = accumulator
+    return state
+
+
+class GradientState:
+    """The window and the loader that the latest job, or that of `accumulator`, is in."""
+
+    def __init__(self, plugin: Any = None, *, accumulator: Accumulator | None = None) -> None:
+        job = accumulator or syncprims.current().extras.get(_JOB)
+        if job is None:
+            raise RuntimeError("make an Accelerator before a GradientState")
+        # Not the Accelerator, which has this object: a cycle would keep the workers of its loaders.
+        self._job: Accumulator = job
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch closes its window."""
+        return self._job.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self._job.sync_gradients = sync
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches per step."""
+        return self._job.steps
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader closes a window."""
+        return self._job.windows.sync_with_dataloader
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that the current code iterates, if it is in one."""
+        cursor = self._job.loaders.innermost
+        return None if cursor is None else cursor.loader
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether the current code iterates a prepared loader."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the latest batch of that loader is its last."""
+        cursor = self._job.loaders.innermost
+        return cursor is not None and cursor.at_end
+
+    @property
+    def remainder(self) -> int:
+        """How many items of all ranks' latest batches are no padding.
+
+        0 if there is no padding, -1 outside of prepared loaders.
+        """
+        cursor = self._job.loaders.innermost
+        return -1 if cursor is None else cursor.real or 0
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Do nothing: each job has a state of its own."""

@@ -1,29 +1,159 @@
-"""Trackers by name, and the class for one of your own."""
+"""Trackers of experiments: figures of a run, written on rank 0 by the trackers' own libraries."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import torch
+
 import syncprims
-from syncprims.training.accelerate.tracking import JsonLinesTracker as JsonLinesTracker
-from syncprims.training.accelerate.tracking import MlflowTracker as MLflowTracker
-from syncprims.training.accelerate.tracking import TensorBoardTracker as TensorBoardTracker
-from syncprims.training.accelerate.tracking import Tracker as GeneralTracker
-from syncprims.training.accelerate.tracking import WandbTracker as WandBTracker
-from syncprims.training.accelerate.tracking import available_trackers as get_available_trackers
 
-from .utils import not_offered as _not_offered
+from .configuration import not_offered as _not_offered
 
-__all__ = [
-    "GeneralTracker",
-    "JsonLinesTracker",
-    "MLflowTracker",
-    "TensorBoardTracker",
-    "WandBTracker",
-    "get_available_trackers",
-    "on_main_process",
-]
+
+class GeneralTracker:
+    """A tracker under its `name`. Subclass it for one of your own: ``start`` and ``log``."""
+
+    name = "tracker"
+    requires_logging_directory = False
+    main_process_only = True  #: only rank 0 calls it
+    tracker: Any = None  #: the object of the tracker's own library
+
+    def __init__(self, run_name: str = "", logging_dir: Any = None, **options: Any) -> None:
+        self.run_name = run_name
+        self.logging_dir = logging_dir
+        self.options = options
+
+    def start(self) -> None:
+        """Begin the run."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration of the run."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write figures."""
+        raise NotImplementedError(f"{type(self).__name__} has no log(values, step)")
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write lists of images, if the tracker can."""
+
+    def finish(self) -> None:
+        """End the run: everything is written."""
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Writes event files to ``<logging_dir>/<run_name>``."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def start(self) -> None:
+        """Make the writer, of torch, else of tensorboardX."""
+        library = "torch.utils.tensorboard" if find_spec("tensorboard") else "tensorboardX"
+        directory = str(Path(self.logging_dir) / self.run_name)
+        self.writer: Any = importlib.import_module(library).SummaryWriter(directory, **self.options)
+        self.tracker = self.writer
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the hyperparameters."""
+        simple = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
+        self.writer.add_hparams(simple, metric_dict={})
+        self.writer.flush()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write scalars, texts and dicts of scalars."""
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **options)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **options)
+            else:
+                self.writer.add_scalar(name, _plain(value), global_step=step, **options)
+        self.writer.flush()
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write batches of images."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **options)
+
+    def finish(self) -> None:
+        """Close the writer."""
+        self.writer.close()
+
+
+class WandBTracker(GeneralTracker):
+    """Logs to a run of wandb; the run's name is the project."""
+
+    name = "wandb"
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._wandb: Any = importlib.import_module("wandb")
+        self.tracker = self.run = self._wandb.init(project=self.run_name, **self.options)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration."""
+        self._wandb.config.update(values, allow_val_change=True)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log figures."""
+        self.run.log(values, step=step, **options)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log lists of images."""
+        for name, images in values.items():
+            self.log({name: [self._wandb.Image(image) for image in images]}, step, **options)
+
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+class MLflowTracker(GeneralTracker):
+    """Logs to a run of mlflow; the run's name is the experiment."""
+
+    name = "mlflow"
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._mlflow: Any = importlib.import_module("mlflow")
+        if self.logging_dir is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
+            self._mlflow.set_tracking_uri(os.fspath(self.logging_dir))
+        self._mlflow.set_experiment(self.run_name)
+        self.tracker = self.active_run = self._mlflow.start_run(**self.options)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the parameters."""
+        self._mlflow.log_params({name: str(value)[:500] for name, value in values.items()})
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log the numbers among the figures."""
+        plain = {name: _plain(value) for name, value in values.items()}
+        numbers = {name: v for name, v in plain.items() if isinstance(v, int | float)}
+        self._mlflow.log_metrics(numbers, step=step, **options)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+#: The trackers that are known by their names, and what each needs installed, one of them.
+_KNOWN: dict[str, tuple[type[GeneralTracker], tuple[str, ...]]] = {
+    "tensorboard": (TensorBoardTracker, ("tensorboard", "tensorboardX")),
+    "wandb": (WandBTracker, ("wandb",)),
+    "mlflow": (MLflowTracker, ("mlflow",)),
+}
+
+
+def get_available_trackers() -> list[str]:
+    """Return the names of the trackers whose libraries are installed."""
+    return [name for name, (_, needs) in _KNOWN.items() if any(map(find_spec, needs))]
 
 
 def on_main_process(function: Any) -> Any:
@@ -31,11 +161,165 @@ def on_main_process(function: Any) -> Any:
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "main_process_only", False) and not syncprims.is_main():
-            return None
-        return function(self, *args, **kwargs)
+        return function(self, *args, **kwargs) if _calls(self) else None
 
     return call
+
+
+def _calls(tracker: Any) -> bool:
+    """Return whether this rank calls a tracker."""
+    return syncprims.is_main() or not getattr(tracker, "main_process_only", True)
+
+
+def _name_of(tracker: Any) -> Any:
+    return getattr(tracker, "name", type(tracker).__name__)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as Python's own; a tensor as a number or a list; others as text."""
+    if hasattr(value, "tolist"):
+        listed = value.detach().tolist() if isinstance(value, torch.Tensor) else value.tolist()
+        return listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
+    return value if isinstance(value, int | float) else str(value)
+
+
+class _Silent:
+    """A tracker of another rank: every attribute is there, every call does nothing."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Silent()
+
+    def __call__(self, *_: Any, **__: Any) -> _Silent:
+        return self
+
+
+class Tracking:
+    """The part of an Accelerator that logs."""
+
+    logging_dir: Any
+
+    def _start_tracking(self, log_with: Any) -> None:
+        given: Any = log_with if isinstance(log_with, list | tuple) else [log_with]
+        self.trackers: list[Any] = []  #: that are made, those by name after :meth:`init_trackers`
+        self.log_with: list[Any] = []  #: the names of trackers that are not made yet
+        self._missing: list[str] = []  # names whose libraries are not installed
+        for tracker in given:
+            name = getattr(tracker, "value", tracker)  # of an enumeration
+            if name == "all":
+                self.log_with += get_available_trackers()
+            elif isinstance(name, str):
+                self._add_by_name(name)
+            elif isinstance(tracker, type) or not callable(getattr(tracker, "log", None)):
+                if tracker is not None:
+                    raise TypeError(
+                        f"log_with={tracker!r}: it takes names ({', '.join(_KNOWN)}, all), or "
+                        f"objects with log(values, step=...), such as a run of wandb or a tracker "
+                        f"of your own"
+                    )
+            else:
+                self.trackers.append(tracker)
+
+    def _add_by_name(self, name: str) -> None:
+        if name not in _KNOWN:
+            raise ValueError(
+                f"log_with={name!r}: no tracker has this name; known are {', '.join(_KNOWN)} and "
+                f"all, and objects with log(values, step=...) are taken, too"
+            )
+        kind, needs = _KNOWN[name]
+        if name not in get_available_trackers():
+            self._missing.append(name)
+            logging.getLogger("syncprims").warning(
+                "log_with=%r: its library is not installed, so nothing is logged there; pip "
+                "install %s", name, needs[0],
+            )  # fmt: skip
+        elif kind.requires_logging_directory and self.logging_dir is None:
+            raise ValueError(
+                f"log_with={name!r} writes files; give the Accelerator a project_dir, or a "
+                f"logging_dir in project_config"
+            )
+        else:
+            self.log_with.append(name)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Make and start the trackers on rank 0, with `config`; none of them runs elsewhere.
+
+        Those named in `log_with` are made, of `project_name`, with their options in `init_kwargs`,
+        a dict by name. Known are ``tensorboard``, ``wandb`` and ``mlflow``; ``all`` stands for
+        those that are installed. Of given objects ``start()`` and
+        ``store_init_configuration(config)`` are called if they have them.
+
+        :raises TypeError: if there are `init_kwargs` for a tracker that exists already.
+        """
+        options = {name: some for name, some in (init_kwargs or {}).items() if some}
+        if any(_name_of(tracker) in options for tracker in self.trackers):
+            raise TypeError("init_trackers(init_kwargs=): make trackers with them, for log_with=")
+        for name in self.log_with:
+            made: Any = _KNOWN[name][0](project_name, self.logging_dir, **options.get(name, {}))
+            self.trackers.append(made if syncprims.is_main() else _Silent(name))
+        self.log_with = []
+        for tracker in filter(_calls, self.trackers):
+            if hasattr(tracker, "start"):
+                tracker.start()
+            if config is not None and hasattr(tracker, "store_init_configuration"):
+                tracker.store_init_configuration(config)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker with this `name`; with `unwrap`, the object of its own library.
+
+        On other ranks than 0, without its library, and if there are no trackers at all, it is one
+        that does nothing, whatever is called.
+
+        :raises ValueError: if there are others only.
+        """
+        for tracker in self.trackers:
+            if _name_of(tracker) == name:
+                return getattr(tracker, "tracker", tracker) if unwrap else tracker
+        if name in self._missing or not self.trackers:
+            return _Silent(name)
+        raise ValueError(f"no tracker is named {name!r}; log_with= takes them")
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Log `values` with all trackers on rank 0; `log_kwargs` has options by tracker's name.
+
+        On the other ranks, too, with trackers whose ``main_process_only`` is False.
+        """
+        self._call_trackers("log", values, step, log_kwargs)
+
+    def log_images(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Log images on rank 0 with the trackers that can. Arguments as :meth:`log`."""
+        self._call_trackers("log_images", values, step, log_kwargs)
+
+    def _call_trackers(self, method: str, values: Any, step: Any, options: Any) -> None:
+        for tracker in filter(_calls, self.trackers):
+            if hasattr(tracker, method):
+                own = (options or {}).get(_name_of(tracker), {})
+                getattr(tracker, method)(values, step=step, **own)
+
+    def end_training(self) -> None:
+        """Finish the trackers on rank 0. The world runs on until the program ends."""
+        for tracker in filter(_calls, self.trackers):
+            if hasattr(tracker, "finish"):
+                tracker.finish()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,14 @@
-"""How a test world can fail, in addition to the exceptions of its ranks."""
+"""How a test world can fail; what exceptions of ranks say, and how they reach another process."""
 
 from __future__ import annotations
 
-from syncprims.errors import CollectiveMismatch, SyncError
+import contextlib
+import pickle
+import sys
+import traceback
+from typing import Any, NamedTuple, TypeGuard, cast
+
+from syncprims.errors import TORN, CollectiveMismatch, SyncError
 
 
 class DeadlockError(SyncError, RuntimeError):
@@ -45,3 +51,120 @@ class WorldAborted(BaseException):
 
 for _public in (DeadlockError, StallError, UnequalRounds, RankDied, FaultMissed, UncontrolledError):
     _public.__module__ = "syncprims.testing"  # tracebacks show the name that users import
+
+
+# -- what an exception says ------------------------------------------------------------------------
+
+
+def _is_group(error: BaseException | None) -> TypeGuard[BaseExceptionGroup[BaseException]]:
+    return isinstance(error, BaseExceptionGroup)
+
+
+def leaves(error: BaseException | None) -> list[BaseException]:
+    """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
+    if _is_group(error):
+        return [leaf for member in error.exceptions for leaf in leaves(member)]
+    return [] if error is None else [error]
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """Return `error`, what it was raised from or while handling, and so on."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and all(link is not earlier for earlier in chain):
+        chain.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return chain
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error only reports that of another rank, or was raised over one that does.
+
+    A group is one if all in it are. What a test asserts while it handles such an error is the
+    test's own, and no consequence.
+    """
+    return not isinstance(error, AssertionError) and any(
+        isinstance(link, TORN) or (_is_group(link) and all(map(is_consequence, link.exceptions)))
+        for link in chain_of(error)
+    )
+
+
+def headline(error: BaseException) -> str:
+    """Return ``ValueError: bad value``, on one line."""
+    first = _text_of(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _text_of(error: BaseException) -> str:
+    """Return ``str(error)``, or "" if that raises: a user's code must not hide the failure."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+# -- exceptions for another process ----------------------------------------------------------------
+# Not by `tblib`: it restores tracebacks, and not the exceptions whose pickles cannot be loaded.
+
+
+class RemoteError(Exception):
+    """Stands for an exception whose type is unknown in this process."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception that was raised in another process."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+class PackedException(NamedTuple):
+    """An exception as plain data."""
+
+    module: str  #: of its type
+    name: str  #: of its type, qualified
+    text: str
+    pickled: bytes  #: empty if it does not survive pickling
+    traceback: str
+    members: tuple[PackedException, ...] = ()  #: of a group that does not survive pickling
+
+    def unpack(self) -> BaseException:
+        """Return an exception of equal type and text; its cause shows the original traceback."""
+        error = pickle.loads(self.pickled) if self.pickled else self._rebuild()
+        assert isinstance(error, BaseException)
+        error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+    def _rebuild(self) -> BaseException:
+        """Return an exception of this type and text without calling its constructor."""
+        cls: Any = sys.modules.get(self.module)
+        for part in self.name.split("."):
+            cls = getattr(cls, part, None)
+        if cls is None and self.module == "builtins":  # pytest's outcomes name this module
+            cls = getattr(sys.modules.get("_pytest.outcomes"), self.name, None)
+            if cls is not None:
+                return cls(self.text)  # type: ignore[no-any-return]
+        with contextlib.suppress(Exception):
+            if self.members:
+                return cast("BaseException", cls(self.text, [m.unpack() for m in self.members]))
+            error = cls.__new__(cls)
+            error.args = (self.text,)
+            if isinstance(error, BaseException) and str(error) == self.text:
+                return error
+        return RemoteError(f"{self.module}.{self.name}: {self.text}")
+
+
+def pack_exception(error: BaseException) -> PackedException:
+    """Return `error` as plain data; :meth:`PackedException.unpack` restores it."""
+    kind = type(error)
+    pickled = b""
+    with contextlib.suppress(Exception):
+        data = pickle.dumps(error)
+        if type(pickle.loads(data)) is kind:
+            pickled = data
+    trace = "".join(traceback.format_exception(error))
+    text = _text_of(error)
+    members: tuple[PackedException, ...] = ()
+    if _is_group(error) and not pickled:
+        text, members = error.message, tuple(map(pack_exception, error.exceptions))
+    return PackedException(kind.__module__, kind.__qualname__, text, pickled, trace, members)

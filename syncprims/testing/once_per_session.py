@@ -22,7 +22,7 @@ from typing import IO, Any, TypeVar
 
 from syncprims.errors import ConfigurationError
 
-from .exception_transport import pack_exception
+from .errors import pack_exception
 
 T = TypeVar("T")
 

@@ -1,29 +1,59 @@
-"""How a world went, rank by rank, and what an exception says about its cause."""
+"""How the ranks of a world ended, and what a test gets from that: results, or one exception.
+
+When one rank raises, the others raise errors that report it. So the ranks' exceptions are sorted by
+type, not by time: a *consequence* reports another rank, and everything else is a *cause*. Causes
+are raised, and consequences are noted on them.
+
+A world in which ranks wait forever has consequences only. There are two cases, and both end as one
+`DeadlockError`, which shows where every rank is:
+
+- A rank waits for one that has ended, such as one that skipped a barrier. Its board reports that
+  the other has finished, and the call raises `PeerLost`, as in production.
+- Ranks wait for each other. In threads the scheduler shows, at once, that no rank can continue; in
+  processes the ranks find it out as in production, in about a second. The calls raise
+  `CollectiveMismatch`, which lists these ranks as missing.
+
+A program that handles these errors itself ends well, as it would in production.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from syncprims._protocol.call_site import users_part
 from syncprims._protocol.deadlock import describe_group
-from syncprims._protocol.threads import busy_threads
-from syncprims.errors import TORN, SyncError
+from syncprims._protocol.diagnosis import CURE_MISMATCH
+from syncprims.errors import TORN, CollectiveMismatch, PeerLost, SyncError
 from syncprims.interface import Label
 
-from .errors import Killed, WorldAborted
-from .exception_transport import text_of
-from .faults import Delay, Fault
+from .errors import (
+    DeadlockError,
+    FaultMissed,
+    Killed,
+    RankDied,
+    StallError,
+    UnequalRounds,
+    WorldAborted,
+    chain_of,
+    headline,
+    is_consequence,
+    leaves,
+)
+from .faults import Delay, Fault, Raise, is_due
 from .scheduler import Seed
+
+E = TypeVar("E", bound=BaseException)
 
 _HERE = str(Path(__file__).parent)
 _CORE = str(Path(__file__).parent.parent)
+_SHOWN = 8  # calls of a rank, where they are listed
 
 #: ``left``: it had not ended when the world was given up. ``died``: its process ended by itself,
 #: without a result.
@@ -42,11 +72,6 @@ class RecordedCall(NamedTuple):
         """The board: no other one has these members and this name."""
         return self.members, self.board
 
-    @property
-    def group(self) -> str:
-        """The group whose board it is, as messages show it."""
-        return describe_group(self.members, self.board)
-
 
 @dataclass
 class RankOutcome:
@@ -56,34 +81,26 @@ class RankOutcome:
     end: End = "left"
     result: Any = None
     error: BaseException | None = None
+    consequence: bool = False  #: its error only reports that of another rank
     handled: str = ""  #: the exception that it handled when a call of this library failed
-    idle: bool = False  #: it could continue, but another rank had the turn
-    detail: str = ""  #: how a process ended
+    detail: str = ""  #: how a process died, or what a rank does that has not ended
     #: all except that of the start
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
-    waits: RecordedCall | None = None  #: where it waits, or waited without result
-    waits_any: str = ""  #: the call that waits for any of several notes, or waited without result
-    consequence: bool = False  #: its error only reports that of another rank
+    #: where it waits, or waited without result; a text if it waits for any of several notes
+    waits: RecordedCall | str | None = None
     torn: bool = False  #: it has seen a group break, and may have handled that
     struck: list[Fault] = field(default_factory=list[Fault])
 
     @property
-    def last(self) -> RecordedCall | None:
-        """The last call it came to."""
-        return self.calls[-1] if self.calls else None
-
-    @property
     def failed_in_call(self) -> bool:
         """Whether it has raised an error of this library, or a group of those."""
-        found = leaves(self.error)
-        return bool(found) and all(isinstance(leaf, SyncError) for leaf in found)
+        errors = leaves(self.error)
+        return bool(errors) and all(isinstance(leaf, SyncError) for leaf in errors)
 
     @property
     def is_waiting(self) -> bool:
         """Whether it was in a call to the end; not if it has raised another error after it."""
-        raised = self.end == "raised" and not self.failed_in_call
-        waits = self.waits is not None or bool(self.waits_any)
-        return self.end != "returned" and waits and not raised
+        return self.waits is not None and (self.end == "left" or self.failed_in_call)
 
     def run_program(
         self,
@@ -102,10 +119,10 @@ class RankOutcome:
                 await_threads()
             self.end = "returned"
         except BaseException as error:
-            found = {type(leaf) for leaf in leaves(error)}
-            if WorldAborted in found:
+            kinds = {type(leaf) for leaf in leaves(error)}
+            if WorldAborted in kinds:
                 pass
-            elif Killed in found:
+            elif Killed in kinds:
                 self.end = "killed"
             elif isinstance(error, SystemExit) and not error.code:
                 self.end = "returned"
@@ -130,8 +147,8 @@ class RankOutcome:
         self.end, self.error = "raised", error.with_traceback(first)
         self.consequence = is_consequence(error)
         # What it handled: a `finally` with a barrier, after an exception that others do not know.
-        chain = _chain(error) if isinstance(error, TORN) else []
-        self.handled = next((headline(one) for one in chain if not isinstance(one, TORN)), "")
+        chain = chain_of(error) if isinstance(error, TORN) else []
+        self.handled = next((headline(link) for link in chain if not isinstance(link, TORN)), "")
 
 
 @dataclass
@@ -180,58 +197,6 @@ class WorldRun:
         return [(rank, c.members, c.board, c.label.encode()) for rank, c in self.trace]
 
 
-def await_threads() -> None:
-    """Return when no thread of this process is left for which Python would wait at its exit."""
-    while any(
-        thread.ident in busy_threads() and not thread.daemon
-        for thread in threading.enumerate()
-        if thread is not threading.main_thread()
-    ):
-        time.sleep(0.005)
-
-
-# -- exceptions ------------------------------------------------------------------------------------
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return `error`, what it was raised from or while handling, and so on."""
-    chain: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and all(found is not one for one in chain):
-        chain.append(found)
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
-    return chain
-
-
-def _is_group(error: BaseException | None) -> TypeGuard[BaseExceptionGroup[BaseException]]:
-    return isinstance(error, BaseExceptionGroup)
-
-
-def leaves(error: BaseException | None) -> list[BaseException]:
-    """Return `error`, or the exceptions in it if it is a group, as of tasks that run together."""
-    if _is_group(error):
-        return [leaf for one in error.exceptions for leaf in leaves(one)]
-    return [] if error is None else [error]
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Return whether an error only reports that of another rank, or was raised over one that does.
-
-    A group is one if all in it are. What a test asserts while it handles such an error is the
-    test's own, and no consequence.
-    """
-    return not isinstance(error, AssertionError) and any(
-        isinstance(one, TORN) or (_is_group(one) and all(map(is_consequence, one.exceptions)))
-        for one in _chain(error)
-    )
-
-
-def headline(error: BaseException) -> str:
-    """Return ``ValueError: bad value``, on one line."""
-    first = text_of(error).strip().split("\n", 1)[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
 def trim_stack(stack: Sequence[str]) -> list[str]:
     """Return the lines of a stack, outermost first, from the user's first to the user's last."""
     starts = [i for i, line in enumerate(stack) if _HERE in line and "run_program" in line]
@@ -241,3 +206,255 @@ def trim_stack(stack: Sequence[str]) -> list[str]:
     while rest and any(path in rest[-1] for path in ours):
         rest.pop()
     return rest or ["  in the library"]
+
+
+# -- what is raised --------------------------------------------------------------------------------
+
+
+def results_of(run: WorldRun, replay: str) -> list[Any]:
+    """Return the result of each rank, or raise why there is none; `replay` is noted on errors.
+
+    The run has its errors no more then. The frames of an error refer to the run: in a cycle, they
+    would keep all variables until the garbage collector runs.
+    """
+    __tracebackhide__ = True
+    try:
+        _raise_failures(run, replay)
+    finally:
+        for outcome in run.outcomes:
+            outcome.error = None
+    return [outcome.result for outcome in run.outcomes]
+
+
+def _raise_failures(run: WorldRun, replay: str) -> None:
+    """Raise what the world has failed with, if it has."""
+    __tracebackhide__ = True
+    failed = [outcome for outcome in run.outcomes if outcome.error is not None]
+    causes = [outcome for outcome in failed if not outcome.consequence]
+    if causes:
+        _raise_causes(run, causes, replay)
+    if run.gave_up:
+        text = f"{run.gave_up}\n{_all_lines(run)}\n{run.stacks}".rstrip()
+        raise add_note(StallError(text), replay)
+    if failed:
+        _raise_consequence(run, failed, replay)
+    died = [outcome.rank for outcome in run.outcomes if outcome.end == "died"]
+    if died:
+        error = RankDied(
+            f"{_named(died)} died without a result\n{_all_lines(run)}\n"
+            f"To let a rank die in a test, use a fault: Kill(rank=..., at=...).",
+            rank=died[0],
+        )
+        raise add_note(error, replay)
+    if not run.struck and not any(outcome.torn for outcome in run.outcomes):
+        _check_equal_rounds(run, replay)
+
+
+def _raise_causes(run: WorldRun, causes: Sequence[RankOutcome], replay: str) -> NoReturn:
+    """Raise the lowest rank's cause, or a group, in the order of rounds, if the types differ."""
+    __tracebackhide__ = True
+    # pytest's skip and xfail are statements of the test, and no failures.
+    pytests = sys.modules.get("_pytest.outcomes")
+    skips = (pytests.Skipped, pytests.XFailed) if pytests is not None else ()
+    real = [outcome for outcome in causes if not isinstance(outcome.error, skips)] or causes
+    # By name: a class that is made in a function is another one each time.
+    if len({(type(o.error).__module__, type(o.error).__qualname__) for o in real}) == 1:
+        raise _with_report(real[0], run, [real[0].rank], replay)
+    real = sorted(real, key=lambda outcome: (len(outcome.calls), outcome.rank))
+    ranks = [outcome.rank for outcome in real]
+    errors = [_with_report(outcome, run, ranks, "") for outcome in real]
+    text = f"{_named(ranks)} of {len(run.outcomes)} failed independently"
+    raise add_note(BaseExceptionGroup(text, errors), replay)
+
+
+def _raise_consequence(run: WorldRun, failed: Sequence[RankOutcome], replay: str) -> NoReturn:
+    """Raise a `DeadlockError`, or else what the ranks report: the death of a rank."""
+    __tracebackhide__ = True
+    for outcome in failed:
+        error = outcome.error
+        is_deadlock = any(_is_deadlock(leaf, run) for leaf in leaves(error))
+        if error is not None and outcome.is_waiting and is_deadlock:
+            error.__cause__ = None  # the lines of the deadlock say where it was, and more
+            raise add_note(_deadlock(run), replay) from error
+    first = min(failed, key=lambda outcome: (not outcome.handled, outcome.rank))
+    raise _with_report(first, run, [first.rank], replay)
+
+
+def _is_deadlock(error: BaseException, run: WorldRun) -> bool:
+    """Return whether a rank has raised `error` because it waited for notes that never come."""
+    if isinstance(error, PeerLost):
+        return error.rank is not None and run.outcomes[error.rank].end == "returned"
+    return isinstance(error, CollectiveMismatch) and bool(error.missing)  # a cycle of waits
+
+
+def _deadlock(run: WorldRun) -> DeadlockError:
+    waiting = [o.rank for o in run.outcomes if o.is_waiting]
+    done = [o.rank for o in run.outcomes if o.end == "returned"]
+    verb = "waits" if len(waiting) == 1 else "wait"
+    end = f"; {_named(done)} {'has' if len(done) == 1 else 'have'} finished" if done else ""
+    what = f"{_named(waiting)} of {len(run.outcomes)} {verb} and can never go on{end}"
+    return DeadlockError(_described(what, run), rank=waiting[0], missing=done, arrived=waiting)
+
+
+def _check_equal_rounds(run: WorldRun, replay: str) -> None:
+    """Raise if ranks have ended well with different numbers of rounds in a group."""
+    __tracebackhide__ = True
+    counts: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
+    for outcome in run.outcomes:
+        for call in outcome.calls:
+            of = counts.setdefault(call.at, dict.fromkeys(call.members, 0))
+            of[outcome.rank] += 1
+    if any(len(set(of.values())) > 1 for of in counts.values()):
+        what = "all ranks finished, but not with the same calls"
+        raise add_note(UnequalRounds(_described(what, run)), replay)
+
+
+def check_faults_struck(run: WorldRun, missed: Sequence[Fault]) -> None:
+    """Raise `FaultMissed` if there are faults that should have struck."""
+    __tracebackhide__ = True
+    if missed:
+        fault = missed[0]
+        calls = run.outcomes[fault.rank].calls
+        count = f"{len(calls)} round{'s' * (len(calls) > 1)}"
+        texts = list(dict.fromkeys(_call(call, run) for call in calls))  # each call once
+        shown = ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
+        raise FaultMissed(
+            f"{fault} never struck, and tests nothing: rank {fault.rank} "
+            f"{f'came to {count}: {shown}' if calls else 'made no call'}. Set at= to the number "
+            f"of a round, or to the name or kind of a call",
+            rank=fault.rank,
+        )
+
+
+def _with_report(
+    outcome: RankOutcome, run: WorldRun, shown: Container[int], replay: str
+) -> BaseException:
+    """Return the exception of a rank; notes say which rank it was, and how the others ended.
+
+    :param shown: ranks whose exceptions are raised, too.
+    """
+    error = outcome.error
+    assert error is not None
+    if len(run.outcomes) > 1 or replay:
+        lines = [f"rank {outcome.rank} of {len(run.outcomes)}: {_position(outcome, run)}"]
+        for other in run.outcomes:
+            if other.rank not in shown:
+                ended = other.failed_in_call and _failed_in(other, run)
+                lines.append(f"  rank {other.rank}: {ended or _position(other, run)}")
+        add_note(add_note(error, "\n".join(lines)), replay)
+    return error
+
+
+def add_note(error: E, note: str) -> E:
+    """Return `error` with this note, unless it is empty or there already."""
+    if note and note not in getattr(error, "__notes__", ()):
+        with contextlib.suppress(Exception):  # an exception may forbid it
+            error.add_note(note)
+    return error
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def _described(what: str, run: WorldRun) -> str:
+    parts = [what, _all_lines(run), _first_difference(run), CURE_MISMATCH]
+    return "\n".join(part for part in parts if part)
+
+
+def _all_lines(run: WorldRun) -> str:
+    return "\n".join(f"  rank {o.rank}: {_position(o, run)}" for o in run.outcomes)
+
+
+def _position(outcome: RankOutcome, run: WorldRun) -> str:
+    """Return where a rank is, or how it ended."""
+    last = _last_round(outcome, run)
+    after = f"after its {last}" if last else "before its first call"
+    match outcome.end:
+        case "returned":
+            return f"finished {after}" if last else "finished without a call"
+        case "killed" | "stopped":
+            return f"{outcome.end} by a fault at its {last}"
+        case "died":
+            return f"{outcome.detail or 'its process ended'}" + (f" {after}" if last else "")
+        case "raised" if outcome.error is not None and not outcome.is_waiting:
+            if outcome.failed_in_call and last:
+                return f"raised {_failed_in(outcome, run)}"
+            if any(
+                isinstance(fault, Raise) and _is_last(fault, outcome) for fault in outcome.struck
+            ):
+                after = f"at its {last}"
+            return f"raised {headline(outcome.error)} {after}"
+        case _:
+            pass
+    if outcome.is_waiting and not outcome.detail:
+        text = f"{outcome.waits} {after}" if isinstance(outcome.waits, str) else f"its {last}"
+        return f"waits in {text}"
+    return f"{outcome.detail or 'is busy'} {after}"
+
+
+def _failed_in(outcome: RankOutcome, run: WorldRun) -> str:
+    """Return the error of this library that a rank has raised, and its round; "" without one."""
+    over = f", while it handled {outcome.handled}," if outcome.handled else ""
+    last = _last_round(outcome, run)
+    return f"{type(outcome.error).__name__}{over} in its {last}" if last else ""
+
+
+def _is_last(fault: Fault, outcome: RankOutcome) -> bool:
+    return is_due(fault, len(outcome.calls), outcome.calls[-1].label)
+
+
+def _last_round(outcome: RankOutcome, run: WorldRun) -> str:
+    calls = outcome.calls
+    return f"round {len(calls)}, {_call(calls[-1], run)}" if calls else ""
+
+
+def _call(call: RecordedCall, run: WorldRun) -> str:
+    if _is_only(call.at, run):
+        return str(call.label)
+    return f"{call.label} in group {describe_group(*call.at)}"
+
+
+def _is_only(board: tuple[tuple[int, ...], str], run: WorldRun) -> bool:
+    """Return whether this is the board of all ranks, and they have met at no other."""
+    size = len(run.outcomes)
+    whole = {call.at for o in run.outcomes for call in o.calls if len(call.members) == size}
+    return whole == {board}
+
+
+def _first_difference(run: WorldRun) -> str:
+    """Return where ranks first made different calls, or one made none; "" if they never did.
+
+    If all made the same calls, it is the first round that they reached from different lines: these
+    may be correct, but are the place to look if they are not.
+    """
+    boards = {call.at for outcome in run.outcomes for call in outcome.calls}
+    places = ""
+    for members, board in sorted(boards, key=lambda at: (-len(at[0]), *at)):
+        calls = {
+            rank: [call.label for call in run.outcomes[rank].calls if call.at == (members, board)]
+            for rank in members
+        }
+        only = _is_only((members, board), run)
+        of = "" if only else f" of group {describe_group(members, board)}"
+        for number in range(max(map(len, calls.values()))):
+            labels = {r: c[number] if number < len(c) else None for r, c in calls.items()}
+            shown = f"round {number + 1}{of} is {_grouped(labels)}"
+            if len(set(labels.values())) > 1:
+                return f"first difference: {shown}{places}"
+            if not places and len({label.site for label in labels.values() if label}) > 1:
+                places = f"\nfirst met from different lines: {shown}"
+    return places.lstrip("\n")
+
+
+def _grouped(labels: Mapping[int, Label | None]) -> str:
+    """Return ``barrier (a.py:3) on rank 0, and none on ranks [1, 2]``."""
+    by_text: dict[str, list[int]] = {}
+    for rank, label in labels.items():
+        by_text.setdefault("none" if label is None else str(label), []).append(rank)
+    return ", and ".join(f"{text} on {_named(ranks)}" for text, ranks in by_text.items())
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """Return ``rank 2``, or ``ranks [1, 2]``."""
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {found}"

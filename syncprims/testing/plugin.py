@@ -19,9 +19,15 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from .once_per_session import SessionValues, current_session
-from .rank_output import PrefixedOutput, RankOutput
 from .scheduler import Seed
-from .world_spec import TestContext, WorldSpec, choose_seed, test_context
+from .world_spec import (
+    PrefixedOutput,
+    RankOutput,
+    TestContext,
+    WorldSpec,
+    choose_seed,
+    test_context,
+)
 from .worlds import explore, run_world
 
 _ARGUMENT = "syncprims_world"  # the hidden parameter of tests that run in several worlds

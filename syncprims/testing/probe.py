@@ -53,8 +53,6 @@ class Probe:
 
     def record_call(self, call: RecordedCall) -> None:
         """Record a call of this rank, and apply the faults that are due at it."""
-        if call.label.kind == JOIN:
-            return
         calls, struck = self.outcome.calls, self.outcome.struck
         calls.append(call)
         self.observer.on_call(self.rank, call)
@@ -109,17 +107,18 @@ class ProbedBackend(Backend):
         probe, outcome = self._probe, self._probe.outcome
         probe.check_alive()
         inner = [board.inner if isinstance(board, ProbedBoard) else board for board in boards]
-        outcome.waits_any = inner[0].waits_any if inner else ""
-        if outcome.waits_any:
-            probe.observer.on_wait(outcome.waits_any, math.inf if timeout is None else 0.0)
+        call = inner[0].waits_any if inner else ""
+        if call:
+            outcome.waits = call
+            probe.observer.on_wait(call, math.inf if timeout is None else 0.0)
         try:
             came = self.inner.wait_any(inner, ready, timeout)
         finally:
-            if outcome.waits_any:
+            if call:
                 probe.observer.on_wait("", math.inf)
         probe.check_alive()
-        if came and not any(board.verdict() for board in inner):
-            outcome.waits_any = ""
+        if came and call and not any(board.verdict() for board in inner):
+            outcome.waits = None
         return came
 
     def close(self, failure: bytes | None = None) -> None:
@@ -136,19 +135,23 @@ class ProbedBoard(Board):
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`
         self._members = inner.members
         self._probe = probe
-        self._last: RecordedCall | None = None
+        self._last: RecordedCall | str | None = None  # the call of the last round
         self._recorded = 0  # the last round whose call is recorded
 
     def post(self, note: Note) -> None:
         """Post, unless a fault prevents it."""
         probe, inner = self._probe, self.inner
         probe.check_alive()
-        self._last = RecordedCall(self._members, note.label, inner.name)
+        if note.label.kind == JOIN:
+            self._last = str(note.label)
+            inner.post(note)
+            return
+        call = self._last = RecordedCall(self._members, note.label, inner.name)
         if self._recorded <= inner.posted:  # else a second try: the first note was refused
             self._recorded = inner.posted + 1
-            probe.record_call(self._last)
+            probe.record_call(call)
         inner.post(note)
-        probe.observer.on_post(probe.rank, self._last)
+        probe.observer.on_post(probe.rank, call)
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Collect, and record where the rank waits until then."""

@@ -397,6 +397,10 @@ class Scheduler:
             self._release(turn)
         self.finished.set()
 
+    def ready_ranks(self) -> list[int]:
+        """Return the ranks that could continue if they had the turn."""
+        return [turn.rank for turn in self._turns if turn.own and turn.able(self._now)]
+
     # -- passing the turn -----------------------------------------------------------------------
 
     def _pass_to(self, turn: _Turn | None) -> None:

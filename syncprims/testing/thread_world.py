@@ -28,13 +28,12 @@ from syncprims.interface import Backend, Settings, Topology
 from .errors import Killed, WorldAborted
 from .faults import FaultTarget, current_target
 from .outcomes import RankOutcome, RecordedCall, WorldRun, trim_stack
-from .probe import JOIN, Observer, Probe, ProbedBackend
-from .rank_output import RankOutput, capture_ranks, set_writer
+from .probe import Observer, Probe, ProbedBackend
 from .scheduler import RankThread, Scheduler
-from .world_spec import WorldSpec
+from .world_spec import RankOutput, WorldSpec, capture_ranks, set_writer
 
 if TYPE_CHECKING:
-    from .torch_worlds.serving import TorchThreads
+    from .torch_worlds import TorchThreads
 
 T = TypeVar("T")
 _UNDISTURBED = 1.0  # seconds for a rank to end by itself, once its world is given up
@@ -95,7 +94,7 @@ class ThreadWorld(Observer):
         ]
         self._torch: TorchThreads | None = None
         if spec.torch:
-            from .torch_worlds.serving import TorchThreads, make_torchrun_variables  # imports torch
+            from .torch_worlds import TorchThreads, make_torchrun_variables  # imports torch
 
             variables = make_torchrun_variables()
             for of_rank in self._environs:
@@ -155,8 +154,7 @@ class ThreadWorld(Observer):
 
     def on_post(self, rank: int, call: RecordedCall) -> None:
         """Record the order of all posts."""
-        if call.label.kind != JOIN:
-            self._run.trace.append((rank, call))
+        self._run.trace.append((rank, call))
 
     def _run_rank(self, rank: int) -> None:
         spec, outcome = self._spec, self._outcomes[rank]
@@ -223,8 +221,8 @@ class ThreadWorld(Observer):
                 continue
             assert limit is not None
             self._run.timed_out(limit, stacks)
-            for outcome in self._outcomes:
-                outcome.idle = outcome.end == "left" and outcome.rank != self.scheduler.turn
+            for rank in self.scheduler.ready_ranks():
+                self._outcomes[rank].detail = "is ready to run"
             self.scheduler.abort()
 
     def _end_threads(self) -> bool:

@@ -1,19 +1,25 @@
-"""Worker processes, one per rank: how they start, what they run, how their ends are noticed."""
+"""Worker processes, one per rank: what they run, and the journals that say how they went.
+
+A journal is a file to which one rank appends events, and which its parent reads. So the parent
+knows what a killed rank did last.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
+import math
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -22,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from syncprims._protocol.threads import busy_threads
 from syncprims._world.group import entered
 from syncprims._world.launchers import make_rank_variables
 from syncprims._world.processes import adopt_orphans, die_with, end_processes, find_children
@@ -30,12 +37,11 @@ from syncprims._world.runtime import become_rank, provided_world
 from syncprims._world.version import version
 from syncprims.interface import Backend, Settings, Topology
 
-from .faults import Fault, FaultTarget, current_target
-from .journal import JournalWriter
-from .outcomes import RankOutcome, await_threads
-from .probe import Probe, ProbedBackend
-from .rank_output import set_writer
-from .world_spec import Start
+from .errors import pack_exception
+from .faults import Fault, FaultTarget, Kill, Stop, current_target
+from .outcomes import RankOutcome, RecordedCall
+from .probe import Observer, Probe, ProbedBackend
+from .world_spec import Start, set_writer
 
 #: Asks a worker for its stack: a signal that programs do not use, where there is one.
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -69,6 +75,105 @@ class WorkerSpec:
         return path.read_text(errors="backslashreplace") if path.exists() else ""
 
 
+# -- journals --------------------------------------------------------------------------------------
+
+
+class JournalWriter(Observer):
+    """Writes the journal of one rank."""
+
+    def __init__(self, journal: Path, faults: Sequence[Fault]) -> None:
+        self._fd = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._faults = faults
+        self._waits: dict[int, RecordedCall | str] = {}  # by thread
+
+    def on_call(self, rank: int, call: RecordedCall) -> None:
+        """Write the call."""
+        self._write("call", pickle.dumps(call))
+
+    def on_fault(self, rank: int, fault: Fault) -> None:
+        """Write which fault it is."""
+        self._write("fault", self._faults.index(fault))
+
+    def on_wait(self, call: RecordedCall | str, deadline: float) -> None:
+        """Write where the rank waits, and whether nothing but a note ends that."""
+        if call:
+            self._waits[threading.get_ident()] = call
+        elif self._waits.pop(threading.get_ident(), None) is None:
+            return
+        waits = [*self._waits.copy().values()]
+        self._write("wait", waits[-1] if waits else None, bool(waits) and deadline == math.inf)
+
+    def on_end(self, outcome: RankOutcome) -> None:
+        """Write how the rank has ended, and its result; what the journal has is not repeated."""
+        try:
+            result = pickle.dumps(outcome.result)
+        except Exception as why:
+            outcome.fail(
+                TypeError(
+                    f"rank {outcome.rank} returns a {type(outcome.result).__name__}, which cannot "
+                    f"be sent to the test: {why}. Return plain values, or use a world of threads"
+                )
+            )
+            result = pickle.dumps(None)
+        error = None if outcome.error is None else pack_exception(outcome.error)
+        rest = dataclasses.replace(outcome, result=result, error=None, calls=[], struck=[])
+        self._write("end", rest, error)
+
+    def _write(self, *event: Any) -> None:
+        data = pickle.dumps(event)
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+_load_call = functools.lru_cache(maxsize=4096)(pickle.loads)  # loops make the same calls many times
+
+
+class Journal:
+    """The journal of one rank, as far as the parent has read it."""
+
+    def __init__(self, path: Path, rank: int, faults: Sequence[Fault]) -> None:
+        self.outcome = RankOutcome(rank)
+        self.waits_for_notes = False  #: nothing but a note ends the wait that the rank is in
+        path.touch()
+        self._path = path
+        self._offset = 0
+        self._faults = faults
+
+    def read(self) -> bool:
+        """Read what is new, and return whether anything is."""
+        news = False
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            while True:
+                try:
+                    event = pickle.load(file)
+                except (EOFError, pickle.UnpicklingError):  # the rest is not written yet
+                    return news
+                self._offset = file.tell()
+                news = True
+                self._take(*event)
+
+    def _take(self, event: str, *facts: Any) -> None:
+        outcome = self.outcome
+        match event, facts:
+            case "call", (call,):
+                outcome.calls.append(_load_call(call))
+            case "fault", (int(number),):
+                fault = self._faults[number]
+                outcome.struck.append(fault)
+                if isinstance(fault, Kill | Stop):
+                    outcome.end = "killed" if isinstance(fault, Kill) else "stopped"
+            case "wait", (wait, only_notes):
+                outcome.waits, self.waits_for_notes = wait, only_notes
+            case "end", (ended, error):
+                result, raised = pickle.loads(ended.result), error and error.unpack()
+                self.outcome = dataclasses.replace(
+                    ended, result=result, error=raised, calls=outcome.calls, struck=outcome.struck
+                )
+            case _:
+                pass
+
+
 # -- in a worker -----------------------------------------------------------------------------------
 
 
@@ -85,7 +190,7 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
 
         become_rank(make_backend)
         if spec.torch:
-            from .torch_worlds.serving import serve_in_process  # imports torch
+            from .torch_worlds import serve_in_process  # imports torch
 
             serve_in_process(rank, spec.folder / "store")
         outcome.run_program(fn, provided_world(), await_threads)
@@ -133,7 +238,68 @@ def _set_up(spec: WorkerSpec, rank: int) -> None:
         torch.set_num_threads(1)  # the threads of a forked parent's operations are not here
 
 
-# -- workers that do not inherit the parent's memory -----------------------------------------------
+def await_threads() -> None:
+    """Return when no thread of this process is left for which Python would wait at its exit."""
+    while any(
+        thread.ident in busy_threads() and not thread.daemon
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+    ):
+        time.sleep(0.005)
+
+
+# -- starting workers ------------------------------------------------------------------------------
+# Not by `multiprocessing`: the end of its process is seen at a pipe that the children of a rank
+# inherit, so that a killed rank seems to live as long as they do.
+
+
+def start_workers(how: Start | None, spec: WorkerSpec, fn: Callable[[], Any]) -> dict[int, int]:
+    """Start the workers of all ranks, and return their process ids.
+
+    :param how: None stands for the fastest way that is safe here.
+    :raises TypeError: if `fn` cannot be sent to a process that starts a new Python.
+    """
+    if how is None:
+        torch = sys.modules.get("torch")
+        has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+        how = "spawn" if has_cuda else "fork"
+    if how == "fork":
+        _load_before_fork(spec)
+        return {rank: _fork(spec, rank, fn) for rank in range(spec.ranks)}
+    path = spec.folder / "spec"
+    path.write_bytes(pickle.dumps((spec, PortableFunction(fn))))
+    # A worker looks for modules in the places where this process does, and in no other place first.
+    boot = [sys.executable, "-P", "-c", _BOOT, "\n".join(sys.path), str(path)]
+    pids: dict[int, int] = {}
+    for rank in range(spec.ranks):
+        child = subprocess.Popen([*boot, str(rank)], stdin=subprocess.DEVNULL)
+        child.returncode = 0  # `ProcessWorld` reaps it: Popen is not to look for its end, nor warn
+        pids[rank] = child.pid
+    return pids
+
+
+def _load_before_fork(spec: WorkerSpec) -> None:
+    """Load here what otherwise every forked rank would look for itself."""
+    load_backend(spec.environ["SYNCPRIMS_BACKEND"])
+    version()
+    if spec.torch:
+        importlib.import_module("syncprims.testing.torch_worlds")
+        before = {*os.environ}
+        importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
+        for name in os.environ.keys() - before:
+            del os.environ[name]  # it would be set for the tests, too
+
+
+def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or the child would print it again
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none
+        pid = os.fork()
+    if not pid:
+        gc.freeze()  # to free here what the parent has left could end things of the parent
+        _run_worker(spec, rank, fn)
+    return pid
 
 
 class PortableFunction:
@@ -142,18 +308,17 @@ class PortableFunction:
     def __init__(self, fn: Callable[[], Any]) -> None:
         self._module: str = getattr(fn, "__module__", None) or ""
         self._file = getattr(sys.modules.get(self._module), "__file__", None)
+        why = f"{fn!r} cannot be sent to a process that starts a new Python: "
         try:
             self._data = pickle.dumps(fn)
         except Exception as error:
             raise TypeError(
-                f"{fn!r} cannot be sent to a process that starts a new Python: {error}. Define it "
-                f"at the top level of a file, or say start='fork'"
+                f"{why}{error}. Define it at the top level of a file, or say start='fork'"
             ) from error
         if self._module == "__main__" and self._file is None:
             raise TypeError(
-                f"{fn!r} cannot be sent to a process that starts a new Python: it is defined in a "
-                f"notebook or an interactive session, and not in a file that the process could "
-                f"read. Move it to a file, or say start='fork'"
+                f"{why}it is defined in a notebook or an interactive session, and not in a file "
+                f"that the process could read. Move it to a file, or say start='fork'"
             )
 
     def load(self) -> Callable[[], Any]:
@@ -178,150 +343,7 @@ class PortableFunction:
 
 
 def main() -> None:
-    """Run the worker that the arguments name; or fork all workers, as a fork server does."""
-    path, which = sys.argv[1:]
+    """Run the worker that the arguments name."""
+    path, rank = sys.argv[1:]
     spec, function = pickle.loads(Path(path).read_bytes())
-    fn = function.load()
-    if which != "all":
-        _run_worker(spec, int(which), fn)
-    # Fork all; report to the parent the pid of each rank, and at its end the exit code.
-    die_with(spec.parent)
-    _load_before_fork(spec)
-    spec = dataclasses.replace(spec, parent=os.getpid())
-    workers = Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})
-    for rank, pid in workers.pids.items():
-        os.write(1, b"%d %d\n" % (rank, pid))
-    while workers.pids:
-        for rank, code in workers.wait(1.0).items():
-            os.write(1, b"%d %d\n" % (rank, code))
-    os._exit(0)
-
-
-# -- in the parent ---------------------------------------------------------------------------------
-
-
-class Workers:
-    """The workers of all ranks, as processes of our own."""
-
-    def __init__(self, pids: dict[int, int]) -> None:
-        self.pids = pids  #: by rank, of those that have not ended
-        self._pidfds: dict[int, int] = {}  # descriptor -> rank
-        self._poll = select.poll()  # `select` itself takes no descriptor from 1024 up
-        if hasattr(os, "pidfd_open"):
-            self._pidfds = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
-        for fd in self._pidfds:
-            self._poll.register(fd, select.POLLIN)
-
-    def wait(self, timeout: float) -> dict[int, int]:
-        """Return the exit codes of ranks that have ended since, after so many seconds if none."""
-        if self._pidfds:
-            ranks: list[int] = []
-            for fd, _ in self._poll.poll(timeout * 1000):
-                self._poll.unregister(fd)
-                os.close(fd)
-                ranks.append(self._pidfds.pop(fd))
-        else:
-            time.sleep(min(timeout, 0.005))
-            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            ranks = [r for r, pid in self.pids.items() if os.waitid(os.P_PID, pid, flags)]
-        return {rank: _reap(self.pids.pop(rank)) for rank in ranks}
-
-    def close(self) -> None:
-        """Release all resources, once all ranks have ended: here, `wait` has done that."""
-
-
-class _ServedWorkers(Workers):
-    """The workers of a fork server, which reports their starts and ends."""
-
-    def __init__(self, server: subprocess.Popen[bytes], ranks: int) -> None:
-        super().__init__({})
-        self._server = server
-        self._left = set(range(ranks))
-        assert server.stdout is not None
-        self._pipe = server.stdout
-        self._poll.register(self._pipe, select.POLLIN)
-
-    def wait(self, timeout: float) -> dict[int, int]:
-        if not self._poll.poll(timeout * 1000):
-            return {}
-        line = self._pipe.readline()
-        if not line:  # the server has ended, and so have the ranks
-            self.pids.clear()
-            return dict.fromkeys(self._left, self._server.wait())
-        rank, number = map(int, line.split())
-        if rank not in self.pids:
-            self.pids[rank] = number
-            return {}
-        del self.pids[rank]
-        self._left.remove(rank)
-        return {rank: number}
-
-    def close(self) -> None:
-        self._pipe.close()
-        if self._left:
-            self._server.send_signal(signal.SIGKILL)
-        self._server.wait()
-
-
-def start_workers(how: Start | None, spec: WorkerSpec, fn: Callable[[], Any]) -> Workers:
-    """Start the workers of all ranks; None stands for the fastest way that is safe here.
-
-    :raises TypeError: if `fn` cannot be sent to a process that starts a new Python.
-    """
-    if how is None:
-        torch = sys.modules.get("torch")
-        has_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
-        how = "spawn" if has_cuda else "fork"
-    if how == "fork":
-        _load_before_fork(spec)
-        return Workers({rank: _fork(spec, rank, fn) for rank in range(spec.ranks)})
-    path = spec.folder / "spec"
-    path.write_bytes(pickle.dumps((spec, PortableFunction(fn))))
-    if how == "forkserver":
-        return _ServedWorkers(_spawn(path, "all", subprocess.PIPE), spec.ranks)
-    children = [_spawn(path, str(rank)) for rank in range(spec.ranks)]
-    for child in children:
-        child.returncode = 0  # `Workers` reaps it: Popen is not to look for its end, nor to warn
-    return Workers({rank: child.pid for rank, child in enumerate(children)})
-
-
-def _load_before_fork(spec: WorkerSpec) -> None:
-    """Load here what otherwise every forked rank would look for itself."""
-    load_backend(spec.environ["SYNCPRIMS_BACKEND"])
-    version()
-    if spec.torch:
-        importlib.import_module("syncprims.testing.torch_worlds.serving")
-        before = {*os.environ}
-        importlib.import_module("torch._dynamo")  # DDP and FSDP import it, which takes seconds
-        for name in os.environ.keys() - before:
-            del os.environ[name]  # it would be set for the tests, too
-
-
-def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the child would print it again
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none
-        pid = os.fork()
-    if not pid:
-        gc.freeze()  # to free here what the parent has left could end things of the parent
-        _run_worker(spec, rank, fn)
-    return pid
-
-
-def _spawn(path: Path, rank: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
-    # It looks for modules in the places where this process does, and in no other place first.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _BOOT, "\n".join(sys.path), str(path), rank],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        bufsize=0,  # what `poll` does not see is not read ahead
-    )
-
-
-def _reap(pid: int) -> int:
-    """Return the exit code of an ended worker, after all processes it has left are killed."""
-    # Before it is reaped: until then, no other process has its number.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _run_worker(spec, int(rank), function.load())

@@ -11,11 +11,10 @@ from typing import Any, Literal, NamedTuple
 from syncprims._protocol.validation import require
 from syncprims.interface import Label
 
-from .errors import StallError, UncontrolledError
+from .errors import StallError, UncontrolledError, is_consequence
 from .faults import Fault, Raise, Stop, exception_type
-from .outcomes import WorldRun, is_consequence
+from .outcomes import WorldRun, add_note, check_faults_struck, results_of
 from .thread_world import run_threads
-from .world_result import add_note, check_faults_struck, results_of
 from .world_spec import Kind, Start, WorldSpec, choose_seed, test_context
 
 _FURTHER = 100  # schedules to try after a failure, to find a shorter one
@@ -48,7 +47,7 @@ def run_world(
     result None.
 
     :param start: how processes begin: "fork" (the fastest, and the default unless CUDA is in use),
-        "forkserver" or "spawn" (both need `fn` at the top level of a file).
+        or "spawn" (which needs `fn` at the top level of a file).
     :param nodes: how many machines the ranks of a world of threads seem to be on, equally many on
         each.
     :param torch: ``torch.distributed`` is served in `fn`: ``init_process_group`` opens a group of

@@ -1,4 +1,4 @@
-"""Parts of a hand-written PyTorch training loop, on every backend, and one object that holds them.
+"""Parts of a hand-written PyTorch training loop, on every backend.
 
 This package needs torch; ``import syncprims`` does not.
 """
@@ -12,9 +12,17 @@ if find_spec("torch") is None:
 
 from syncprims.errors import CheckpointError
 
-from .accelerate import Accelerator, load_checkpoint_in_model
 from .accumulation import Accumulator, clip_grad_norm_, clip_grad_value_, join_uneven_inputs
-from .checkpoints import Checkpoints, Loaded, Saving, Stateful, load_state, save_model, save_state
+from .checkpoints import (
+    Checkpoints,
+    Loaded,
+    Saving,
+    Stateful,
+    load_checkpoint_in_model,
+    load_state,
+    save_model,
+    save_state,
+)
 from .data import PreparedLoader, prepare_data_loader, skip_first_batches
 from .gathering import gather, pad_across_processes
 from .gradient_sync import average_gradients, broadcast_buffers, broadcast_model
@@ -25,7 +33,6 @@ from .pytree import to_device
 from .rng import set_seed
 
 __all__ = [
-    "Accelerator",
     "Accumulator",
     "CheckpointError",
     "Checkpoints",

@@ -15,7 +15,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from syncprims import current, get_local_rank, get_world_size
 from syncprims._data.arrays import own_device
@@ -64,8 +64,7 @@ class JobOptions:
     device_placement: bool = True  #: models and batches are moved to the device
     even_batches: bool = True
     split_batches: bool = False
-    dispatch_batches: bool | None = None
-    dispatch_streams: bool = False  #: rank 0 reads streams, unless `dispatch_batches` is False
+    dispatch_batches: bool | None = False  #: rank 0 reads for all; None: streams only
     seed: int | None = None
     order: str = "seeded"  #: of shuffled data, or ``"torch"``, or ``"seedable"``
     skip_finished: bool = False  #: a state saved in an epoch's last batch goes on with the next one
@@ -142,15 +141,12 @@ class Preparation:
     def loader(self, loader: DataLoader[Any]) -> PreparedLoader[Any]:
         """Return a loader of this rank's batches. Collective."""
         options = self.options
-        dispatched = options.dispatch_batches
-        if dispatched is None:
-            dispatched = options.dispatch_streams and isinstance(loader.dataset, IterableDataset)
         prepared = prepare_data_loader(
             loader,
             device=self.device if options.device_placement else None,
             even_batches=options.even_batches,
             split_batches=options.split_batches,
-            dispatch_batches=dispatched,
+            dispatch_batches=options.dispatch_batches,
             order=options.order,
             skip_finished=options.skip_finished,
             seed=options.seed,

@@ -13,7 +13,6 @@ from support.training_models import everywhere, in_pairs, numbers, small_model
 
 from syncprims import CollectiveMismatch, PeerLost
 from syncprims.accelerate import Accelerator, load_checkpoint_in_model
-from syncprims.training import Accelerator as PlainAccelerator
 from syncprims.training import CheckpointError
 
 if TYPE_CHECKING:
@@ -95,9 +94,6 @@ def test_a_damaged_save_is_an_error_on_all_ranks(world: Ranks, tmp_path: Path) -
             (tmp_path / "saved" / "model_0.state.safetensors").write_bytes(b"x")
         with pytest.raises(CheckpointError, match="model_0"):
             job.load_state(tmp_path / "saved")
-        plain = PlainAccelerator(cpu=True)
-        with pytest.raises(CheckpointError):
-            plain.load_state(tmp_path / "saved")
 
     world.run(program)
 
@@ -121,29 +117,23 @@ def main_first(job: Any, call: Callable[[], Any]) -> None:
 def test_what_needs_all_ranks_names_the_guard(world: Ranks, guard: str, tmp_path: Path) -> None:
     """Whether the others go on to another call, or end."""
 
-    def program(library: type[Any], call: str, ends: bool) -> Callable[[], Any]:
+    def program(call: str, ends: bool) -> Callable[[], Any]:
         def body() -> Any:
-            job = library(cpu=True, project_dir=tmp_path)
-            model = job.prepare(small_model())
-            arguments = (model, tmp_path / "model") if call == "save_model" else ()
-            GUARDS[guard](job, lambda: getattr(job, call)(*arguments))
+            job = Accelerator(cpu=True, project_dir=tmp_path)
+            job.prepare(small_model())
+            GUARDS[guard](job, getattr(job, call))
             if not ends:
                 job.wait_for_everyone()
 
         return body
 
-    for library, call, ends in (
-        (Accelerator, "save_state", False),
-        (Accelerator, "save_state", True),
-        (Accelerator, "load_state", False),
-        (PlainAccelerator, "save_model", True),
-    ):
-        found = world.outcomes(program(library, call, ends))
+    for call, ends in (("save_state", False), ("save_state", True), ("load_state", False)):
+        found = world.outcomes(program(call, ends))
         caller = found[guard == "last"]
         assert isinstance(caller, CollectiveMismatch | PeerLost)
         assert f"All ranks call {call}()" in str(caller)
         assert "is_main_process" in str(caller)
-    assert not list(tmp_path.glob("checkpoints/*")) + list(tmp_path.glob("model"))
+    assert not list(tmp_path.glob("checkpoints/*"))
 
 
 @in_pairs

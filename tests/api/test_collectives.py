@@ -612,6 +612,12 @@ class Shown:
             raise RuntimeError("no words for it")
         return f"Shown({self.value})"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shown) and other.value == self.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
     def __reduce__(self) -> Any:
         self.asked += 1
         return Shown, (self.value,)

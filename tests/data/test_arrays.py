@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import resource
@@ -21,7 +20,6 @@ from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
 from syncprims._data import codec, shared_memory
-from syncprims.testing import run_world
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -556,38 +554,3 @@ def test_torch_is_not_deceived(world: Ranks) -> None:
         assert torch.equal(sp.all_reduce(dense.to_sparse()).to_dense(), dense * n)
 
     world.run(program)
-
-
-@several(2)
-def test_a_nan_has_the_same_bits_wherever_it_comes_from(world: Ranks) -> None:
-    """Which sign and payload a new NaN has, the processor decides."""
-
-    def program() -> None:
-        signed = -math.inf if sp.is_main() else math.inf
-        strange = np.frombuffer(np.uint64(0xFFF8_0000_0000_0123).tobytes(), "f8")
-        for value in (signed, np.float64(signed), np.full(3, signed), strange.copy()):
-            bits = np.asarray(sp.all_reduce(value)).tobytes()
-            items = {bits[at : at + 8] for at in range(0, len(bits), 8)}
-            assert items == {np.float64(math.nan).tobytes()}
-        for dtype in (torch.float32, torch.bfloat16):
-            found = sp.all_reduce(torch.full((3,), signed, dtype=dtype)).view(torch.uint8)
-            one = torch.full((3,), math.nan, dtype=dtype).view(torch.uint8)
-            assert torch.equal(found, one)
-        pair = sp.all_reduce(complex(signed, 1))
-        assert (np.float64(pair.real).tobytes(), pair.imag) == (np.float64(math.nan).tobytes(), 2)
-
-    world.run(program)
-
-
-def test_complex_products_are_rounded_as_real_ones() -> None:
-    """A processor that fuses a product and a sum has other bits in the last place."""
-    a, b = complex(0.1, 0.7), complex(0.3, 0.9)
-    expected = complex(0.1 * 0.3 - 0.7 * 0.9, 0.1 * 0.9 + 0.7 * 0.3)
-
-    def program() -> Any:
-        mine = a if sp.is_main() else b
-        small, large = np.array([mine] * 5), np.full(5000, mine)
-        found: list[Any] = [sp.all_reduce(value, "prod") for value in (mine, small, large)]
-        return found[0], {*found[1].tolist()}, {*found[2].tolist()}
-
-    assert run_world(program, 2) == [(expected, {expected}, {expected})] * 2

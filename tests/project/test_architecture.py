@@ -26,7 +26,7 @@ ROOMS = {
     "testing": {"errors", "interface", "_protocol", "_data", "_world", "", "c10d"},
     "training": {"errors", "_protocol", "_data", "_world", ""},
     "c10d": {"errors", "interface", "_protocol", "_data", "_world"},
-    "accelerate": {"training", "testing", ""},
+    "accelerate": {"training", "testing", "_world", ""},
     "cli": {"errors", "interface", "_world", "", "who", "tracing"},
     "__main__": {"cli"},
 }
@@ -46,7 +46,7 @@ ROOM_FOR = {
     "syncprims.testing.plugin": {"pytest"},
     "syncprims.tracing": {"numpy"},
     "syncprims.training": {"torch", "numpy", "safetensors"},
-    "syncprims.accelerate": {"torch"},
+    "syncprims.accelerate": {"torch", "numpy"},
     "syncprims.c10d": {"torch"},
     "syncprims.testing.torch_worlds": {"torch", "numpy"},
 }

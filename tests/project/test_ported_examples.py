@@ -51,7 +51,7 @@ def result(out: str) -> dict[str, Any]:
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
 def test_a_script_moves_over_by_its_import_line_and_gives_the_same_numbers(tmp_path: Path) -> None:
     script = EXAMPLES / "from_accelerate.py"
-    line = "from syncprims.training import Accelerator"
+    line = "from syncprims.accelerate import Accelerator"
     assert script.read_text().count(line) == 1
     original = tmp_path / "original.py"
     # It ends at once: a thread of Gloo that is still at work when Python ends aborts the process.
@@ -82,7 +82,7 @@ def test_a_schedule_that_keeps_its_own_time_is_saved_too(tmp_path: Path) -> None
     def job(*, resume: bool) -> list[float]:
         import torch
 
-        from syncprims.training import Accelerator
+        from syncprims.accelerate import Accelerator
 
         accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False

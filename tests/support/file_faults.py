@@ -17,8 +17,8 @@ from torch import nn
 import syncprims as sp
 from support import warm_torch  # noqa: F401
 from support.rank_worlds import Kind, Ranks
+from syncprims.accelerate import Accelerator
 from syncprims.training import (
-    Accelerator,
     load_checkpoint_in_model,
     load_state,
     save_model,

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from syncprims.accelerate import Accelerator
+
 torch.set_num_threads(1)  # ranks share the processors
 
 #: Every behaviour of training is tested on these. The contract of backends has separate tests.
@@ -78,3 +80,30 @@ def rows(count: int) -> torch.utils.data.TensorDataset:
 def items(batches: Sequence[Any]) -> list[list[int]]:
     """Return the batches of a loader of numbers as lists."""
     return [batch.tolist() for batch in batches]
+
+
+def new_job(
+    steps: int = 1,
+    mixed_precision: str | None = None,
+    *,
+    scaler: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+    stateful: bool = True,
+    seed: int | None = None,
+    cpu: bool = True,
+    project_dir: Any = None,
+    **data: bool,
+) -> Accelerator:
+    """Return an Accelerator on the CPU with the parts' own order of data, and these options."""
+    from syncprims.accelerate import Accelerator, utils
+
+    config = utils.DataLoaderConfiguration(use_stateful_dataloader=stateful, data_seed=seed, **data)
+    handlers = [utils.GradScalerKwargs(**(scaler or {}))]
+    return Accelerator(
+        gradient_accumulation_steps=steps,
+        mixed_precision=mixed_precision,
+        cpu=cpu,
+        project_dir=project_dir,
+        dataloader_config=config,
+        kwargs_handlers=[*handlers, utils.DistributedDataParallelKwargs(**(ddp or {}))],
+    )

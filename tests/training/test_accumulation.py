@@ -15,6 +15,7 @@ from support.training_models import (
     feed,
     gradient,
     in_pairs,
+    new_job,
     numbers,
     ones,
     rows,
@@ -27,7 +28,6 @@ from torch import nn
 
 import syncprims
 from syncprims.training import (
-    Accelerator,
     Accumulator,
     PreparedOptimizer,
     broadcast_model,
@@ -402,16 +402,16 @@ def test_a_loaded_state_has_no_gradients_of_a_window_that_is_given_up(world: Ran
 def test_what_was_prepared_follows_the_job_that_prepares_it_again(world: Ranks) -> None:
     def program() -> list[Any]:
         seen: list[Any] = []
-        job = Accelerator(gradient_accumulation_steps=2, cpu=True)
+        job = new_job(2)
         model, optimizer = job.prepare(
             *(model := unit_model(), torch.optim.SGD(model.parameters(), lr=1.0))
         )
-        other = Accelerator(gradient_accumulation_steps=2, cpu=True)
+        other = new_job(2)
         for owner in (job, job, other):
             owner.free_memory()
             again, same = owner.prepare(model, optimizer)
             assert same is optimizer
-            assert "optimizer_0" in owner.stateful()
+            assert owner.accumulator.optimizers == [optimizer]
             for _ in range(2):
                 with owner.accumulate(again):
                     owner.backward(again(ones()).sum())
@@ -579,7 +579,7 @@ def test_a_sparse_gradient_goes_on_in_another_process(world: Ranks, tmp_path: Pa
         weights = torch.arange(12.0).reshape(6, 2)
         found: list[torch.Tensor] = []
         for saves in (False, True):
-            job = Accelerator(gradient_accumulation_steps=3, cpu=True)
+            job = new_job(3)
             model: Any = nn.Embedding(6, 2, sparse=True, _weight=weights.clone())
             optimizer: Any = torch.optim.SparseAdam(model.parameters(), lr=0.1)
             model, optimizer = job.prepare(model, optimizer)

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.training_models import TRAINED, alone, everywhere, feed, in_pairs, items, with_others
+from support.training_models import (
+    TRAINED,
+    alone,
+    everywhere,
+    feed,
+    in_pairs,
+    items,
+    new_job,
+    with_others,
+)
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
@@ -27,10 +36,10 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import syncprims
-from syncprims import accelerate
 from syncprims.training import (
-    Accelerator,
+    load_state,
     prepare_data_loader,
+    save_state,
     set_seed,
     skip_first_batches,
     to_device,
@@ -141,7 +150,7 @@ def test_streams_are_dealt_like_batches(world: Ranks, workers: int) -> None:
 @everywhere
 def test_metrics_are_gathered_without_the_padding(world: Ranks) -> None:
     def program() -> list[Any]:
-        accelerator = Accelerator()
+        accelerator = new_job()
         seen: list[Any] = []
         for data in (list(range(14)), Stream(14)):
             loader = accelerator.prepare(feed(data, batch_size=3))
@@ -163,7 +172,7 @@ def test_an_object_for_each_item_may_be_a_tensor(world: Ranks) -> None:
     """A list of them is cut, and not each of them."""
 
     def program() -> list[Any]:
-        accelerator = Accelerator(cpu=True)
+        accelerator = new_job()
         tensors, boxes = [], []
         for batch in accelerator.prepare(feed(range(7), batch_size=2)):
             own = [torch.arange(x, x + 4) for x in batch.tolist()]
@@ -193,7 +202,7 @@ def test_metrics_of_items_without_batches_are_gathered_whole(world: Ranks) -> No
     """An item may have many rows: rows and items are not the same."""
 
     def program() -> list[Any]:
-        job = Accelerator(cpu=True)
+        job = new_job(dispatch_batches=False)
         seen: list[Any] = []
         for data in (tables(), Tables()):
             rows, means, texts = [], [], []
@@ -412,32 +421,30 @@ class Augmented(Dataset[float]):
 def test_what_reading_draws_is_as_in_a_plain_loop_and_goes_on(
     world: Ranks, draw: str, tmp_path: Path
 ) -> None:
-    def train(job: Accelerator, batches: Any, save_at: int = 0) -> list[Any]:
+    def train(batches: Any, save_at: int = 0) -> list[Any]:
         seen: list[Any] = []
         for batch in batches:
             seen.append([batch.tolist(), DRAWS[draw](1000)])  # as dropout does
             if len(seen) == save_at:
-                job.save_state(tmp_path)
+                save_state(tmp_path, {}, rank_objects={"loader": batches})
         return seen
 
     def program() -> None:
         set_seed(5)
         source = feed(Augmented(DRAWS[draw]), batch_size=2)
         generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        job = Accelerator(cpu=True, seed=1)
-        plain = train(job, source) + train(job, source)
+        plain = train(source) + train(source)
         for save_at in range(1, 5):
             random.setstate(generators[0])
             np.random.set_state(generators[1])
             torch.set_rng_state(generators[2])
-            job = Accelerator(cpu=True, seed=1)
-            loader = job.prepare(source)
+            loader = prepare_data_loader(source, seed=1)
             if draw != "torch":  # there a plain loader draws a seed for each epoch
-                assert train(job, loader, save_at) + train(job, loader) == plain
+                assert train(loader, save_at) + train(loader) == plain
             else:
-                plain = train(job, loader, save_at) + train(job, loader)
-            job.load_state(tmp_path)
-            assert train(job, loader) + train(job, loader) == plain[save_at:]
+                plain = train(loader, save_at) + train(loader)
+            load_state(tmp_path, {}, rank_objects={"loader": loader})
+            assert train(loader) + train(loader) == plain[save_at:]
 
     world.run(program)
 
@@ -589,7 +596,7 @@ def test_a_sampler_that_shards_is_left_to_do_so(world: Ranks, batch_size: int | 
 
     def program() -> list[int]:
         data = feed(range(12), batch_size=batch_size, sampler=sampler())
-        loader = Accelerator(cpu=True).prepare(data)
+        loader = new_job().prepare(data)
         seen: list[int] = []
         for epoch in range(2):
             plain = sampler()
@@ -694,7 +701,7 @@ class Spread(IterableDataset[int]):
 @in_pairs
 def test_metrics_of_workers_that_end_apart_have_no_padding(world: Ranks) -> None:
     def program() -> list[int]:
-        job, seen = Accelerator(cpu=True), list[int]()
+        job, seen = new_job(), list[int]()
         for batch in job.prepare(DataLoader(Spread(), batch_size=2, num_workers=2)):
             seen += job.gather_for_metrics(batch).tolist()
         return seen
@@ -872,13 +879,13 @@ def test_torchs_own_order(world: Ranks, order: str) -> None:
 
 
 @in_pairs
-@pytest.mark.parametrize("flavour", [Accelerator, accelerate.Accelerator])
+@pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("left", [False, True])
-def test_a_loader_is_freed_with_its_job(world: Ranks, flavour: Any, left: bool) -> None:
+def test_a_loader_is_freed_with_its_job(world: Ranks, stateful: bool, left: bool) -> None:
     """Without the garbage collector: the workers of a loader end when it is freed."""
 
     def train() -> weakref.ref[Any]:
-        job = flavour(cpu=True)
+        job = new_job(stateful=stateful)
         model = torch.nn.Linear(1, 1)
         parts = (torch.optim.SGD(model.parameters(), 0.1), feed(torch.ones(8, 1), batch_size=1))
         model, optimizer, loader = job.prepare(model, *parts)

@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 from support.rank_worlds import Kind
+from support.training_models import new_job
 from torch.utils.data import DataLoader, Sampler
 
 import syncprims
-from syncprims.training import Accelerator, skip_first_batches
+from syncprims.training import skip_first_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from support.rank_worlds import Ranks
+
+    from syncprims.accelerate import Accelerator
 
 SIZE = 6  # to be cut for one, two and three ranks
 MIXED = [
@@ -118,7 +121,7 @@ def gathered(seen: list[tuple[list[int], list[int]]]) -> list[int]:
 @ways
 def test_batches_of_mixed_sizes_come_whole(world: Ranks, way: Any) -> None:
     def program() -> list[Any]:
-        job = Accelerator(cpu=True, **way)
+        job = new_job(**way)
         found: list[Any] = []
         for case in CASES:
             loader = case.loader(job)
@@ -145,7 +148,7 @@ def test_batches_of_mixed_sizes_come_whole(world: Ranks, way: Any) -> None:
 @ways
 def test_uneven_ones_are_never_repeated(world: Ranks, way: Any) -> None:
     def program() -> list[Any]:
-        job = Accelerator(cpu=True, **way, even_batches=False)
+        job = new_job(**way, even_batches=False)
         return [[batch.tolist() for batch in case.loader(job)] for case in CASES]
 
     outcomes = world.run(program)
@@ -163,7 +166,7 @@ def test_uneven_ones_are_never_repeated(world: Ranks, way: Any) -> None:
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 def test_an_order_of_buckets_goes_on_in_the_middle(world: Ranks, way: Any, even: bool) -> None:
     def program() -> int:
-        job = Accelerator(cpu=True, **way, even_batches=even)
+        job = new_job(**way, even_batches=even)
 
         def seen(loader: Any) -> list[Any]:
             return metrics(job, loader) if even else [batch.tolist() for batch in loader]
@@ -192,7 +195,7 @@ def test_an_order_of_buckets_goes_on_in_the_middle(world: Ranks, way: Any, even:
 @ways
 def test_batches_may_be_arrays_of_indices(world: Ranks, way: Any) -> None:
     def program() -> list[list[int]]:
-        job = Accelerator(cpu=True, **way)
+        job = new_job(**way)
         return [gathered(metrics(job, case.loader(job, as_array=True))) for case in CASES[::2]]
 
     for found in world.run(program):
@@ -209,7 +212,7 @@ def test_buckets_are_never_mixed(world: Ranks) -> None:
     cases = list(product(WAYS.values(), [True, False]))
 
     def read(way: Any, even: bool) -> list[int]:
-        job = Accelerator(cpu=True, even_batches=even, **way)
+        job = new_job(even_batches=even, **way)
         loader = job.prepare(DataLoader(data, batch_sampler=buckets))
         return [item for batch in loader for item in batch[:, 0].tolist()]
 
@@ -223,7 +226,7 @@ def test_buckets_are_never_mixed(world: Ranks) -> None:
 @on_few
 def test_batches_that_do_not_come_out_even_are_sent_with_drop_last(world: Ranks) -> None:
     def program() -> list[int]:
-        job = Accelerator(cpu=True, split_batches=True, dispatch_batches=True)
+        job = new_job(split_batches=True, dispatch_batches=True)
         data: Any = DataLoader(torch.arange(11), batch_size=5, drop_last=True)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         return gathered(metrics(job, job.prepare(data)))
 

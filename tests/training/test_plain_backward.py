@@ -13,6 +13,7 @@ from support.training_models import (
     feed,
     gradient,
     in_pairs,
+    new_job,
     numbers,
     unit_model,
     with_others,
@@ -20,10 +21,12 @@ from support.training_models import (
 from torch import nn
 
 import syncprims
-from syncprims.training import Accelerator, unwrap_model
+from syncprims.training import unwrap_model
 
 if TYPE_CHECKING:
     from support.rank_worlds import Ranks
+
+    from syncprims.accelerate import Accelerator
 
 
 def mine() -> torch.Tensor:
@@ -48,7 +51,7 @@ def mean_of(ranks: int) -> float:
 @everywhere
 def test_a_plain_backward_averages(world: Ranks) -> None:
     def program() -> list[float]:
-        job = Accelerator(cpu=True)
+        job = new_job()
         model: Any = job.prepare(unit_model())
         seen = []
         for _ in range(2):  # without a zero_grad, gradients add up
@@ -72,7 +75,7 @@ def test_a_plain_backward_averages(world: Ranks) -> None:
 @everywhere
 def test_a_plain_backward_in_a_window_averages_when_it_closes(world: Ranks) -> None:
     def program() -> list[float]:
-        job = Accelerator(2, cpu=True)
+        job = new_job(2)
         model: Any = job.prepare(unit_model())
         seen = []
         for _ in range(2):
@@ -88,7 +91,7 @@ def test_a_plain_backward_in_a_window_averages_when_it_closes(world: Ranks) -> N
 @with_others
 def test_copies_of_a_prepared_model_are_plain_models(world: Ranks) -> None:
     def program() -> list[float]:
-        job = Accelerator(cpu=True)
+        job = new_job()
         model: Any = unwrap_model(job.prepare(unit_model()))
         seen = []
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -116,7 +119,7 @@ def test_a_pass_that_fails_leaves_no_trace(world: Ranks) -> None:
             raise OSError("broken")
 
     def program() -> float:
-        job = Accelerator(cpu=True)
+        job = new_job()
         model: Any = job.prepare(nn.ModuleList([unit_model()]))
         inner = model[0] if isinstance(model, nn.ModuleList) else model.module[0]
         if not isinstance(model, nn.ModuleList):
@@ -134,7 +137,7 @@ def test_a_pass_that_fails_leaves_no_trace(world: Ranks) -> None:
 @everywhere
 def test_gradients_that_nobody_cleared_are_not_scaled_again(world: Ranks) -> None:
     def program() -> list[float]:
-        job = Accelerator(2, cpu=True)
+        job = new_job(2)
         model: Any = job.prepare(unit_model())
         seen = []
         for number in range(6):
@@ -154,7 +157,7 @@ def test_losses_divided_by_steps_at_once(world: Ranks) -> None:
     """As in Accelerate: also in the tail, which holds fewer micro-batches."""
 
     def program() -> tuple[list[float], float]:
-        job = Accelerator(4, cpu=True, divide_by_steps=True)
+        job = new_job(4)
         plain: Any = unit_model()
         model, optimizer, loader = job.prepare(
             plain,
@@ -176,7 +179,7 @@ def test_losses_divided_by_steps_at_once(world: Ranks) -> None:
 @with_others
 def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> None:
     def program() -> list[float]:
-        job = Accelerator(cpu=True, even_batches=False)
+        job = new_job(even_batches=False)
         model, optimizer, loader = one_batch_each_and_one_more(job)
         found = []
         for clears in (True, False):
@@ -203,7 +206,7 @@ def test_ranks_without_batches_join_passes_outside_of_windows(world: Ranks) -> N
 @with_others
 def test_ranks_without_batches_join_weighted_passes_outside_of_windows(world: Ranks) -> None:
     def program() -> list[float]:
-        job = Accelerator(cpu=True, even_batches=False)
+        job = new_job(even_batches=False)
         model, optimizer, loader = one_batch_each_and_one_more(job)
         with job.join_uneven_inputs([model]):
             for batch in loader:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.training_models import alone, everywhere, gradient, numbers, ones, unit_model
+from support.training_models import alone, everywhere, gradient, new_job, numbers, ones, unit_model
 from torch import nn
 
 import syncprims
-from syncprims.training import Accelerator, Accumulator, Precision, prepare, unwrap_model
+from syncprims.training import Accumulator, Precision, prepare, unwrap_model
 
 if TYPE_CHECKING:
     from support.rank_worlds import Ranks
+
+    from syncprims.accelerate import Accelerator
 
 
 @alone
@@ -35,7 +37,7 @@ def test_a_prepared_model_computes_in_half_and_returns_single(world: Ranks, mode
                 inside.append(y.dtype)
                 return {"y": y}
 
-        accelerator = Accelerator(mixed_precision=mode)
+        accelerator = new_job(mixed_precision=mode)
         plain = Model()
         model = accelerator.prepare(plain)
         assert model(torch.ones(1, 2))["y"].dtype == torch.float32
@@ -74,7 +76,7 @@ def test_nothing_falls_back_to_full_precision_in_silence(world: Ranks) -> None:
 @alone
 def test_the_environment_names_the_precision(world: Ranks) -> None:
     def program() -> str:
-        return Accelerator().mixed_precision + Accelerator(mixed_precision="no").mixed_precision
+        return new_job().mixed_precision + new_job(mixed_precision="no").mixed_precision
 
     assert world.run(program, SYNCPRIMS_MIXED_PRECISION="bf16") == ["bf16no"]
     assert world.run(program) == ["nono"]
@@ -146,7 +148,7 @@ def test_a_loaded_state_is_scaled_as_it_was_whatever_was_given_up(world: Ranks) 
             for part, one in zip(parts, states, strict=True):
                 part.load_state_dict(one)
 
-        job = Accelerator(mixed_precision="fp16", cpu=True, scaler={"growth_interval": 3})
+        job = new_job(mixed_precision="fp16", scaler={"growth_interval": 3})
         model = unit_model()
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         parts: list[Any] = [model, optimizer, job.accumulator, job.accumulator.precision]
@@ -171,7 +173,7 @@ def test_two_windows_go_on_with_one_scale(world: Ranks) -> None:
 
     def program() -> None:
         def begin() -> Any:
-            job = Accelerator(2, "fp16", cpu=True, scaler={"init_scale": 1024.0})
+            job = new_job(2, "fp16", scaler={"init_scale": 1024.0})
             models = [unit_model(), unit_model()]
             steps = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
             return job, job.prepare(*models), job.prepare(*steps)

@@ -6,10 +6,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, assert_type
 
 import torch
-from support.training_models import alone, rows
+from support.training_models import alone, new_job, rows
 from torch.utils.data import DataLoader
 
-from syncprims.training import Accelerator, Accumulator, prepare, unwrap_model
+from syncprims.training import Accumulator, prepare, unwrap_model
 
 if TYPE_CHECKING:
     from support.rank_worlds import Ranks
@@ -23,7 +23,7 @@ class Net(torch.nn.Linear):
 @alone
 def test_types_survive_prepare(world: Ranks) -> None:
     def program() -> None:
-        accelerator, net = Accelerator(), Net(3, 1)
+        accelerator, net = new_job(), Net(3, 1)
         model, optimizer, loader = accelerator.prepare(
             net, torch.optim.AdamW(net.parameters()), DataLoader(rows(4), batch_size=2)
         )
@@ -61,7 +61,7 @@ def test_what_a_script_sets_is_the_optimizers_own(world: Ranks) -> None:
         net = Net(3, 1)
         inner = torch.optim.AdamW(net.parameters(), lr=0.5)
         steps = torch.optim.lr_scheduler.StepLR(inner, 1)
-        accelerator = Accelerator()
+        accelerator = new_job()
         model, optimizer, schedule = accelerator.prepare(net, inner, steps)
         accelerator.backward(model(torch.ones(1, 3)).sum())
         optimizer.step()
@@ -86,7 +86,7 @@ def test_optimizers_have_modes_or_need_none(world: Ranks) -> None:
     def program() -> None:
         net = Net(3, 1)
         kinds = ScheduleFree(net.parameters()), torch.optim.SGD(net.parameters())
-        free, plain = Accelerator().prepare(*kinds)
+        free, plain = new_job().prepare(*kinds)
         optimizers: list[Any] = [free, plain]
         for one in optimizers:
             one.train()

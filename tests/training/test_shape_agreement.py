@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from support.training_models import in_pairs, numbers
+from support.training_models import in_pairs, new_job, numbers
 from torch import nn
 
 import syncprims
-from syncprims.training import Accelerator, broadcast_model, gather, pad_across_processes
+from syncprims.training import broadcast_model, gather, pad_across_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def test_a_model_that_differs_between_ranks_is_told_on_all(world: Ranks) -> None
         rank = syncprims.get_rank()
         said: list[str] = []
         for build, _ in MODELS:
-            job, model = Accelerator(cpu=True), build(rank)
+            job, model = new_job(), build(rank)
             before = numbers(model)
             with pytest.raises(syncprims.RankMismatch) as told:
                 job.prepare(model)
@@ -54,7 +54,7 @@ def test_a_model_that_differs_between_ranks_is_told_on_all(world: Ranks) -> None
         with pytest.raises(syncprims.RankMismatch):
             broadcast_model(nn.Linear(1, 1 + rank))
         syncprims.barrier("still in step")
-        model = Accelerator(cpu=True).prepare(nn.Linear(2, 2))
+        model = new_job().prepare(nn.Linear(2, 2))
         assert syncprims.all_gather(numbers(model))[0] == numbers(model)
         return said
 
@@ -79,7 +79,7 @@ TREES: list[tuple[Callable[[int], Any], str]] = [
 @in_pairs
 def test_a_broadcast_into_something_else_is_told_on_all(world: Ranks) -> None:
     def program() -> list[str]:
-        rank, job = syncprims.get_rank(), Accelerator(cpu=True)
+        rank, job = syncprims.get_rank(), new_job()
         said: list[str] = []
         for make, _ in TREES:
             with pytest.raises(syncprims.RankMismatch) as told:
@@ -120,7 +120,7 @@ def test_a_broadcast_fills_by_name_and_place(world: Ranks) -> None:
         if rank == 0:
             by_name = dict(reversed(by_name.items()))
         tree = [by_name, Pair(part(2), (part(3),)), Held(part(4)), *map(part, range(5, 13))]
-        assert Accelerator(cpu=True).broadcast(tree, from_process=1) is tree
+        assert new_job().broadcast(tree, from_process=1) is tree
         held = [by_name["a"], by_name["b"], tree[1].one, tree[1].other[0], tree[2].one, *tree[3:]]
         return [int(tensor) for tensor in held]
 

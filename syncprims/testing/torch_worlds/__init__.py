@@ -1,1 +1,325 @@
-"""Worlds of tests in which ``torch.distributed`` is served; all other worlds need no torch."""
+"""``torch.distributed`` in the world of a test: its groups meet at the boards of this world.
+
+A program finds what it would find under torchrun, whatever backend it asks for. In a world of
+threads, what torch keeps for a process is kept for each rank (`rank_globals`). All other worlds
+need no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import pickle
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from syncprims import errors
+from syncprims._protocol.diagnosis import Snapshot
+from syncprims._world.group import rounds_of
+from syncprims._world.host import free_port
+from syncprims._world.runtime import current
+from syncprims._world.world import World, wait_any
+from syncprims.c10d import serve_every_backend
+from syncprims.c10d.torch_internals import (
+    dist,
+    forget_group_names,
+    replaced_rendezvous,
+    threads_as_processes,
+)
+from syncprims.interface import Board, BoardView, Label
+
+from .rank_globals import RankGlobals, make_fresh_process
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+class _Table:
+    """The keys and values of the stores of a world, in a file that its ranks share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._path.touch()
+
+    def read(self) -> dict[str, bytes]:
+        """Return what is in it now."""
+        with self._path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            return self._load(file.read())
+
+    @contextlib.contextmanager
+    def change(self) -> Generator[dict[str, bytes]]:
+        """Return what is in it now; what the block has made of that is written at its end.
+
+        No other rank reads or changes it meanwhile.
+        """
+        with self._path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            values = self._load(file.read())
+            yield values
+            file.seek(0)
+            file.truncate()
+            file.write(pickle.dumps(values))
+
+    def _load(self, data: bytes) -> dict[str, bytes]:
+        return dict(pickle.loads(data)) if data else {}
+
+
+class _WorldStore(dist.Store):  # type: ignore[misc]
+    """A store of one rank in the world of a test.
+
+    A rank that waits for a key waits for any of the other ranks. The world sees that as it sees a
+    wait at a board: it ends with an error if no rank can ever set the key.
+    """
+
+    def __init__(self, table: _Table, world: World, prefix: str) -> None:
+        """Use `table`; `prefix` distinguishes the keys from those of earlier stores."""
+        super().__init__()
+        self._table = table
+        self._world = world
+        self._prefix = prefix
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
+        with self._table.change() as values:
+            values[self._prefix + key] = _encode(value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once a rank has set it."""
+        self._yield()
+        self._await([key], None, "get")
+        return self._table.read()[self._prefix + key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number that a key has, from 0 on, and return the sum."""
+        self._yield()
+        with self._table.change() as values:
+            number = int(values.get(self._prefix + key, b"0")) + amount
+            values[self._prefix + key] = str(number).encode()
+        return number
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of a key."""
+        with self._table.change() as values:
+            values[self._prefix + key] = values.get(self._prefix + key, b"") + _encode(value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a value if the old one is the expected one; return what the key has then."""
+        self._yield()
+        with self._table.change() as values:
+            old = values.get(self._prefix + key)
+            if old == _encode(expected) or (old is None and not expected):
+                values[self._prefix + key] = _encode(desired)
+            return values.get(self._prefix + key, _encode(expected))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all these keys have been set."""
+        self._yield()
+        return self._has(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return once all these keys have been set."""
+        self._await(keys, timeout, "wait")
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key, and return whether it was there."""
+        self._yield()
+        with self._table.change() as values:
+            return values.pop(self._prefix + key, None) is not None
+
+    def num_keys(self) -> int:
+        """Return how many keys there are."""
+        self._yield()
+        return sum(key.startswith(self._prefix) for key in self._table.read())
+
+    # torch's C++ code finds these by their names in C++.
+    deleteKey, getNumKeys = delete_key, num_keys
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of these keys, once all have been set."""
+        self._yield()
+        self._await(keys, None, "multi_get")
+        values = self._table.read()
+        return [values[self._prefix + key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set the values of these keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Return that there are `append`, `multi_get` and `multi_set`."""
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Ignore the time limit of other stores: a wait that cannot end is found without one."""
+
+    def _yield(self) -> None:
+        """Give up the turn: a program may read again and again, until another rank changes a key.
+
+        `set` does not: a rank that only writes waits for no other.
+        """
+        wait_any(self._world, [rounds_of(self._world.group)], lambda: True, 0.0)
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        values = self._table.read()
+        return all(self._prefix + key in values for key in keys)
+
+    def _await(self, keys: Sequence[str], timeout: timedelta | None, call: str) -> None:
+        """Return once all keys are there.
+
+        :raises PeerLost, PeerFailed: if a rank is lost or has failed, or all others have finished.
+        :raises CollectiveMismatch: if all ranks wait for each other.
+        :raises torch.distributed.DistStoreError: after `timeout`, as from other stores.
+        """
+        if self._has(keys):
+            return
+        rounds = rounds_of(self._world.group)
+        label = rounds.note(f"store.{call}", ", ".join(keys)).label
+        rank, board = self._world.rank, rounds.board
+        begin = board.now()
+
+        def came() -> bool:
+            if self._has(keys):
+                return True
+            error = _absence(board, rank, label, board.now() - begin)
+            if error is not None and timeout is None:
+                board.abort(errors.dump(error))
+            return board.verdict() is not None
+
+        seconds = None if timeout is None else timeout.total_seconds()
+        wait_any(self._world, [rounds], came, seconds, str(label))
+        if self._has(keys):
+            return
+        verdict = board.verdict()
+        if verdict is not None:
+            raise errors.load(verdict)
+        raise dist.DistStoreError(f"{label} timed out after {seconds:g} s: the keys were not set")
+
+
+def _absence(board: Board, rank: int, label: Label, waited: float) -> errors.SyncError | None:
+    """Return why what `rank` waits for will not come; None if another rank may still set it."""
+    seen = {member: board.status(member)._replace(rounds=0) for member in board.members}
+    seen[rank] = seen[rank]._replace(rounds=1, label=label)
+    states = {status.state for member, status in seen.items() if member != rank}
+    if states - {"finished"} and not states & {"lost", "failed"}:
+        return None
+    return Snapshot(BoardView(board.members, seen, {}), rank, 1, waited, 0).absence()
+
+
+def _encode(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+# -- a world that serves torch ---------------------------------------------------------------------
+
+
+def make_torchrun_variables() -> dict[str, str]:
+    """Return what torchrun sets for all ranks alike, beside their number."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class _Rendezvous:
+    """Where the ranks of a world find each other, whatever URL their program names."""
+
+    def __init__(self, table: _Table) -> None:
+        self._table = table
+        self._stores: dict[int, list[_WorldStore]] = {}  # torch keeps only the C++ part of one
+
+    def __call__(self, url: str, rank: int, world_size: int) -> tuple[_WorldStore, int, int]:
+        """Return the store of this rank, its number, and how many ranks there are.
+
+        :raises ValueError: if the program says other numbers.
+        """
+        world = current()
+        for given, number, what in (
+            (rank, world.rank, "rank"),
+            (world_size, world.world_size, "world_size"),
+        ):
+            if given not in (-1, number):
+                raise ValueError(
+                    f"init_process_group({what}={given}): in this world it is {number}"
+                )
+        stores = self._stores.setdefault(world.rank, [])
+        stores.append(_WorldStore(self._table, world, f"{len(stores)}/"))
+        return stores[-1], world.rank, world.world_size
+
+
+@contextlib.contextmanager
+def _serve(table: _Table) -> Generator[None]:
+    """Serve, within the block, every group that this process opens."""
+    with replaced_rendezvous(_Rendezvous(table)), serve_every_backend():
+        yield
+
+
+class TorchThreads:
+    """Serves ``torch.distributed`` in a world of threads."""
+
+    def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
+        # Its functions keep the default group that there is when it is imported: no rank's own one.
+        importlib.import_module("torch.distributed.nn.functional")
+        self._globals = RankGlobals(environs)
+        self.enter = self._globals.enter  #: see there; called with each rank that gets the turn
+
+    @contextlib.contextmanager
+    def serve(self) -> Generator[None]:
+        """Return a context for the whole process, in which the ranks run."""
+        threads = torch.get_num_threads()
+        # `torch.get_default_device` of torch 2.6 does not see a `with torch.device(...)`.
+        self._device, self._grad = torch.empty(0).device, torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        with (
+            tempfile.NamedTemporaryFile() as file,
+            _serve(_Table(Path(file.name))),
+            threads_as_processes(),
+        ):
+            torch.set_num_threads(1)  # as in a process of a test; each new thread inherits it
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
+                self._globals.restore()
+
+    def as_rank(self, fn: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `fn` as a rank's thread is to call it: with what a forked process inherits."""
+
+        def run() -> Any:
+            __tracebackhide__ = True
+            # Backward passes run in this thread alone, also on devices.
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                torch.inference_mode(self._inference),
+                torch.autocast("cpu", *self._autocast),
+            ):
+                torch.set_grad_enabled(self._grad)
+                if self._device.type != "cpu":
+                    torch.set_default_device(self._device)
+                try:
+                    return fn()
+                finally:
+                    forget_group_names()
+
+        return run
+
+
+def serve_in_process(rank: int, table_path: Path) -> None:
+    """Serve ``torch.distributed`` in this process, which is a rank, until its end."""
+    make_fresh_process(rank)
+    forget_group_names()
+    _serving.enter_context(_serve(_Table(table_path)))
+
+
+_serving = contextlib.ExitStack()  # never closed: the process ends before

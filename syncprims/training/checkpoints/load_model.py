@@ -36,16 +36,33 @@ _LONGEST_INDEX = 512 << 20  # bytes
 _NOWHERE = ("disk", "meta", "auto", "balanced", "sequential")  # devices that hold no tensors
 
 
-def load_model(
+def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
-    device_map: Mapping[str, Any] | str | int | torch.device | None,
-    dtype: torch.dtype | str | None,
+    device_map: Mapping[str, Any] | str | int | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
-    strict: bool,
-    allow_links: bool,
+    strict: bool = True,
+    allow_links: bool = False,
 ) -> None:
-    """Load the weights of a checkpoint into the model. See ``load_checkpoint_in_model``."""
+    """Load the weights of a checkpoint into the model, after the files are verified.
+
+    `checkpoint` is a weights file, an index, or a directory with one. `device_map` gives the device
+    for each part of the model by the beginning of its name (``""`` is all), or one device for all;
+    `dtype` another type for its floating-point tensors. Parameters on the meta device are created
+    on the device of the map, else on the CPU. If the whole model is there, its files are verified
+    while they are read, in one pass, and otherwise before. Without `strict`, tensors that are
+    missing or unknown to the model are logged and left. Symbolic links, as in the cache of a hub,
+    are followed only with `allow_links`. Every rank that calls this reads for itself.
+
+    :raises CheckpointError: naming the file, what was expected and what was found. The model is
+        then unchanged, unless the message says otherwise: if the disk fails or the file is written
+        to after it was verified, or if a part of the model loads names or values in its own way, so
+        that only the load shows what is missing. A model on the meta device is always unchanged.
+    :raises TypeError: if `checkpoint` is neither a str nor a path.
+    :raises ValueError: if `device_map` names a device that cannot hold tensors, or none for a
+        parameter.
+    """
     path = os.fspath(cast("Any", checkpoint))
     if not isinstance(path, str):
         raise TypeError(f"checkpoint={checkpoint!r}: it takes a str or a path")

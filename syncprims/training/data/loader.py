@@ -342,7 +342,7 @@ def prepare_data_loader(
     seed: int | None = None,
     loaders: OpenLoaders | None = None,
     non_blocking: bool = False,
-    dispatch_batches: bool = False,
+    dispatch_batches: bool | None = False,
     order: str = "seeded",
     skip_finished: bool = False,
 ) -> PreparedLoader[T]:
@@ -354,7 +354,7 @@ def prepare_data_loader(
     all ranks together. Shuffling follows from `seed` and the epoch, the same on all ranks; without
     a seed, rank 0's generator gives one. A sampler that shards by itself is used as it is. With
     `dispatch_batches` rank 0 reads and sends the others their batches: for streams that yield
-    different items each time they are read.
+    different items each time they are read. None is True for streams, and False for other data.
 
     :raises ValueError: if batches cannot be cut as asked; if rank 0 is to read from a sampler that
         shards by itself; if workers yield batches in any order (``in_order=False``).
@@ -363,6 +363,8 @@ def prepare_data_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     ranks = get_world_size()
+    if dispatch_batches is None:
+        dispatch_batches = isinstance(getattr(loader, "dataset", None), IterableDataset)
     _check(loader, dispatched=dispatch_batches and ranks > 1)
     plan = ShardPlan(
         get_rank(), ranks, even_batches, split_batches, loader.drop_last,

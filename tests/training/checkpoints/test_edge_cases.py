@@ -240,33 +240,6 @@ def test_a_rank_without_memory_for_the_copy_is_told_of_on_all(world: Ranks, tmp_
     assert all(left == [] for _, left, _ in found)
 
 
-@several(2)
-def test_a_hook_that_fails_on_one_rank_fails_on_all(world: Ranks, tmp_path: Path) -> None:
-    def program() -> list[str]:
-        steps, said = Checkpoints(tmp_path / "run"), list[str]()
-
-        def hook(path: str, objects: Any) -> None:
-            if sp.get_rank() == 1:
-                raise ValueError("no such table")
-
-        steps.save(1, {"it": Kept(1)})
-        fails = pytest.raises(sp.CheckpointError, match="rank 1: ValueError: no such table")
-        registered = steps.before_save(hook)
-        with fails as caught:
-            steps.save(2, {"it": Kept(1)})
-        said.append(str(caught.value))
-        registered.remove()
-        steps.before_load(hook)
-        with fails as caught:
-            steps.load({"it": Kept()})
-        said.append(str(caught.value))
-        return [*said, str(sp.all_reduce(1)), str(steps.latest())]
-
-    found = world.run(program)
-    assert found[0] == found[1]
-    assert found[0][2:] == ["2", "1"]
-
-
 def test_a_failure_behind_the_training_is_logged_when_it_happens(
     tmp_path: Path, meeting_place: Path
 ) -> None:

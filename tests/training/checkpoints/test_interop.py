@@ -17,7 +17,8 @@ from safetensors.torch import save_model as safetensors_save
 from support import warm_torch  # noqa: F401
 from support.rank_worlds import Kind, Ranks
 
-from syncprims.training import Accelerator, load_checkpoint_in_model, save_model
+from syncprims.accelerate import Accelerator, load_checkpoint_in_model
+from syncprims.training import save_model
 
 if TYPE_CHECKING:
     from torch import nn

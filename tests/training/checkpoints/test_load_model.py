@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import syncprims as sp
+from syncprims.accelerate import Accelerator
 from syncprims.training import (
-    Accelerator,
     load_checkpoint_in_model,
     load_state,
     save_model,

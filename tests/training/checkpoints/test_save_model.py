@@ -17,8 +17,8 @@ from support.checkpoint_worlds import on_some
 from torch import nn
 
 import syncprims as sp
+from syncprims.accelerate import Accelerator
 from syncprims.training import (
-    Accelerator,
     load_checkpoint_in_model,
     load_state,
     save_model,

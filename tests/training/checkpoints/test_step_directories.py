@@ -146,23 +146,6 @@ def test_a_damaged_step_names_an_older_one(tmp_path: Path, meeting_place: Path) 
     assert said.endswith("step-2.")
 
 
-def test_hooks_run_before_and_can_be_removed(tmp_path: Path, meeting_place: Path) -> None:
-    def program() -> list[str]:
-        steps, seen = Checkpoints(tmp_path / "run"), list[str]()
-        saving = steps.before_save(lambda path, objects: seen.append(f"save {Path(path).name}"))
-        loading = steps.before_load(lambda path, objects: objects.update(more=Kept()))
-        more = steps.before_save(lambda path, objects: objects.update(more=Kept(1)))
-        steps.save(1, {"it": Kept(1)})
-        steps.load({"it": Kept()})
-        for hook in (saving, more, loading, loading):
-            hook.remove()
-        steps.save(2, {"it": Kept(1)})
-        steps.load({"it": Kept()})
-        return seen
-
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [["save step-1"]]
-
-
 # -- preemption ---------------------------------------------------------------------------------
 
 

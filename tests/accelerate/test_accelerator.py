@@ -12,12 +12,26 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 from support.rank_worlds import Kind, Ranks
-from support.training_models import alone, everywhere, feed, in_pairs, numbers, rows, small_model
+from support.training_models import (
+    alone,
+    everywhere,
+    feed,
+    in_pairs,
+    new_job,
+    numbers,
+    rows,
+    small_model,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims
-from syncprims.training import Accelerator, CheckpointError, PreparedOptimizer, rank_device
+from syncprims.accelerate import Accelerator
+from syncprims.training import CheckpointError, PreparedOptimizer, rank_device
+
+
+def seeded() -> Accelerator:
+    return new_job(2, seed=5, split_batches=True)
 
 
 def trained(accelerator: Accelerator, batch_size: int) -> list[float]:
@@ -41,10 +55,10 @@ def trained(accelerator: Accelerator, batch_size: int) -> list[float]:
 @everywhere
 def test_the_same_numbers_on_any_number_of_ranks(world: Ranks) -> None:
     def alone_in_the_world() -> list[float]:
-        return trained(Accelerator(gradient_accumulation_steps=2, seed=5), 8)
+        return trained(seeded(), 8)
 
     def program() -> list[float]:
-        return trained(Accelerator(gradient_accumulation_steps=2, seed=5), 8 // world.ranks)
+        return trained(seeded(), 8)
 
     from support.rank_worlds import Kind
     from support.rank_worlds import Ranks as Worlds
@@ -189,7 +203,7 @@ def test_tables_are_mapped_by_main_first_and_shared_out(world: Ranks, tmp_path: 
 @everywhere
 def test_a_job_goes_on_where_it_was_saved(world: Ranks, tmp_path: Path) -> None:
     def job(stop_at: int | None, start: bool) -> list[Any]:
-        a = Accelerator(gradient_accumulation_steps=2)
+        a = new_job(2)
         torch.manual_seed(0 if not start else 77)
         model = torch.nn.Sequential(small_model(), torch.nn.Dropout(0.5))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -16,7 +16,8 @@ from support.training_models import everywhere, in_pairs
 from torch import nn
 
 import syncprims as sp
-from syncprims.training import Accelerator, Checkpoints
+from syncprims.accelerate import Accelerator
+from syncprims.training import Checkpoints
 
 if TYPE_CHECKING:
     from support.rank_worlds import Ranks
@@ -56,7 +57,7 @@ def test_a_model_that_hooks_save_and_load_is_theirs(
         own = "own/second.pt"
 
         def before_saving(models: list[Any], weights: list[Any], directory: str) -> None:
-            assert models == [first, second]
+            assert models == [made.unwrap_model(first), made.unwrap_model(second)]
             if made.is_main_process:
                 (Path(directory) / "own").mkdir()
                 torch.save(weights.pop(), Path(directory) / own)
@@ -105,9 +106,9 @@ def test_what_a_hook_makes_of_the_weights_is_saved(world: Ranks, tmp_path: Path)
 @everywhere
 def test_a_hook_that_raises_on_one_rank_is_told_on_all(world: Ranks, tmp_path: Path) -> None:
     def program() -> Any:
-        made, first, second = job()
+        made, first, second = job(tmp_path)
         fill(3, first, second)
-        made.save_state(tmp_path / "state")
+        made.save_state()
 
         def fail(*offered: Any) -> None:
             if sp.is_last():
@@ -115,14 +116,14 @@ def test_a_hook_that_raises_on_one_rank_is_told_on_all(world: Ranks, tmp_path: P
 
         saving = made.register_save_state_pre_hook(fail)
         with pytest.raises(sp.CheckpointError, match="LookupError: no room for this") as caught:
-            made.save_state(tmp_path / "state")
+            made.save_state()
         saving.remove()
         loading = made.register_load_state_pre_hook(fail)
         with pytest.raises(sp.CheckpointError, match="LookupError: no room for this"):
-            made.load_state(tmp_path / "state")
+            made.load_state()
         loading.remove()
         fill(0, first, second)
-        made.load_state(tmp_path / "state")  # what was there still is
+        made.load_state()  # what was there still is
         return caught.value.rank, values(first, second)
 
     assert world.run(program) == [(world.ranks - 1, [3, 3])] * world.ranks
@@ -147,8 +148,8 @@ def test_a_list_that_says_nothing_clear_is_refused(world: Ranks, tmp_path: Path)
 @in_pairs
 def test_ranks_whose_hooks_leave_different_models_are_told(world: Ranks, tmp_path: Path) -> None:
     def program() -> Any:
-        made, _, _ = job()
-        made.save_state(tmp_path / "state")
+        made, _, _ = job(tmp_path)
+        made.save_state()
 
         def take_on_main(models: list[Any], directory: str) -> None:
             if sp.is_main():
@@ -156,7 +157,7 @@ def test_ranks_whose_hooks_leave_different_models_are_told(world: Ranks, tmp_pat
 
         made.register_load_state_pre_hook(take_on_main)
         with pytest.raises(sp.CheckpointError, match=r"ranks \[1\] have different models"):
-            made.load_state(tmp_path / "state")
+            made.load_state()
         return "told"
 
     assert world.run(program) == ["told"] * 2

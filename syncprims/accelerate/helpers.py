@@ -1,0 +1,113 @@
+"""Launchers, local SGD, and models without memory: names of modules of their own in Accelerate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncprims import all_reduce, get_world_size
+
+from .configuration import not_offered as _not_offered
+from .saving import load_checkpoint_in_model as load_checkpoint_in_model
+
+
+def notebook_launcher(
+    function: Any,
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    **others: Any,
+) -> None:
+    """Run ``function(*args)`` on `num_processes` ranks of this machine; with 1 or None, here.
+
+    Each rank is a process on the file backend, so no port is used. Arguments about ports,
+    rendezvous and nodes are accepted if they ask for one node.
+
+    :raises ValueError: if there is a world here already, or more nodes than one are asked for.
+    """
+    if others.get("num_nodes", 1) != 1:
+        raise ValueError("notebook_launcher starts ranks on one machine; use torchrun for several")
+    if others.get("max_restarts", 0):
+        raise ValueError("notebook_launcher does not restart; use syncprims run --max-restarts")
+    if num_processes is None or num_processes <= 1:
+        function(*args)
+        return
+    plain = mixed_precision in ("no", "NO")
+    variables = {} if plain else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
+    _start(lambda: function(*args), num_processes, variables)
+
+
+def debug_launcher(function: Any, args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
+    """Run ``function(*args)`` on `num_processes` ranks of this machine, without accelerators."""
+    _start(lambda: function(*args), num_processes, {"ACCELERATE_USE_CPU": "yes"})
+
+
+def _start(function: Callable[[], object], ranks: int, variables: dict[str, str]) -> None:
+    from syncprims.testing import run_world  # a room of its own
+
+    def rank() -> None:
+        os.environ.update({name: str(value).lower() for name, value in variables.items()})
+        function()
+
+    run_world(rank, ranks, kind="processes", timeout=None)
+
+
+class LocalSGD:
+    """In this block each rank steps by itself; every `local_sgd_steps` the models are averaged.
+
+    Call :meth:`step` after each step of the optimizer, on all ranks equally often.
+    """
+
+    def __init__(
+        self, accelerator: Any, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        self.enabled = enabled and get_world_size() > 1
+        self.num_steps = 0
+        self.local_sgd_steps = local_sgd_steps
+        self._model = model
+        self._no_sync = accelerator.no_sync(model)
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self._no_sync.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.enabled:
+            self._no_sync.__exit__(kind, error, trace)
+            if kind is None:  # after an error the other ranks do not come
+                self._average()
+
+    def step(self) -> None:
+        """Count a step, and average the models if it is the last of its round. Collective then."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        for p in self._model.parameters():
+            p.data.copy_(all_reduce(p.data, "mean"))
+
+
+def init_on_device(device: torch.device | str) -> AbstractContextManager[Any]:
+    """Return a context in which new tensors, and so models, are on `device`."""
+    return torch.device(device)
+
+
+def init_empty_weights(include_buffers: bool = True) -> AbstractContextManager[Any]:
+    """Return a context in which models are made without memory for their tensors.
+
+    :raises TypeError: without `include_buffers`: buffers are on the meta device, too.
+    """
+    if not include_buffers:
+        raise TypeError("init_empty_weights(include_buffers=False) is not offered")
+    return torch.device("meta")
+
+
+def __getattr__(name: str) -> Any:
+    raise _not_offered(__name__, name)

@@ -1,0 +1,420 @@
+"""Saving and loading: the Accelerator's methods, its hooks, and the function for weights."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
+from syncprims._world.world import get_own_group
+from syncprims.training import Accumulator, checkpoints, unwrap_model
+from syncprims.training.checkpoints import Saving
+from syncprims.training.checkpoints.coordination import Directory, Team, check_equal, coordinate
+from syncprims.training.checkpoints.stateful import state_of
+from syncprims.training.preparation import Preparation
+
+from . import state_files
+from .configuration import ProjectConfiguration, check_fixed, check_unsupported
+
+Weights: TypeAlias = dict[str, Any]
+SaveHook: TypeAlias = Callable[[list[nn.Module], list[Weights], str], object]
+LoadHook: TypeAlias = Callable[[list[nn.Module], str], object]
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | str | int | torch.device | None = None,
+    offload_folder: None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    strict: bool = True,
+    allow_links: bool = False,
+    **others: Any,
+) -> None:
+    """Load weights. See :func:`syncprims.training.load_checkpoint_in_model`.
+
+    Other arguments of Accelerate's function are accepted if they ask for what is always so here.
+
+    :raises TypeError: for what is not offered, such as offloading, saying what to do instead.
+    """
+    check_unsupported("load_checkpoint_in_model", {"offload_folder": offload_folder, **others})
+    checkpoints.load_checkpoint_in_model(
+        model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
+    )
+
+
+class Registered:
+    """A hook that is called until it is removed."""
+
+    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
+        self._hooks = hooks
+        self._hook = hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        """Stop calling the hook. A second call does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class _SavedWeights:
+    """A model's weights, as the hooks leave them. They are saved, and never loaded."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def state_dict(self) -> Weights:
+        return self._weights
+
+    def load_state_dict(self, state_dict: Weights) -> None:
+        raise NotImplementedError
+
+
+class Checkpointing:
+    """The part of an Accelerator that saves and loads."""
+
+    accumulator: Accumulator
+    preparation: Preparation
+    _stateful_loaders: bool  # a loaded state has the loaders' positions
+
+    def _start_saving(self, project_dir: Any, project: Any) -> None:
+        #: the directories, the number of checkpoints that are kept, the next one's least number
+        self.project_configuration: Any = project or ProjectConfiguration(project_dir)
+        if self.project_configuration.save_on_each_node:
+            raise TypeError(
+                "ProjectConfiguration(save_on_each_node=True) is not offered: a checkpoint is one "
+                "directory that all ranks see, and is complete or absent"
+            )
+        if self.project_dir is None and project_dir is not None:
+            self.project_configuration.set_directories(project_dir)
+        self._registered: dict[str, Any] = {}
+        self._before_saving: list[SaveHook] = []
+        self._before_loading: list[LoadHook] = []
+
+    @property
+    def project_dir(self) -> Any:
+        """The project's directory."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """The directory where trackers may write: by default the project's."""
+        return self.project_configuration.logging_dir
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write `obj` to the file `f` on rank 0, completely or not at all; others return at once.
+
+        With `safe_serialization`, `obj` is a dict of tensors and the file is in safetensors format.
+        `f` may also be an object with ``write``, which is called with the bytes. Links are
+        followed.
+
+        :raises CheckpointError: on rank 0, naming path and errno, if the file cannot be written, or
+            `f` exists and is not a regular file (a directory, a device).
+        """
+        if not is_main():
+            return
+        if not hasattr(f, "write"):
+            checkpoints.save_object(obj, f, safe=safe_serialization)
+        elif safe_serialization:
+            from safetensors.torch import save as to_bytes
+
+            f.write(to_bytes({name: t.contiguous() for name, t in obj.items()}, {"format": "pt"}))
+        else:
+            torch.save(obj, f)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the model's state, under the names it had before `prepare`."""
+        return (unwrap_model(model) if unwrap else model).state_dict()
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Make :meth:`save_state` and :meth:`load_state` include these objects, too.
+
+        Each is saved under its name; objects without one are ``registered_0`` and so on, in order.
+
+        :raises ValueError: if one has no ``state_dict`` and ``load_state_dict``, or a name is
+            taken.
+        """
+        first = sum(name.startswith("registered_") for name in self._registered)
+        fresh = {f"registered_{first + i}": obj for i, obj in enumerate(objects)} | named
+        taken = {*self._stateful(), *self._rank_stateful()}
+        wrong = [
+            f"{name}: {obj!r}"
+            for name, obj in fresh.items()
+            if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))
+        ]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} has no state_dict() and load_state_dict(); only objects that "
+                f"have both can be checkpointed"
+            )
+        for name, obj in fresh.items():
+            if name in taken:
+                raise ValueError(f"the name {name!r} is taken; give {obj!r} another")
+        self._registered.update(fresh)
+
+    def _stateful(self) -> dict[str, Any]:
+        """Return, by name, the objects whose state is the same on all ranks."""
+        accumulator = self.accumulator
+        named: dict[str, Any] = {}
+        if accumulator.precision.scaler is not None:
+            named["precision"] = accumulator.precision
+        named |= self._named_models()
+        named |= {f"optimizer_{i}": obj for i, obj in enumerate(accumulator.optimizers)}
+        named |= {f"scheduler_{i}": obj for i, obj in enumerate(accumulator.schedules)}
+        return {**named, **self._registered}
+
+    def _rank_stateful(self) -> dict[str, Any]:
+        """Return, by name, the objects with a state of this rank's own: windows and loaders."""
+        loaders = self.preparation.loaders if self._stateful_loaders else []
+        named = {f"loader_{i}": loader for i, loader in enumerate(loaders)}
+        return {"accumulator": self.accumulator, **named}
+
+    def _named_models(self) -> dict[str, nn.Module]:
+        """Return the models inside of the prepared ones, by the names for saving them."""
+        return {f"model_{i}": unwrap_model(m) for i, m in enumerate(self.accumulator.models)}
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> Registered:
+        """Call ``hook(models, weights, directory)`` on every rank before each :meth:`save_state`.
+
+        The models are those inside of DDP. The hook may write its own files to the directory, which
+        exists, change the models' weights, and remove from the list the weights that are not to be
+        saved: the first rank's list counts. If it raises, so does the save, on all ranks that wait
+        for each other in it. The handle's ``remove()`` ends it.
+        """
+        return Registered(self._before_saving, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> Registered:
+        """Call ``hook(models, directory)`` on every rank before each :meth:`load_state`.
+
+        The hook may load models itself and remove them from the list, the same ones on every rank.
+        If it raises, all ranks raise `CheckpointError`. The handle's ``remove()`` ends it.
+        """
+        return Registered(self._before_loading, hook)
+
+    def _objects_to_save(self, directory: str) -> dict[str, Any]:
+        """Return the common objects, with the weights that the hooks leave in place of models.
+
+        :raises CheckpointError: on all ranks, if a hook raises on one.
+        """
+        objects, models = self._stateful(), self._named_models()
+        if not self._before_saving:
+            return objects
+        where = Directory.of(directory)
+        doing = f"save_state to {where.path}"
+        Team.meet(doing, where)
+        originals = [state_of(model) for model in models.values()]
+
+        def call_hooks() -> dict[int, Weights]:
+            Path(where.path).mkdir(parents=True, exist_ok=True)
+            some, weights = list(models.values()), list(originals)
+            for hook in list(self._before_saving):
+                hook(some, weights, where.path)
+            if len(weights) == len(originals):
+                return dict(enumerate(weights))  # possibly replaced by other weights
+            kept = {i: w for i, w in enumerate(originals) if any(w is each for each in weights)}
+            if len(kept) < len(weights):
+                raise ValueError(
+                    "a hook that puts other weights into the list takes none out of it"
+                )
+            return kept
+
+        own, kept = coordinate(doing, call_hooks, list)
+        for number, name in enumerate(models):
+            if number in kept[0]:
+                objects[name] = _SavedWeights(own.get(number, originals[number]))
+            else:
+                del objects[name]
+        return objects
+
+    def _objects_to_load(self, directory: str) -> dict[str, Any]:
+        """Return the common objects without the models that the hooks load themselves.
+
+        :raises CheckpointError: on all ranks, if a hook raises on one, or leaves others.
+        """
+        objects, models = self._stateful(), self._named_models()
+        if not self._before_loading:
+            return objects
+        directory = Directory.of(directory).path
+        doing = f"load_state from {directory}"
+
+        def call_hooks() -> list[str]:
+            some = list(models.values())
+            for hook in list(self._before_loading):
+                hook(some, directory)
+            return [name for name, model in models.items() if any(model is each for each in some)]
+
+        result = coordinate(doing, call_hooks, list)
+        left = [str(names) for names in result.by_rank]
+        what = "have different models that hooks left to be loaded"
+        check_equal(doing, Team.meet(doing).ranks, left, what)
+        for name in models.keys() - set(result.own):
+            del objects[name]
+        return objects
+
+    # -- models and states ------------------------------------------------------------------------
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "5GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save the model's weights in files that other libraries read, too.
+
+        Rank 0 saves a model that is the same on all ranks; the others return at once. A model that
+        is spread over ranks is saved by all. See :func:`syncprims.training.save_model`.
+        """
+        model = unwrap_model(model)
+        arguments = (model, save_directory, max_shard_size, safe_serialization)
+        if _is_spread(model):
+            with _for_all_ranks("save_model()"):
+                checkpoints.save_model(*arguments)
+        elif is_main():
+            with get_own_group(current()):
+                checkpoints.save_model(*arguments)
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this is the first rank of its node, for scripts that write models themselves."""
+        return is_local_main()
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint in the project's directory."""
+        steps = [] if self.project_dir is None else self._checkpoints().steps()
+        return self._next_number(steps)
+
+    def _next_number(self, steps: Sequence[int]) -> int:
+        return max(self.project_configuration.iteration, max(steps, default=-1) + 1)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        block: bool = True,
+    ) -> Saving:
+        """Save the state of the job to a directory: completely or not at all.
+
+        Each rank that calls this saves its part, and waits for no other: so scripts may save on
+        rank 0 only. Without `output_dir` it is the next ``checkpoint_N`` in ``checkpoints`` of the
+        project's directory; then all ranks call this, and so they do for models that are spread
+        over ranks. Without `safe_serialization` rank 0 adds weights in a file of torch. With
+        ``block=False`` it is written in the background, and the handle's ``wait()`` returns when it
+        is durable.
+
+        :raises CheckpointError: on all ranks, if one rank cannot write its part.
+        """
+        own = self._rank_stateful()
+        if output_dir is None:
+            steps = self._checkpoints()
+            with _for_all_ranks("save_state() without a directory"):
+                there = checkpoints.agreed_steps(steps, f"save_state to {steps.directory}")
+                number = self._next_number(there)
+                common = self._objects_to_save(steps.path(number))
+                saving = steps.save(number, common, rank_objects=own, block=block)
+            self.project_configuration.iteration = number + 1
+            return saving
+        path = os.fspath(output_dir)
+        if any(map(_is_spread, self._named_models().values())):
+            with _for_all_ranks("save_state()"):
+                common = self._objects_to_save(path)
+                return checkpoints.save_state(path, common, rank_objects=own, block=block)
+        # The same number on all ranks where they save the same state.
+        mark = sum(o.steps_taken + o.steps_skipped for o in self.accumulator.optimizers)
+        saving = state_files.save_alone(
+            path, lambda: self._objects_to_save(path), own, mark=mark, block=block
+        )
+        if not safe_serialization and is_main():
+            for i, model in enumerate(self._named_models().values()):
+                name = f"pytorch_model_{i}.bin" if i else "pytorch_model.bin"
+                checkpoints.save_object(model.state_dict(), f"{path}/{name}", safe=False)
+        return saving
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: None = None,
+        *,
+        map_location: str | None = None,
+    ) -> None:
+        """Load the state in a directory, by default the project's latest. Collective.
+
+        Also one that Accelerate has saved. `map_location` is None, ``"cpu"``
+        or ``"on_device"``; each object is loaded where it is in every case.
+
+        :raises CheckpointError: on all ranks, if there is none, or it is damaged.
+        :raises TypeError: for another `map_location`, and for `load_kwargs`.
+        """
+        instead = "leave it out: all comes back as it was"
+        check_fixed({}, load_kwargs, "load_state(load_kwargs=)", instead)
+        if map_location not in (None, "cpu", "on_device"):
+            raise TypeError(
+                f"load_state(map_location={map_location!r}): it takes None, 'cpu' or 'on_device'"
+            )
+        with _for_all_ranks("load_state()"):
+            if input_dir is None:
+                self._load_latest()
+            elif state_files.is_by_accelerate(input_dir):
+                self._load_from_accelerate(os.fspath(input_dir))
+            else:
+                path = os.fspath(input_dir)
+                own = self._rank_stateful()
+                state_files.load_alone(path, lambda: self._objects_to_load(path), own)
+
+    def _load_latest(self) -> None:
+        steps, common, step = self._checkpoints(), self._stateful(), None
+        if self._before_loading and (
+            there := checkpoints.agreed_steps(steps, f"load_state from {steps.directory}")
+        ):
+            step = there[-1]
+            common = self._objects_to_load(steps.path(step))
+        steps.load(common, step, rank_objects=self._rank_stateful())
+
+    def _load_from_accelerate(self, path: str) -> None:
+        common, accumulator = self._objects_to_load(path), self.accumulator
+        state_files.load_accelerate_state(
+            path,
+            [model for name, model in self._named_models().items() if name in common],
+            accumulator.optimizers,
+            accumulator.schedules,
+            self._registered,
+            accumulator.precision.scaler,
+        )
+
+    def _checkpoints(self) -> checkpoints.Checkpoints:
+        if self.project_dir is None:
+            raise ValueError("name a directory, or make the Accelerator with project_dir=")
+        return checkpoints.Checkpoints(
+            Path(self.project_dir) / "checkpoints",
+            prefix="checkpoint_",
+            keep_last=self.project_configuration.total_limit,
+        )
+
+
+def _is_spread(model: nn.Module) -> bool:
+    """Return whether a model is spread over ranks, so that no rank can save it alone."""
+    return any(map(checkpoints.is_dtensor, model.parameters()))
+
+
+@contextlib.contextmanager
+def _for_all_ranks(call: str) -> Generator[None]:
+    """Add to errors of a block that all ranks enter what scripts of Accelerate often miss."""
+    try:
+        yield
+    except (CollectiveMismatch, PeerLost, SyncTimeout) as error:
+        text = (
+            f"{error}\nAll ranks call {call}. If it is under `if is_main_process:`, or in a "
+            f"function that runs on one rank only, call it outside of that."
+        )
+        raise type(error)(text, **error.facts()).with_traceback(error.__traceback__) from None

@@ -1,0 +1,228 @@
+"""States in files of two more kinds: those that each rank saves alone, and Accelerate's own.
+
+A rank saves alone where a script saves on some ranks only. Main saves the common objects and its
+own. Any other rank that calls it saves its own objects and random numbers in a directory inside
+main's: ``rank-00001``. Each of these is a checkpoint of one rank, complete or absent. A mark, equal
+on all ranks at one point of the program, shows which belong together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from syncprims import CheckpointError, current, get_rank, get_world_size, is_main
+from syncprims._world.world import get_own_group
+from syncprims.training.checkpoints import (
+    Saving,
+    Stateful,
+    filesystem,
+    load_checkpoint_in_model,
+    load_state,
+    manifest,
+    save_state,
+)
+from syncprims.training.checkpoints.coordination import Directory, Team, coordinate
+from syncprims.training.checkpoints.integrity import refusal
+from syncprims.training.rng import restore_cpu
+
+StateFiles = str | os.PathLike[str]
+
+
+def save_alone(
+    directory: StateFiles,
+    objects: Callable[[], Mapping[str, Stateful]],
+    rank_objects: Mapping[str, Stateful],
+    *,
+    mark: int,
+    block: bool = True,
+) -> Saving:
+    """Save this rank's part of a state, without waiting for another rank.
+
+    `objects` returns the common objects; it is called with this rank as the only one.
+
+    :raises CheckpointError: on this rank, if it cannot write its part.
+    """
+    path = Directory.of(directory).path
+    filesystem.make_directory(path)  # the ranks' parts may come in any order
+    with get_own_group(current()):
+        common = objects()
+        if not is_main():
+            part = _part(path, get_rank())
+            return save_state(part, {}, rank_objects=rank_objects, step=mark, block=block)
+        saving = save_state(path, common, rank_objects=rank_objects, step=mark, block=block)
+    for name in filesystem.names(path):
+        if name.startswith("rank-") and filesystem.is_directory(f"{path}/{name}"):
+            with contextlib.suppress(CheckpointError):
+                if manifest.read(f"{path}/{name}").step != mark:  # of an older state
+                    filesystem.remove_directory_or_log(f"{path}/{name}")
+    return saving
+
+
+def load_alone(
+    directory: StateFiles,
+    objects: Callable[[], Mapping[str, Stateful]],
+    rank_objects: Mapping[str, Stateful],
+) -> None:
+    """Load what :func:`save_alone` or ``save_state`` has saved. Collective.
+
+    What is not there for a rank, its objects and random numbers, is left as it is and logged.
+
+    :raises CheckpointError: on all ranks, as ``load_state``, but not for another number of ranks.
+    """
+    where = Directory.of(directory)
+    path, doing = where.path, f"load_state from {where.path}"
+    Team.meet(doing, where)  # each rank has saved before
+
+    def saved() -> tuple[int, int | None]:
+        state = manifest.read(path)
+        return len(state.ranks), state.step
+
+    (count, mark), _ = coordinate(doing, saved)
+    if count > 1 or get_world_size() == 1:
+        load_state(path, objects(), rank_objects=rank_objects, any_world_size=True)
+        if count != get_world_size():
+            _warn(path, list(range(get_world_size())), f"it was saved by {count} ranks")
+        return
+
+    def read() -> bool:
+        with get_own_group(current()):
+            if is_main():
+                load_state(path, objects(), rank_objects=rank_objects)
+                return True
+            load_state(path, objects(), rng=False, strict=False)
+            part = _part(path, get_rank())
+            if not filesystem.exists(f"{part}/{manifest.NAME}"):
+                return False
+            if manifest.read(part).step != mark:
+                return False
+            load_state(part, {}, rank_objects=rank_objects)
+            return True
+
+    complete = coordinate(doing, read).by_rank
+    missing = [rank for rank, there in enumerate(complete) if not there]
+    if missing:
+        _warn(path, missing, "main saved it without them")
+
+
+def _warn(path: str, ranks: list[int], why: str) -> None:
+    if is_main():
+        filesystem.LOG.warning(
+            "%s has no random numbers and no loader positions of ranks %s, because %s: these ranks "
+            "go on with their own", path, ranks, why,
+        )  # fmt: skip
+
+
+def _part(path: str, rank: int) -> str:
+    return f"{path}/rank-{rank:05d}"
+
+
+# -- what Accelerate has saved, read without running code -----------------------------------------
+
+_MODEL = "pytorch_model"
+_MARKS = ("model.safetensors", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl")
+#: What a state of numpy's generator is made of, in files of torch.
+_NUMPY: Any = [
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    getattr(np, "_core", getattr(np, "core", None)).multiarray._reconstruct,  # type: ignore[union-attr]
+]
+
+
+def is_by_accelerate(directory: StateFiles) -> bool:
+    """Return whether Accelerate has saved the state in a directory."""
+    path = Directory.of(directory).path
+    if not filesystem.is_directory(path):
+        return False
+    names = filesystem.names(path)
+    return manifest.NAME not in names and any(mark in names for mark in _MARKS)
+
+
+def load_accelerate_state(
+    directory: StateFiles,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Stateful],
+    schedules: Sequence[Stateful],
+    registered: Mapping[str, Stateful],
+    scaler: Any = None,
+) -> None:
+    """Load a state that Accelerate has saved. Collective.
+
+    Each rank reads the files, and its own random states. What is missing of the random states, or
+    cannot be read without running code, is logged and left as it is; so is ``sampler.bin``.
+
+    :raises CheckpointError: on all ranks, naming the file, if one of another object is missing, or
+        cannot be read. Objects before it have been loaded.
+    """
+    path = Directory.of(directory).path
+    doing = f"load_state from {path}"
+    Team.meet(doing)
+
+    def read() -> None:
+        names = set(filesystem.names(path))
+        for i, model in enumerate(models):
+            candidates = _numbered("model", i, ".safetensors"), _numbered(_MODEL, i, ".bin")
+            file = _first(path, names, *candidates)
+            load_checkpoint_in_model(model, file)
+        for kind, objects in (("optimizer", optimizers), ("scheduler", schedules)):
+            for i, obj in enumerate(objects):
+                obj.load_state_dict(_read(_first(path, names, _numbered(kind, i, ".bin"))))
+        if scaler is not None:
+            scaler.load_state_dict(_read(_first(path, names, "scaler.pt")))
+        for i, obj in enumerate(registered.values()):
+            obj.load_state_dict(_read(_first(path, names, f"custom_checkpoint_{i}.pkl")))
+        _restore_random_states(path, names)
+        for name in sorted(names):
+            if name.startswith(("sampler", "dl_state_dict")):
+                filesystem.LOG.warning(
+                    "%s/%s is not read: it may need code to be run, and the order of data follows "
+                    "from a seed here", path, name,
+                )  # fmt: skip
+
+    coordinate(doing, read, lambda _: None)
+
+
+def _numbered(stem: str, number: int, ending: str) -> str:
+    return f"{stem}_{number}{ending}" if number else f"{stem}{ending}"
+
+
+def _first(path: str, names: set[str], *candidates: str) -> str:
+    for name in candidates:
+        if name in names:
+            return f"{path}/{name}"
+    raise refusal(path, "missing", " or ".join(candidates), ", ".join(sorted(names)))
+
+
+def _read(path: str) -> Any:
+    """Return what is in one of torch's files. No code in it is run.
+
+    :raises CheckpointError: if it cannot be read, or needs code.
+    """
+    try:
+        with torch.serialization.safe_globals(_NUMPY):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds of errors
+        first = str(error).strip().split("\n", 1)[0]
+        raise refusal(path, "not readable", "tensors and plain data, no code", first) from error
+
+
+def _restore_random_states(path: str, names: set[str]) -> None:
+    name = f"random_states_{get_rank()}.pkl"
+    try:
+        if name not in names:
+            raise refusal(f"{path}/{name}", "missing", "random states of this rank", "none")
+        states = _read(f"{path}/{name}")
+        version, words, gauss = states["random_state"]
+        python = (version, tuple(words), gauss)
+        restore_cpu((python, states["numpy_random_seed"], states["torch_manual_seed"]))
+        if torch.cuda.is_available() and "torch_cuda_manual_seed" in states:
+            torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+    except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        filesystem.LOG.warning("random numbers are left as they are: %s", error)

@@ -1,0 +1,429 @@
+"""Functions and configuration objects that scripts import from Accelerate's utils."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import operator
+import os
+from collections.abc import Generator, Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+
+import syncprims
+from syncprims.training import gathering as _gathering
+from syncprims.training import rank_device, unwrap_model
+from syncprims.training import set_seed as set_seed
+from syncprims.training.checkpoints import save_object
+from syncprims.training.gathering import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+)
+from syncprims.training.gathering import broadcast as broadcast
+from syncprims.training.gathering import pad_across_processes as pad_across_processes
+from syncprims.training.pytree import map_tensors, named_leaves
+from syncprims.training.pytree import to_device as _to_device
+
+from .configuration import AutocastKwargs as AutocastKwargs
+from .configuration import ComputeEnvironment as ComputeEnvironment
+from .configuration import DataLoaderConfiguration as DataLoaderConfiguration
+from .configuration import DDPCommunicationHookType as DDPCommunicationHookType
+from .configuration import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from .configuration import DistributedType as DistributedType
+from .configuration import GradientAccumulationPlugin as GradientAccumulationPlugin
+from .configuration import GradScalerKwargs as GradScalerKwargs
+from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
+from .configuration import KwargsHandler as KwargsHandler
+from .configuration import LoggerType as LoggerType
+from .configuration import PrecisionType as PrecisionType
+from .configuration import ProfileKwargs as ProfileKwargs
+from .configuration import ProjectConfiguration as ProjectConfiguration
+from .configuration import RNGType as RNGType
+from .configuration import not_offered as _not_offered
+from .saving import load_checkpoint_in_model as load_checkpoint_in_model
+
+DistributedOperationException = syncprims.RankMismatch
+
+# -- collectives over nested tensors, and helpers for them ----------------------------------------
+
+
+def gather(tensor: Any) -> Any:
+    """Return all ranks' tensors, concatenated. On one rank, `tensor` itself. Collective."""
+    return tensor if syncprims.get_world_size() == 1 else _gathering.gather(tensor)
+
+
+def gather_object(object: Any) -> Any:
+    """Return the items of all ranks' lists in one list. On one rank, `object` itself. Collective.
+
+    :raises TypeError: on all ranks, if a rank's object is not iterable.
+    """
+    if syncprims.get_world_size() == 1:
+        return object
+    return [item for part in syncprims.all_gather(object) for item in part]
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Fill the list with that of one rank, and return it. Collective."""
+    if syncprims.get_world_size() > 1:
+        object_list[:] = syncprims.broadcast(list(object_list), from_process)
+    return object_list
+
+
+def copy_tensor_to_devices(tensor: Any = None) -> Any:
+    """Return rank 0's tensor on this rank's device. Collective."""
+    return _to_device(syncprims.broadcast(tensor), rank_device())
+
+
+def reduce(tensor: Any, reduction: _gathering.Reduction = "mean", scale: float = 1.0) -> Any:
+    """Return the tensors' ``mean``, ``sum``, ``max`` or the like over all ranks. Collective."""
+    return _gathering.reduce(tensor, reduction, scale)
+
+
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None
+) -> Any:
+    """Return `tensor` with its tensors on `device`, except under the keys in `skip_keys`."""
+    skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
+    if isinstance(tensor, Mapping) and skipped:
+        moved = {
+            key: part if key in skipped else send_to_device(part, device, non_blocking, skipped)
+            for key, part in tensor.items()
+        }
+        return type(tensor)(moved)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    return _to_device(tensor, torch.device(device), non_blocking=non_blocking)
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Return whether it is a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Return whether it is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Any) -> Any:
+    """Return the items of `generator` in the type of `obj`."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def recursively_apply(
+    func: Any, data: Any, *args: Any, test_type: Any = is_torch_tensor,
+    error_on_other_type: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Return `data` with ``func(leaf)`` in place of every leaf that passes `test_type`.
+
+    :raises TypeError: for other leaves, with `error_on_other_type`.
+    """
+    if error_on_other_type:
+        for path, leaf in named_leaves(data):
+            if not test_type(leaf):
+                raise TypeError(f"{path} is a {type(leaf).__name__}, which is not taken here")
+    return map_tensors(lambda leaf: func(leaf, *args, **kwargs), data, test_type)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Return the first dimension of the first tensor.
+
+    :raises TypeError: if there is no tensor with a dimension.
+    """
+    for _, leaf in named_leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    raise TypeError("there is no tensor with a dimension in it")
+
+
+def slice_tensors(
+    data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Return `data` with every tensor cut by `tensor_slice`."""
+    del process_index, num_processes
+    return map_tensors(lambda one: one[tensor_slice], data)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """Return one structure with the tensors of all, concatenated.
+
+    :raises TypeError: if the leaves are no tensors.
+    """
+    first = data[0]
+    if isinstance(first, Mapping):
+        return type(first)({k: concatenate([d[k] for d in data], dim) for k in first})  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    if isinstance(first, list | tuple):
+        return honor_type(first, (concatenate(list(part), dim) for part in zip(*data, strict=True)))
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(f"concatenate() takes tensors, and found a {type(first).__name__}")
+    return torch.cat(data, dim=dim)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return `tensor` with half precision converted to float32."""
+    halves = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda one: one.float() if one.dtype in halves else one, tensor)
+
+
+def listify(data: Any) -> Any:
+    """Return `data` with tensors as lists of numbers."""
+
+    def listed(one: torch.Tensor) -> Any:
+        one = one.detach().cpu()
+        return (one.float() if one.dtype == torch.bfloat16 else one).tolist()
+
+    return map_tensors(listed, data)
+
+
+# -- what is installed, and what the device can do ------------------------------------------------
+
+#: Packages that do not run here, installed or not; questions about others ask for the package.
+_NEVER = {
+    "deepspeed", "megatron_lm", "torch_xla", "transformer_engine", "msamp", "fp8", "npu", "mlu",
+    "musa", "sdaa", "hpu", "neuron", "habana_gaudi1", "sagemaker", "pippy", "rocm", "ccl", "ipex",
+    "xccl", "4bit_bnb", "8bit_bnb", "amdsmi", "transformer_engine_mxfp8",
+}  # fmt: skip
+_PACKAGES = {"bnb": "bitsandbytes", "lomo": "lomo_optim"}  #: whose names differ from the question's
+
+
+def __getattr__(name: str) -> Any:
+    if not (name.startswith("is_") and name.endswith("_available")):
+        raise _not_offered(__name__, name)
+    topic = name.removeprefix("is_").removesuffix("_available")
+    package = _PACKAGES.get(topic, topic)
+    return lambda *_, **__: topic not in _NEVER and find_spec(package) is not None
+
+
+def is_cuda_available() -> bool:
+    """Return whether there is a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def is_mps_available(min_version: str = "") -> bool:
+    """Return whether there is an MPS device."""
+    del min_version
+    return torch.backends.mps.is_available()
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Return whether there is an XPU device."""
+    del check_device
+    return hasattr(torch, "xpu") and torch.xpu.is_available()
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Return whether the device computes in bf16."""
+    del ignore_tpu
+    return torch.cuda.is_bf16_supported() if is_cuda_available() else not is_mps_available()
+
+
+def is_fp16_available() -> bool:
+    """Return whether the device computes in fp16."""
+    return True
+
+
+def is_weights_only_available() -> bool:
+    """Return whether torch loads weights without running code: always."""
+    return True
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Return whether loaders have a state: always."""
+    return True
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement: str) -> bool:
+    """Return whether a version, or that of an installed library, is ``>=`` or the like another.
+
+    :raises KeyError: if `operation` is no comparison.
+    """
+    known = {">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "<=": "le", "<": "lt"}
+    found = str(library_or_version)
+    if not found[0].isdigit():
+        found = version(found)
+    return bool(getattr(operator, known[operation])(TorchVersion(found), requirement))
+
+
+def is_torch_version(operation: str, requirement: str) -> bool:
+    """Return whether torch's version is ``>=`` or the like another."""
+    return compare_versions(torch.__version__, operation, requirement)
+
+
+# -- memory, released and not exceeded ------------------------------------------------------------
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return unused memory of the device to the system."""
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available() and hasattr(torch.cuda, "empty_cache"):
+        torch.cuda.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Free unused memory, and return a None for each object: assign them to its names."""
+    clear_device_cache(garbage_collection=True)
+    return [None for _ in objects]
+
+
+def should_reduce_batch_size(exception: BaseException) -> bool:
+    """Return whether an error says that memory was exceeded."""
+    texts = (" out of memory.", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
+    text = str(exception)
+    return isinstance(exception, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(exception, RuntimeError) and any(part in text for part in texts)
+    )
+
+
+def find_executable_batch_size(
+    function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Any = None
+) -> Any:
+    """Call ``function(batch_size, ...)`` with smaller sizes, by default 0.9 times, until it fits.
+
+    The next call begins with the size that fitted. All ranks go on with the same size: if it did
+    not fit on one, all try the next. This does not help if a rank runs out of memory while the
+    others wait for it in a collective.
+
+    :raises RuntimeError: if no size fits.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal starting_batch_size
+        size = starting_batch_size
+        while size > 0:
+            clear_device_cache(garbage_collection=True)
+            try:
+                result, fits = function(size, *args, **kwargs), 1
+            except Exception as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                result, fits = None, 0
+            if (syncprims.get_world_size() == 1 or syncprims.all_reduce(fits, "min")) and fits:
+                starting_batch_size = size
+                return result
+            size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        raise RuntimeError("No executable batch size found, reached zero.")
+
+    return call
+
+
+# -- helpers of scripts ---------------------------------------------------------------------------
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> Any:  # fmt: skip
+    """Return the model inside of its wrappers."""
+    del recursive
+    return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Return whether the module is compiled."""
+    return hasattr(module, "_orig_mod")
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return whether the model, inside of its wrappers, is one of peft."""
+    kinds = type(unwrap_model(model)).__mro__
+    return any(
+        f"{kind.__module__}.{kind.__name__}" == "peft.peft_model.PeftModel" for kind in kinds
+    )
+
+
+def wait_for_everyone() -> None:
+    """Return when every rank has arrived."""
+    syncprims.barrier("wait_for_everyone")
+
+
+def save(
+    obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Write `obj` to the file `f` on rank 0, or on the first rank of each node."""
+    if syncprims.is_local_main() if save_on_each_node else syncprims.is_main():
+        save_object(obj, f, safe=safe_serialization)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Return what is in a file of torch. No code in it is run."""
+    kwargs["weights_only"] = True
+    return torch.load(f, map_location=map_location, **kwargs)
+
+
+@contextlib.contextmanager
+def patch_environment(**variables: Any) -> Generator[None]:
+    """In this block the environment has these variables, in upper case."""
+    before = {name.upper(): os.environ.get(name.upper()) for name in variables}
+    os.environ.update({name.upper(): str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def str_to_bool(value: str) -> int:
+    """Return 1 or 0 for words such as yes and no.
+
+    :raises ValueError: for other words.
+    """
+    if value.lower() in ("y", "yes", "t", "true", "on", "1"):
+        return 1
+    if value.lower() in ("n", "no", "f", "false", "off", "0"):
+        return 0
+    raise ValueError(f"{value!r} is neither yes nor no")
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return tqdm's bar; unless `main_process_only` is False, on the first rank of each node.
+
+    :raises ValueError: if the first argument is a bool, as in old scripts.
+    """
+    if args and isinstance(args[0], bool):
+        raise ValueError(f"tqdm({args[0]}, ...): write it as main_process_only={args[0]}")
+    if not main_process_only:
+        from tqdm.auto import tqdm as bar
+
+        return bar(*args, **kwargs)
+    kwargs |= dict(zip(("iterable", "desc", "total", "leave"), args, strict=False))
+    return syncprims.progress(local=True, **kwargs)
+
+
+# -- random states made equal on all ranks --------------------------------------------------------
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Give one generator of all ranks the state of rank 0's. Collective.
+
+    :raises ValueError: for an unknown kind, and for ``"generator"`` without one.
+    """
+    kind = getattr(rng_type, "value", rng_type)
+    if kind == "torch":
+        torch.set_rng_state(syncprims.broadcast(torch.get_rng_state()))
+    elif kind == "cuda":
+        torch.cuda.set_rng_state(syncprims.broadcast(torch.cuda.get_rng_state()))
+    elif kind == "generator" and generator is not None:
+        generator.set_state(syncprims.broadcast(generator.get_state()))
+    else:
+        raise ValueError(f"rng_type={rng_type!r}: it takes 'torch', 'cuda', or 'generator' and one")
+
+
+def synchronize_rng_states(
+    rng_types: Sequence[Any], generator: torch.Generator | None = None
+) -> None:
+    """Give these generators of all ranks the states of rank 0's. Collective."""
+    for kind in rng_types:
+        synchronize_rng_state(kind, generator)
