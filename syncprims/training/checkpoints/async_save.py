@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import threading
 import time
-from concurrent import futures
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +25,11 @@ from syncprims._world.runtime import announce_activity, get_active_group
 
 from . import filesystem, integrity
 from .commit import removed_by_others
-from .coordination import UNCHANGED, Outcome, cleanup_on_error, combine, coordinate
+from .coordination import attempt, cleanup_on_error, combine, coordinate, message_of
 from .safetensors_file import in_huge_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from .commit import FilePlan, Save
 
@@ -56,7 +56,7 @@ def start_save(save: Save) -> Saving:
             save.abandon()
 
     with cleanup_on_error(save.doing, clean_up):
-        copied = coordinate(save.doing, copy, lambda _: None, advice=UNCHANGED).own
+        copied = coordinate(save.doing, copy, lambda _: None).own
         saving = extras[_KEY] = _BackgroundSaving(save._replace(files=copied))
         saving.start()
     return saving
@@ -106,8 +106,8 @@ class _BackgroundSaving(Saving):
         super().__init__(save.place.path)
         self._save = save
         self._group = get_active_group()  # wait() uses it, wherever it is called
-        self._written: futures.Future[Any] = futures.Future()
-        self._committed: futures.Future[None] = futures.Future()
+        self._written: Future[Any] = Future()
+        self._committed: Future[None] = Future()
         self._cancelled = threading.Event()
         self._abandoned = False
         self.begun = False  #: then only the thread removes what it has not finished
@@ -137,11 +137,11 @@ class _BackgroundSaving(Saving):
         if extras.get(_KEY) is not self:
             return  # an earlier call has waited
         del extras[_KEY]
-        futures.wait([self._written])
+        wait([self._written])
         with self._group, cleanup_on_error(doing, self._cancel):
-            coordinate(doing, self._written.result, call=_WAIT, advice=UNCHANGED)
+            coordinate(doing, self._written.result, call=_WAIT)
             self._join()
-            coordinate(doing, self._committed.result, call=_WAIT, advice=UNCHANGED)
+            coordinate(doing, self._committed.result, call=_WAIT)
 
     def _cancel(self) -> None:
         self._cancelled.set()
@@ -153,7 +153,7 @@ class _BackgroundSaving(Saving):
         """Return when the thread has done everything it has to."""
         # If `join` raises, as a signal handler may, Python up to 3.12 forgets the running thread,
         # and does not wait for it at exit.
-        futures.wait([self._committed])
+        wait([self._committed])
         self._thread.join()
 
     # -- in the thread ----------------------------------------------------------------------------
@@ -161,42 +161,40 @@ class _BackgroundSaving(Saving):
     def _run(self) -> None:
         save = self._save
         announce_activity(self, f"{save.doing} in the background")
-        written = Outcome.of(save.write, lambda digests: digests)
-        _settle(self._written, lambda: self._end_writing(written))
-        _settle(self._committed, lambda: self._commit(written) if save.team.leads else None)
+        outcome = attempt(save.write)
+        attempt(lambda: self._end_writing(outcome), self._written)
+        attempt(lambda: self._commit(outcome), self._committed)
         error = self._committed.exception() or self._written.exception()
         if error is not None:  # the program may end without calling wait()
             filesystem.LOG.error("%s, in the background, has failed: %s", save.doing, error)
         announce_activity(self, None)
 
-    def _end_writing(self, written: Outcome[Any]) -> Any:
+    def _end_writing(self, outcome: Future[Any]) -> Any:
         save = self._save
-        if written.error is not None:
+        if outcome.exception() is not None:
             save.remove_own_files()
         if not save.team.leads:
-            if written.error is not None and not _is_awaited(save):
+            if outcome.exception() is not None and not _is_awaited(save):
                 return None  # the leading rank has failed, and removed what this one wrote to
-            _report(save, written.message)
-        return written.unwrap()
+            _report(save, _message(outcome))
+        return outcome.result()
 
-    def _commit(self, written: Outcome[Any]) -> None:
+    def _commit(self, outcome: Future[Any]) -> None:
         save = self._save
+        if not save.team.leads:
+            return
         try:
-            reports = _collect_reports(save, written.message, self._cancelled)
-            by_rank = combine(save.doing, written, reports).by_rank
+            reports = _collect_reports(save, _message(outcome), self._cancelled)
+            written = combine(save.doing, reports, outcome.exception())
         except BaseException:
             self._abandoned = True
             save.abandon()
             raise
-        save.commit(by_rank)
+        save.commit(written)
 
 
-def _settle(future: futures.Future[Any], work: Callable[[], Any]) -> None:
-    """Give a future the result of ``work()``, or its error."""
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
+def _message(outcome: Future[Any]) -> dict[str, Any]:
+    return message_of(outcome, None if outcome.exception() else outcome.result())
 
 
 def _is_awaited(save: Save) -> bool:

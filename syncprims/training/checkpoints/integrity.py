@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -189,19 +188,16 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) != len(pairs):
-            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-            raise refusal(path, "ambiguous", "each key once", f"{twice!r} twice")
+            raise ValueError("a key twice")
         return fields
 
     def no_constant(name: str) -> Any:
-        raise refusal(path, "not JSON", "a number", name)
+        raise ValueError(f"{name}, which is no number")
 
     try:
         document = json.loads(data, object_pairs_hook=unique_keys, parse_constant=no_constant)
-    except CheckpointError:
-        raise
     except (ValueError, RecursionError) as error:
-        raise refusal(path, "not JSON", "a JSON object", str(error)) from None
+        raise refusal(path, "not JSON", "a JSON object with each key once", str(error)) from None
     if not isinstance(document, dict):
         raise refusal(path, "not what was written", "a JSON object", f"a {type(document).__name__}")
     return document

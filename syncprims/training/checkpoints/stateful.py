@@ -108,18 +108,17 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
     if not isinstance(thing, nn.Module):
         return
     own: dict[str, Any] = state_of(thing)
-    if not isinstance(state, dict):
-        raise refusal(path, f"object {name!r}", "a model's state", type(state).__name__)
-    if own.keys() != state.keys():
-        lacking = sorted(own.keys() - state.keys())
-        extra = sorted(state.keys() - own.keys(), key=repr)  # of another object, or made up
+    saved: dict[Any, Any] = state if isinstance(state, dict) else {type(state).__name__: state}
+    if own.keys() != saved.keys():
+        lacking = sorted(own.keys() - saved.keys())
+        extra = sorted(saved.keys() - own.keys(), key=repr)  # of another object, or made up
         raise CheckpointError(
             f"{path}: object {name!r} is of another model: expected {lacking[:5]}, which it lacks, "
             f"and found {extra[:5]}, which the model lacks. Load it into the model that was saved.",
             path=path,
         )
     for key, value in own.items():
-        found = state[key]
+        found = saved[key]
         if not isinstance(value, torch.Tensor):
             continue
         if value.is_meta:
@@ -394,14 +393,14 @@ def check_placements(name: str, tensor: DTensor) -> None:
         )
 
 
-def region_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def region_of(tensor: Any) -> tuple[list[int], list[int]]:
     """Return the offset of this rank's shard in a tensor, and its shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tuple(offset), tuple(shape)
+    return list(offset), list(shape)
 
 
 def from_shard(local: torch.Tensor, target: DTensor) -> DTensor:
