@@ -413,13 +413,11 @@ def test_beside_a_part_that_looks_itself_what_is_missing_is_missing(
 
 
 def test_what_a_part_renames_is_not_missing(tmp_path: Path, alone: Alone) -> None:
-    model, other, older = normed(), normed(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    nn.utils.weight_norm(older[0])
-    older.load_state_dict(
-        {n.replace("parametrizations.weight.original0", "weight_g")
-          .replace("parametrizations.weight.original1", "weight_v"): tensor
-         for n, tensor in model.state_dict().items()}
-    )  # fmt: skip
+    model, other = normed(), normed()
+    older: Any = nn.Sequential(nn.Module(), model[1])  # type: ignore[index]
+    names = {"bias": "bias", "original0": "weight_g", "original1": "weight_v"}
+    for name, tensor in model[0].named_parameters():  # type: ignore[index]
+        older[0].register_parameter(names[name.rpartition(".")[2]], tensor)
     saved(tmp_path / "m", alone, older)
     load_checkpoint_in_model(other, tmp_path / "m")
     assert are_equal(model, other)

@@ -17,7 +17,7 @@ from support.checkpoint_worlds import Alone, on_some
 from torch import nn
 
 import syncprims as sp
-from syncprims.accelerate import Accelerator
+from syncprims import accelerate
 from syncprims.training import (
     load_checkpoint_in_model,
     load_state,
@@ -286,8 +286,9 @@ def test_a_map_covers_tied_parameters_by_one_of_their_names(tmp_path: Path, alon
 
 def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
     model, path = saved
+    load_in_model = accelerate.load_checkpoint_in_model
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    load_checkpoint_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
+    load_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
     assert {p.dtype for p in other.parameters()} == {torch.float64}
     fresh: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     for asked in (
@@ -299,9 +300,9 @@ def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module
         {"broadcast_from_rank0": True},
     ):
         with pytest.raises(TypeError, match=r"is not offered; instead: (leave|cast)"):
-            load_checkpoint_in_model(fresh, path, **asked)
+            load_in_model(fresh, path, **asked)
     with pytest.raises(TypeError, match="unexpected keyword argument 'ofload_folder'"):
-        load_checkpoint_in_model(fresh, path, ofload_folder=None)
+        load_in_model(fresh, path, ofload_folder=None)
     assert not same(model, fresh), "it was refused, and loaded all the same"
 
 
@@ -365,7 +366,7 @@ def test_what_is_above_a_link_is_where_others_find_it(
         load_checkpoint_in_model(other, "link/../out")
         save_state("link/../state", {"model": model})
         load_state("link/../state", {"model": other})
-        Accelerator().save(model.state_dict(), "link/../one.bin")
+        accelerate.Accelerator().save(model.state_dict(), "link/../one.bin")
         torch.load("link/../one.bin", weights_only=True)
         return torch.equal(model.weight, other.weight)
 

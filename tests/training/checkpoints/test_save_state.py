@@ -199,7 +199,7 @@ def test_numpys_texts_come_back_to_the_last_character(
 
     found = alone(program)
     size = len(text)
-    assert found == [[(np.str_, size, list(text)), (np.bytes_, size, list(text.encode()))]]
+    assert found == [(np.str_, size, list(text)), (np.bytes_, size, list(text.encode()))]
 
 
 def test_numbers_of_others_types_are_refused_and_named(tmp_path: Path, alone: Alone) -> None:
