@@ -156,9 +156,6 @@ class ProbedBoard(Board):
             probe.outcome.waits = None
         return notes
 
-    def repeat(self, note: Note) -> None:
-        """Return None: every round is recorded."""
-
     def publish_wait(self, wait: WaitView) -> None:
         """Record where the rank waits, also for the test."""
         self.inner.publish_wait(wait)
