@@ -285,8 +285,6 @@ def test_a_map_covers_tied_parameters_by_one_of_their_names(tmp_path: Path, alon
 
 
 def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
-    from syncprims.accelerate import load_checkpoint_in_model
-
     model, path = saved
     load_in_model = accelerate.load_checkpoint_in_model
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
