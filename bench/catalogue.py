@@ -26,9 +26,7 @@ CONTROL = {
         "Gloo": "dist.all_reduce(flag)",
         "Accelerate": "check_trigger()",
     },
-    "lagging check": {OURS: "Trigger(lag=1).check(), in a tight loop"},
     "lagging check, no late rank": {OURS: "Trigger(lag=1).check(), once in a step, no late rank"},
-    "store and look": {OURS: "a function with one store and one look, once in a step"},
     "number": {
         OURS: "all_reduce(1.0)",
         "MPICH": "allreduce(1.0)",
@@ -147,7 +145,6 @@ class Row(NamedTuple):
 
 
 _PAIR, _ALL = (2, 4), (2, 4, 8)
-_LAG = (Aim(at_most=5),)
 
 _SMALL = (
     Aim(OURS, at_most=3, operation="barrier"),
@@ -190,8 +187,7 @@ ROWS = (
     Row("flag under torchrun, one host", "torchrun", "flag", _ALL, "us",
         (Aim("Accelerate", at_least=20),), shown=("Gloo",)),
     Row("flag with `lag=1`, no late rank", "control", "lagging check, no late rank", _ALL, "us",
-        (Aim(OURS, at_most=2, operation="store and look"),)),
-    Row("flag with `lag=1`, in a tight loop", "control", "lagging check", _ALL, "us", _LAG),
+        ()),
     Row("`all_reduce(1.0)`, `file`", "control", "number", _ALL, "us",
         (Aim(OURS, at_most=3, operation="barrier"), Aim("MPICH", at_most=4),
          Aim("Gloo", at_least=10))),

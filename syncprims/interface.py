@@ -313,16 +313,6 @@ class Board(ABC):
         collects round *k* collects equal notes, and no member collects it before all have posted.
         """
 
-    def repeat(self, note: Note) -> Callable[[], bool] | None:
-        """Return a function that collects the round before and posts `note` again, or None.
-
-        It does both, and returns True, if that is one step: one round is outstanding, and all
-        members have posted to it what this rank has, `note`. Otherwise it does nothing, and returns
-        False. Once it has counted the round, Python must run no signal handler until it returns.
-        Optional: for repeated calls that seldom wait, whose code is in no cache of the processor.
-        """
-        return None
-
     @abstractmethod
     def status(self, rank: int) -> Status:
         """Return what is known about member `rank`, without waiting."""

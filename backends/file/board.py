@@ -37,7 +37,7 @@ from .memory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from syncprims.interface import WaitView, Window
 
@@ -371,52 +371,6 @@ class SharedMemoryBoard(Board):
             _, check, bare = self._body_of(text)
             self._seen[check] = bare, Note(label), Note(label, flag=True)
         return Note(label, flag, content[:payload], content[payload:])
-
-    def repeat(self, note: Note) -> Callable[[], bool]:
-        """Return the function that posts a bare note again, if that needs nothing else.
-
-        In a training step, this code and its data are in no cache, so what counts is how much of
-        them is touched: one function, without attributes and calls where that is possible.
-        """
-        _, flags, check, body = self._prepare(note)
-        flags |= 1 << 8  # it is one round ahead
-        # A word as one number: each round adds the same, and the check is its upper end.
-        first = flags << 64 | (check + flags * FLAGS_FACTOR) << 96
-        step, mask = 1 | ROUND_FACTOR << 96, (1 << 8 * WORD.size) - 1
-        board, count, size = self, len(self.members), WORD.size
-        memory, rows, own = self._memory, self._rows, self._own
-        mine, written, spilled = self._mine, self._written, self._spilled
-        intents, no_intents, asleep, awake = (
-            self._intents, self._no_intents, self._asleep, self._all_awake,
-        )  # fmt: skip
-
-        def post_again() -> bool:
-            number = board.posted + 1
-            word = (first + number * step & mask).to_bytes(size, "little")
-            # From here on, no call: so no other thread and no signal handler comes between.
-            cell, before = number % CELLS, (number - 1) % CELLS
-            last, expected = mine[before]
-            if (
-                board.posted + 1 != number
-                or board.collected + 2 != number
-                or number == 2
-                or last is not note
-                or (written[cell] is not body and written[cell] != body)
-                or spilled
-                or memory[rows[before]] != expected * count
-                or memory[intents] != no_intents
-                # A rank that falls asleep only now looks again after its nap.
-                or memory[asleep] != awake
-            ):
-                return False
-            posted = note, word
-            board.posted = number
-            board.collected = number - 1
-            mine[cell] = posted
-            memory[own[cell]] = word
-            return True
-
-        return post_again
 
     # -- for the two-level board ------------------------------------------------------------------
 

@@ -5,27 +5,22 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from syncprims._data import codec
-from syncprims._protocol.call_site import is_users
 from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
-from syncprims._world.runtime import announce_activity, get_active_group, get_extras, is_active
+from syncprims._world.runtime import announce_activity, get_active_group, get_extras
 from syncprims.errors import signal_name
 from syncprims.interface import Note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import CodeType, FrameType
+    from collections.abc import Sequence
+    from types import FrameType
 
     from syncprims._protocol.rounds import PendingRound
     from syncprims._world.group import Group
-
-    #: Where a check was made, with which note, and how to make it again.
-    _Repeat = tuple[CodeType, int, Note, Callable[[PendingRound], bool]]
 
 _ONE_SIGNAL = 2.0  # seconds within which signals are one
 
@@ -47,7 +42,6 @@ class Trigger:
         # Set or not, and why. A dict, since one operation on it is atomic, also for a signal.
         self._set: dict[str, tuple[str | None]] = {}
         self._before: tuple[Group, PendingRound] | None = None
-        self._repeat: _Repeat | None = None
         self._members: Sequence[int] = ()  # of the group that is checked
         self.ranks: list[int] = []  #: after a true check: which ranks had set it
         self.reason: str | None = None  #: after a true check: the lowest setter's reason
@@ -76,13 +70,6 @@ class Trigger:
 
         :raises CollectiveMismatch, SyncTimeout, PeerLost, PeerFailed: as :func:`syncprims.barrier`.
         """
-        caller = sys._getframe(1)
-        before, repeat = self._before, self._repeat
-        if before is not None and repeat is not None and not self._set:
-            code, at, _, again = repeat
-            here = caller.f_code is code and caller.f_lasti == at
-            if here and is_active(before[0]) and again(before[1]):
-                return False
         group = get_active_group()
         rounds = rounds_of(group)
         # Reset before waiting: a signal that arrives meanwhile counts for the next check.
@@ -95,17 +82,13 @@ class Trigger:
             self._members = group.ranks
             if not self._lag:
                 return rounds.meet(note, group._timeout, self._read)
-            # Of another group, or another world: then this is the first check of this one.
+            # The check before may be of another group or world: then this is the first one here.
+            before = self._before
             earlier = before[1] if before is not None and before[0] is group else None
-            if earlier is None or (repeat is not None and repeat[2] is not note):
-                repeat = None
-            if repeat is None and why is None and is_users(caller):
-                prepared = rounds.repeat_deferred(note)
-                repeat = prepared and (caller.f_code, caller.f_lasti, note, prepared)
 
             def check() -> bool:
                 pending = rounds.post_deferred(note, group._timeout)
-                self._before, self._repeat = (group, pending), repeat
+                self._before = group, pending
                 return earlier is not None and self._read(rounds.collect_deferred(earlier))
 
             return rounds.atomic_call(note.label, check)

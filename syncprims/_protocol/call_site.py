@@ -55,11 +55,6 @@ def _describe(frame: FrameType) -> str:
     return f"{relative[-_LONGEST_PATH:]}:{frame.f_lineno}"
 
 
-def is_users(frame: FrameType) -> bool:
-    """Return whether a call in `frame` is at the user's line."""
-    return not frame.f_code.co_filename.startswith(_NOT_USERS)
-
-
 def describe_call() -> str:
     """Return the public call that this code runs in, as ``barrier 'saved' (job.py:4)``."""
     frame = call = _getframe(1)

@@ -225,37 +225,6 @@ class Rounds:
         pending = self._pending[self.board.posted] = PendingRound(timeout)
         return pending
 
-    def repeat_deferred(self, note: Note) -> Callable[[PendingRound], bool] | None:
-        """Return a function that makes a deferred round of `note` once more, or None.
-
-        It takes the round that this rank has posted `note` to last. If all members have posted it,
-        and nothing else is to do, this collects that round, posts `note` again, and returns True:
-        the same `PendingRound` is then the new round. Otherwise nothing is done, and it returns
-        False. It needs no :meth:`atomic_call`.
-        """
-        post_again = None if self.traced else self.board.repeat(note)
-        if post_again is None:
-            return None
-        board, calls, rounds, deadlocks = self.board, self._calls, self._pending, self._deadlocks
-
-        def repeat(pending: PendingRound) -> bool:
-            number = board.posted
-            if calls or self.closed is not None or deadlocks.holds_verdict:
-                return False
-            try:
-                if rounds.get(number) is not pending or not post_again():
-                    return False
-            except ValueError:  # closed meanwhile, by a signal handler
-                if self.closed is None:
-                    raise
-                return False
-            # No call follows, so that no signal handler runs after the round was posted.
-            del rounds[number]
-            rounds[number + 1] = pending
-            return True
-
-        return repeat
-
     def collect_deferred(self, pending: PendingRound) -> Sequence[Note]:
         """Return the notes of a deferred round as :meth:`meet`; within :meth:`atomic_call`."""
         while pending.notes is None:

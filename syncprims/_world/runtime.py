@@ -199,13 +199,6 @@ def get_active_group(timeout: float | timedelta | None = None) -> Group:
     return groups[-1] if groups else (_state.world or current(timeout)).group
 
 
-def is_active(group: Group) -> bool:
-    """Return whether :func:`get_active_group` returns `group`, without a look at torch's groups."""
-    groups = entered.get()
-    world = _state.world
-    return (groups[-1] if groups else world and world.group) is group
-
-
 def get_extras() -> dict[str, Any]:
     """Return what belongs to this rank's world, or to the one that it will start.
 

@@ -46,46 +46,43 @@ class SessionValues:
 
     def join(self) -> None:
         """Be one of the workers, from now on."""
-        self._presence = self._locked("workers", fcntl.LOCK_SH)
+        if self._presence is None:
+            self._presence = self._locked("workers", fcntl.LOCK_SH)
 
     def get(self, name: str, make: Callable[[], T], cleanup: Callable[[T], object] | None) -> T:
         """Return the value of this name; make it if no worker has."""
         if name not in self._values:
-            if self._presence is None:
-                self.join()
+            self.join()
             digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
             path = self._folder / f"{digest}{_VALUE}"
             with self._locked(f"making-{digest}", fcntl.LOCK_EX):
-                self._values[name] = (
-                    self._read(path, name) if path.exists() else self._make(path, make, cleanup)
-                )
+                if not path.exists():
+                    self._make(path, make, cleanup)
+                entry, maker = pickle.loads(path.read_bytes())
+            if not isinstance(entry, bytes):
+                error = entry.unpack()
+                error.add_note(f"made once per session, {name!r} failed in worker {maker}")
+                raise error
+            self._values[name] = pickle.loads(entry)[0]
         value: T = self._values[name]
         return value
 
-    def _make(self, path: Path, make: Callable[[], T], cleanup: Callable[[T], object] | None) -> T:
+    def _make(
+        self, path: Path, make: Callable[[], T], cleanup: Callable[[T], object] | None
+    ) -> None:
         try:
-            value = make()
-            made = pickle.dumps((value, cleanup))
+            entry = pickle.dumps((make(), cleanup))
         except (KeyboardInterrupt, SystemExit):
             raise  # of this worker only
         except BaseException as error:
             self._write(path, pack_exception(error))
             raise
-        self._write(path, made)
-        return value
+        self._write(path, entry)
 
     def _write(self, path: Path, entry: Any) -> None:
         new = path.with_suffix(".new")
         new.write_bytes(pickle.dumps((entry, self._worker)))
         new.rename(path)
-
-    def _read(self, path: Path, name: str) -> Any:
-        entry, maker = pickle.loads(path.read_bytes())
-        if isinstance(entry, bytes):
-            return pickle.loads(entry)[0]
-        error = entry.unpack()
-        error.add_note(f"made once per session, {name!r} failed in worker {maker}")
-        raise error
 
     def leave(self) -> None:
         """End as one of the workers; the last one cleans up all values."""

@@ -46,7 +46,7 @@ from .errors import (
     is_consequence,
     leaves,
 )
-from .faults import Delay, Fault, Raise, is_due
+from .faults import Delay, Fault, Kill, Raise, Stop, is_due
 from .scheduler import Seed
 
 E = TypeVar("E", bound=BaseException)
@@ -88,8 +88,21 @@ class RankOutcome:
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     #: where it waits, or waited without result; a text if it waits for any of several notes
     waits: RecordedCall | str | None = None
+    waits_for_notes: bool = False  #: nothing but a note ends that wait
     torn: bool = False  #: it has seen a group break, and may have handled that
     struck: list[Fault] = field(default_factory=list[Fault])
+
+    def take(self, event: Literal["call", "fault", "wait"], fact: Any) -> None:
+        """Record what the rank does: it comes to a call, a fault strikes it, or it waits."""
+        match event:
+            case "call":
+                self.calls.append(fact)
+            case "fault":
+                self.struck.append(fact)
+                if isinstance(fact, Kill | Stop):
+                    self.end = "killed" if isinstance(fact, Kill) else "stopped"
+            case "wait":
+                self.waits, self.waits_for_notes = fact
 
     @property
     def failed_in_call(self) -> bool:

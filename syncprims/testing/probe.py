@@ -12,6 +12,7 @@ from inspect import get_annotations
 from operator import attrgetter
 from typing import Any
 
+from syncprims._protocol.threads import threads_that_may_call
 from syncprims._world.world import open_board
 from syncprims.interface import Backend, Board, Note, Status, WaitView
 
@@ -22,44 +23,36 @@ from .outcomes import RankOutcome, RecordedCall
 JOIN = "init"  # the round in which a world starts; rounds are counted after it
 
 
-class Observer:
-    """Is notified of what ranks do, as they do it; here, every notification is ignored."""
-
-    def on_call(self, rank: int, call: RecordedCall) -> None:
-        """Notice that `rank` is about to post."""
-
-    def on_post(self, rank: int, call: RecordedCall) -> None:
-        """Notice that `rank` has posted a note."""
-
-    def on_fault(self, rank: int, fault: Fault) -> None:
-        """Notice that a fault is about to strike `rank`."""
-
-    def on_wait(self, call: RecordedCall | str, deadline: float) -> None:
-        """Notice that this thread of a rank has waited for a moment, and until when it waits.
-
-        `call` is a text if it waits for the first of several notes; "" ends every wait.
-        """
-
-
 class Probe:
-    """Records in `outcome` what the rank that makes it does, and applies faults to that rank."""
+    """Records in `outcome` what the rank that makes it does, and applies faults to that rank.
 
-    def __init__(self, outcome: RankOutcome, faults: Sequence[Fault], observer: Observer) -> None:
+    ``journal(event, fact)`` is called with each event that the test must know of a killed rank, and
+    ``on_post(rank, call)`` when a note is up.
+    """
+
+    def __init__(
+        self,
+        outcome: RankOutcome,
+        faults: Sequence[Fault],
+        journal: Callable[[str, Any], None] = lambda event, fact: None,
+        on_post: Callable[[int, RecordedCall], None] = lambda rank, call: None,
+    ) -> None:
         self.outcome = outcome
-        self.observer = observer
-        self.rank = outcome.rank
-        self._faults = [fault for fault in faults if fault.rank == outcome.rank]
+        self.journal = journal
+        self.on_post = on_post
+        self._faults = faults
         self._target = current_target.get()
 
     def record_call(self, call: RecordedCall) -> None:
         """Record a call of this rank, and apply the faults that are due at it."""
-        calls, struck = self.outcome.calls, self.outcome.struck
-        calls.append(call)
-        self.observer.on_call(self.rank, call)
-        for fault in self._faults:
-            if fault not in struck and is_due(fault, len(calls), call.label):
-                struck.append(fault)
-                self.observer.on_fault(self.rank, fault)
+        outcome = self.outcome
+        outcome.take("call", call)
+        self.journal("call", call)
+        for number, fault in enumerate(self._faults):
+            is_own = fault.rank == outcome.rank and fault not in outcome.struck
+            if is_own and is_due(fault, len(outcome.calls), call.label):
+                outcome.take("fault", fault)
+                self.journal("fault", number)
                 apply_fault(fault, self._target)
 
     def check_alive(self) -> None:
@@ -110,12 +103,12 @@ class ProbedBackend(Backend):
         call = inner[0].waits_any if inner else ""
         if call:
             outcome.waits = call
-            probe.observer.on_wait(call, math.inf if timeout is None else 0.0)
+            probe.journal("wait", (call, timeout is None))
         try:
             came = self.inner.wait_any(inner, ready, timeout)
         finally:
             if call:
-                probe.observer.on_wait("", math.inf)
+                probe.journal("wait", (None, False))
         probe.check_alive()
         if came and call and not any(board.verdict() for board in inner):
             outcome.waits = None
@@ -151,7 +144,7 @@ class ProbedBoard(Board):
             self._recorded = inner.posted + 1
             probe.record_call(call)
         inner.post(note)
-        probe.observer.on_post(probe.rank, call)
+        probe.on_post(probe.outcome.rank, call)
 
     def collect(self, timeout: float | None = None) -> Sequence[Note] | None:
         """Collect, and record where the rank waits until then."""
@@ -163,14 +156,14 @@ class ProbedBoard(Board):
             probe.outcome.waits = None
         return notes
 
-    def repeat(self, note: Note) -> None:
-        """Return None: every round is recorded."""
-
     def publish_wait(self, wait: WaitView) -> None:
         """Record where the rank waits, also for the test."""
         self.inner.publish_wait(wait)
-        if self._last is not None:
-            self._probe.observer.on_wait(self._last if wait.number else "", wait.deadline)
+        if not wait.number:
+            self._probe.journal("wait", (None, False))
+            return
+        only_notes = wait.deadline == math.inf and not threads_that_may_call()
+        self._probe.journal("wait", (self._last, only_notes))
 
     def status(self, rank: int) -> Status:
         """Return what is known of `rank`."""

@@ -128,11 +128,10 @@ class ProcessWorld:
 
     def _waits_for_stopped(self) -> bool:
         """Return whether faults have stopped ranks, and all others wait for notes."""
-        living = [self._journals[rank] for rank in self._pids]
-        stopped = [j.outcome.rank for j in living if j.outcome.end == "stopped"]
-        if not stopped or len(stopped) == len(living):
-            return False
-        if not all(j.waits_for_notes or j.outcome.end == "stopped" for j in living):
+        living = [self._journals[rank].outcome for rank in self._pids]
+        stopped = [outcome.rank for outcome in living if outcome.end == "stopped"]
+        waiting = [outcome.rank for outcome in living if outcome.waits_for_notes]
+        if not stopped or not waiting or len(stopped) + len(waiting) < len(living):
             return False
         self._run.stopped(stopped)
         return True

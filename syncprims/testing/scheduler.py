@@ -38,9 +38,10 @@ from syncprims.errors import ConcurrentCall
 
 from .errors import WorldAborted
 
-_PATIENCE = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
+_TAKE_AFTER = 0.01  # seconds without a step, after which a thread takes the turn from a busy rank
 _HELPER = "syncprims-schedule"  # the name of a thread that passes the turn on
 _LOOK_EVERY = 0.002  # seconds between two looks for a thread that may come
+_DummyThread = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
 _WAITING_MODULES = {"threading", "queue", "concurrent.futures._base"}
 
 
@@ -115,25 +116,14 @@ class RankThread(threading.Thread):
     A thread inherits this from the one that starts it, and a rank is the main thread elsewhere.
     """
 
-    _runs = False
-
     def run(self) -> None:
         """Run the rank."""
-        self._runs = True
+        self._daemonic = False
         super().run()
-
-    @property
-    def daemon(self) -> bool:  # type: ignore[override]  # the base has a setter, too
-        """Whether Python ends without it; once it runs, what the threads that it starts inherit."""
-        return not self._runs
 
 
 class _Turn:
     """What the scheduler knows of one thread, and the block in which this is inside a board."""
-
-    __slots__ = (
-        "_depth", "_scheduler", "done", "lock", "own", "rank", "ready", "stand_in", "until", "waits"
-    )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, rank: int, *, own: bool) -> None:
         self._scheduler = scheduler
@@ -145,7 +135,7 @@ class _Turn:
         self.ready: Callable[[], bool] | None = None
         self.until = math.inf
         self.done = False
-        self.stand_in: int | None = None  #: the thread that makes a call in place of the own one
+        self.substitute: int | None = None  #: the thread that makes a call in place of the own one
         self._depth = 0
 
     @property
@@ -166,7 +156,7 @@ class _Turn:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
-            self.stand_in = None
+            self.substitute = None
             if not self.own:
                 self._scheduler.go(self)
 
@@ -204,10 +194,9 @@ class Scheduler:
         self._enter_rank = enter_rank
         self._idents: dict[int, int] = {}  # the own thread of each rank
         self._now = 0.0
-        # What runs in this process beside the world, and is not part of it.
-        self._strangers: set[threading.Thread | int] = {*threading.enumerate()}
-        known = {thread.ident for thread in threading.enumerate()}
-        self._foreign = set(sys._current_frames()) - known  # pyright: ignore[reportPrivateUsage]
+        self._outside = {
+            *threading.enumerate()
+        }  # what runs beside the world, and is not part of it
 
     # -- called by boards ---------------------------------------------------------------------
 
@@ -242,7 +231,7 @@ class Scheduler:
                     turn.waits = False
                 else:
                     self._pass_to(chosen)
-                    self._await(turn, -1 if turn.own else _PATIENCE)
+                    self._await(turn, -1 if turn.own else _TAKE_AFTER)
             finally:
                 turn.ready, turn.until, turn.waits = None, math.inf, False
 
@@ -266,15 +255,15 @@ class Scheduler:
             there only while it has the turn. The rank itself fails with this, too.
         """
         own, ident = self._turns[rank], threading.get_ident()
-        if own.stand_in is None and ident == self._idents[rank]:
+        if own.substitute is None and ident == self._idents[rank]:
             if rank in self.refused:
                 raise self.refused[rank]
             return own
-        if own.stand_in == ident:
+        if own.substitute == ident:
             return own
         while self._holder is own and not own.inside and not self.aborted:
             if _waits_for_thread(self._idents[rank]):
-                own.stand_in = ident
+                own.substitute = ident
                 return own
             time.sleep(_LOOK_EVERY)  # it is about to wait, or to make a call
         if self.aborted:
@@ -294,7 +283,7 @@ class Scheduler:
         """Return when this thread, which is outside of all boards, has the turn."""
         if self._holder is not turn:
             turn.waits = True
-            self._await(turn, _PATIENCE)
+            self._await(turn, _TAKE_AFTER)
 
     def _take_from_busy(self, turn: _Turn, steps: int) -> None:
         """Pass the turn on if it is with a thread outside, and has been there since `steps`.
@@ -308,17 +297,17 @@ class Scheduler:
             if not any(other.able(self._now) for other in self._turns):
                 return
             self._holder = None
-        self._pass_on()
+        self.pass_on()
 
     def go(self, turn: _Turn) -> None:
         """Pass the turn on, where a thread that has it leaves the boards."""
         if not self._give_up(turn):
             return
         if any(other.able(self._now) for other in self._turns):
-            self._pass_on()
+            self.pass_on()
             return
         # This thread must not wait here: others may wait for what it does next.
-        threading.Thread(target=self._pass_on, name=_HELPER, daemon=True).start()
+        threading.Thread(target=self.pass_on, name=_HELPER, daemon=True).start()
 
     def _give_up(self, turn: _Turn) -> bool:
         """Return whether this thread has the turn; then it has it no more, and must pass it on."""
@@ -328,10 +317,6 @@ class Scheduler:
             self._holder = None
             return True
 
-    def _pass_on(self) -> None:
-        with contextlib.suppress(WorldAborted):
-            self._pass_to(self._choose(None))
-
     def _may_come(self) -> bool:
         """Return whether a thread that does not wait may make a call, or let a rank leave."""
         if any(turn.own and not turn.waits and not turn.done for turn in self._turns):
@@ -340,41 +325,37 @@ class Scheduler:
         if leaving or self._enter_rank is not None:
             return leaving  # else another thread may make a call only for one that waits for it
         waiting = {thread for (_, thread), turn in self._by_thread.items() if turn.waits}
-        return bool(self._guests(threads_that_may_call()) - waiting)
+        return bool(self._helpers(threads_that_may_call()) - waiting)
 
     def _has_threads(self, rank: int) -> bool:
         """Return whether `rank` has threads for which Python would wait at its exit."""
-        ranks: dict[threading.Thread | int, set[int]] = {}
+        ranks: dict[threading.Thread, set[int]] = {}
         for of, thread in self._by_thread:
             ranks.setdefault(thread, set()).add(of)
         return any(
-            isinstance(guest, threading.Thread)
-            and not guest.daemon
-            and rank in ranks.get(guest, {rank})
-            for guest in self._guests(busy_threads())
+            not thread.daemon and rank in ranks.get(thread, {rank})
+            for thread in self._helpers(busy_threads())
         )
 
-    def _guests(self, others: set[int]) -> set[threading.Thread | int]:
-        """Return the threads that the ranks have started, of the identifiers of other threads.
-
-        This thread is one of them, too. One that `threading` does not know stays a number.
-        """
-        known = {thread.ident: thread for thread in threading.enumerate()}
-        # A new thread may have the number of an ended one. (Once a thread that `threading` has not
-        # started asks for itself, a dummy represents it.)
-        dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
-        self._foreign -= {ident for ident, t in known.items() if not isinstance(t, dummy)}
+    def _helpers(self, idents: set[int]) -> set[threading.Thread]:
+        """Return the threads that ranks have started, of these and this one."""
         me = threading.current_thread()
-        if any(thread is me for _, thread in self._by_thread):
-            others = others | {threading.get_ident()}
-        found = {known.get(ident, ident) for ident in others - self._foreign}
-        return {t for t in found - self._strangers if not isinstance(t, RankThread)}
+        callers = {thread for _, thread in self._by_thread}
+        return {
+            thread
+            for thread in threading.enumerate()
+            if thread.ident in idents or (thread is me and me in callers)
+            if thread not in self._outside and not isinstance(thread, RankThread)
+            # A dummy stands for a thread that `threading` has not started, and no rank either.
+            if thread in callers or not isinstance(thread, _DummyThread)
+        }
 
     # -- called by the threads of a world -------------------------------------------------------
 
-    def begin(self) -> None:
-        """Give the first turn to a rank; called from outside the world."""
-        self._pass_to(self._choose(None))
+    def pass_on(self) -> None:
+        """Give the turn, which no thread has, to the thread that the schedule picks."""
+        with contextlib.suppress(WorldAborted):
+            self._pass_to(self._choose(None))
 
     def enter(self, rank: int) -> None:
         """Return when `rank` has the turn; called once, by its own thread."""
@@ -388,7 +369,7 @@ class Scheduler:
         turn.done = True
         turn.waits = False
         if self._give_up(turn):
-            self._pass_on()
+            self.pass_on()
 
     def abort(self) -> None:
         """Raise `WorldAborted` on every rank, now or at its next call of the scheduler."""
@@ -415,10 +396,10 @@ class Scheduler:
         with contextlib.suppress(RuntimeError):  # it is awake already: the world is given up
             turn.lock.release()
 
-    def _await(self, turn: _Turn, patience: float) -> None:
-        """Return when `turn` comes; after `patience` seconds, if any, see who has it."""
+    def _await(self, turn: _Turn, timeout: float) -> None:
+        """Return when `turn` comes; after `timeout` seconds, if not -1, see who has it."""
         steps = self.steps
-        while not turn.lock.acquire(timeout=patience):
+        while not turn.lock.acquire(timeout=timeout):
             if not self.aborted:
                 self._take_from_busy(turn, steps)
             steps = self.steps

@@ -27,8 +27,8 @@ from syncprims.interface import Backend, Settings, Topology
 
 from .errors import Killed, WorldAborted
 from .faults import FaultTarget, current_target
-from .outcomes import RankOutcome, RecordedCall, WorldRun, trim_stack
-from .probe import Observer, Probe, ProbedBackend
+from .outcomes import RankOutcome, WorldRun, trim_stack
+from .probe import Probe, ProbedBackend
 from .scheduler import RankThread, Scheduler
 from .world_spec import RankOutput, WorldSpec, capture_ranks, set_writer
 
@@ -68,19 +68,17 @@ class _ThreadTarget(FaultTarget):
     def kill(self) -> None:
         for world in self._world.shared_worlds:
             world.lose(self._outcome.rank, "killed by SIGKILL")
-        self._outcome.end = "killed"
         raise Killed
 
     def stop(self) -> None:
-        self._outcome.end = "stopped"
         self.sleep(math.inf)
 
     def sleep(self, seconds: float) -> None:
         self._world.scheduler.sleep(self._outcome.rank, seconds)
 
 
-class ThreadWorld(Observer):
-    """One run of a world of threads; it observes its ranks."""
+class ThreadWorld:
+    """One run of a world of threads."""
 
     def __init__(self, spec: WorldSpec, output: RankOutput | None) -> None:
         self._spec = spec
@@ -134,7 +132,7 @@ class ThreadWorld(Observer):
             try:
                 for thread in self._threads:
                     thread.start()
-                self.scheduler.begin()
+                self.scheduler.pass_on()
                 self._wait()
             except BaseException:
                 self._end_threads()
@@ -151,10 +149,6 @@ class ThreadWorld(Observer):
         return run
 
     # -- a rank -----------------------------------------------------------------------------------
-
-    def on_post(self, rank: int, call: RecordedCall) -> None:
-        """Record the order of all posts."""
-        self._run.trace.append((rank, call))
 
     def _run_rank(self, rank: int) -> None:
         spec, outcome = self._spec, self._outcomes[rank]
@@ -179,7 +173,11 @@ class ThreadWorld(Observer):
         if number == len(self.shared_worlds):
             self.shared_worlds.append(self._backend.shared_world(self.scheduler, self._spec.ranks))
         backend = self.shared_worlds[number].backend(place, settings)
-        probe = Probe(self._outcomes[place.rank], self._spec.faults, self)
+        probe = Probe(
+            self._outcomes[place.rank],
+            self._spec.faults,
+            on_post=lambda rank, call: self._run.trace.append((rank, call)),
+        )
         return ProbedBackend(backend, probe)
 
     def _break_standstill(self) -> bool:

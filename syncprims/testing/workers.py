@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import gc
 import importlib
 import importlib.util
-import math
 import os
 import pickle
 import signal
@@ -37,10 +35,10 @@ from syncprims._world.runtime import become_rank, provided_world
 from syncprims._world.version import version
 from syncprims.interface import Backend, Settings, Topology
 
-from .errors import pack_exception
-from .faults import Fault, FaultTarget, Kill, Stop, current_target
-from .outcomes import RankOutcome, RecordedCall
-from .probe import Observer, Probe, ProbedBackend
+from .errors import PackedException, pack_exception
+from .faults import Fault, FaultTarget, current_target
+from .outcomes import RankOutcome
+from .probe import Probe, ProbedBackend
 from .world_spec import Start, set_writer
 
 #: Asks a worker for its stack: a signal that programs do not use, where there is one.
@@ -78,54 +76,33 @@ class WorkerSpec:
 # -- journals --------------------------------------------------------------------------------------
 
 
-class JournalWriter(Observer):
-    """Writes the journal of one rank."""
+def _open_journal(path: Path) -> Callable[[str, Any], None]:
+    """Return a function that appends an event to the journal of this rank."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
-    def __init__(self, journal: Path, faults: Sequence[Fault]) -> None:
-        self._fd = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._faults = faults
-        self._waits: dict[int, RecordedCall | str] = {}  # by thread
-
-    def on_call(self, rank: int, call: RecordedCall) -> None:
-        """Write the call."""
-        self._write("call", pickle.dumps(call))
-
-    def on_fault(self, rank: int, fault: Fault) -> None:
-        """Write which fault it is."""
-        self._write("fault", self._faults.index(fault))
-
-    def on_wait(self, call: RecordedCall | str, deadline: float) -> None:
-        """Write where the rank waits, and whether nothing but a note ends that."""
-        if call:
-            self._waits[threading.get_ident()] = call
-        elif self._waits.pop(threading.get_ident(), None) is None:
-            return
-        waits = [*self._waits.copy().values()]
-        self._write("wait", waits[-1] if waits else None, bool(waits) and deadline == math.inf)
-
-    def on_end(self, outcome: RankOutcome) -> None:
-        """Write how the rank has ended, and its result; what the journal has is not repeated."""
-        try:
-            result = pickle.dumps(outcome.result)
-        except Exception as why:
-            outcome.fail(
-                TypeError(
-                    f"rank {outcome.rank} returns a {type(outcome.result).__name__}, which cannot "
-                    f"be sent to the test: {why}. Return plain values, or use a world of threads"
-                )
-            )
-            result = pickle.dumps(None)
-        error = None if outcome.error is None else pack_exception(outcome.error)
-        rest = dataclasses.replace(outcome, result=result, error=None, calls=[], struck=[])
-        self._write("end", rest, error)
-
-    def _write(self, *event: Any) -> None:
-        data = pickle.dumps(event)
+    def write(event: str, fact: Any) -> None:
+        data = pickle.dumps((event, fact))
         while data:
-            data = data[os.write(self._fd, data) :]
+            data = data[os.write(fd, data) :]
+
+    return write
 
 
-_load_call = functools.lru_cache(maxsize=4096)(pickle.loads)  # loops make the same calls many times
+def _end_of(outcome: RankOutcome) -> tuple[RankOutcome, bytes, PackedException | None]:
+    """Return how a rank has ended, without what its journal has already."""
+    try:
+        result = pickle.dumps(outcome.result)
+    except Exception as why:
+        outcome.fail(
+            TypeError(
+                f"rank {outcome.rank} returns a {type(outcome.result).__name__}, which cannot "
+                f"be sent to the test: {why}. Return plain values, or use a world of threads"
+            )
+        )
+        result = pickle.dumps(None)
+    error = None if outcome.error is None else pack_exception(outcome.error)
+    rest = dataclasses.replace(outcome, result=None, error=None, calls=[], struck=[])
+    return rest, result, error
 
 
 class Journal:
@@ -133,7 +110,6 @@ class Journal:
 
     def __init__(self, path: Path, rank: int, faults: Sequence[Fault]) -> None:
         self.outcome = RankOutcome(rank)
-        self.waits_for_notes = False  #: nothing but a note ends the wait that the rank is in
         path.touch()
         self._path = path
         self._offset = 0
@@ -141,37 +117,25 @@ class Journal:
 
     def read(self) -> bool:
         """Read what is new, and return whether anything is."""
-        news = False
+        begin = self._offset
         with self._path.open("rb") as file:
-            file.seek(self._offset)
-            while True:
-                try:
-                    event = pickle.load(file)
-                except (EOFError, pickle.UnpicklingError):  # the rest is not written yet
-                    return news
-                self._offset = file.tell()
-                news = True
-                self._take(*event)
+            file.seek(begin)
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # not written yet
+                while True:
+                    self._take(*pickle.load(file))
+                    self._offset = file.tell()
+        return self._offset > begin
 
-    def _take(self, event: str, *facts: Any) -> None:
-        outcome = self.outcome
-        match event, facts:
-            case "call", (call,):
-                outcome.calls.append(_load_call(call))
-            case "fault", (int(number),):
-                fault = self._faults[number]
-                outcome.struck.append(fault)
-                if isinstance(fault, Kill | Stop):
-                    outcome.end = "killed" if isinstance(fault, Kill) else "stopped"
-            case "wait", (wait, only_notes):
-                outcome.waits, self.waits_for_notes = wait, only_notes
-            case "end", (ended, error):
-                result, raised = pickle.loads(ended.result), error and error.unpack()
-                self.outcome = dataclasses.replace(
-                    ended, result=result, error=raised, calls=outcome.calls, struck=outcome.struck
-                )
-            case _:
-                pass
+    def _take(self, event: Any, fact: Any) -> None:
+        earlier = self.outcome
+        if event != "end":
+            earlier.take(event, self._faults[fact] if event == "fault" else fact)
+            return
+        outcome, result, error = fact
+        self.outcome = dataclasses.replace(
+            outcome, result=pickle.loads(result), error=error and error.unpack(),
+            calls=earlier.calls, struck=earlier.struck,
+        )  # fmt: skip
 
 
 # -- in a worker -----------------------------------------------------------------------------------
@@ -183,10 +147,10 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
     try:
         _set_up(spec, rank)
         outcome = RankOutcome(rank)
-        journal = JournalWriter(spec.path("journal", rank), spec.faults)
+        write = _open_journal(spec.path("journal", rank))
 
         def make_backend(cls: type[Backend], place: Topology, settings: Settings) -> Backend:
-            return ProbedBackend(cls(place, settings), Probe(outcome, spec.faults, journal))
+            return ProbedBackend(cls(place, settings), Probe(outcome, spec.faults, write))
 
         become_rank(make_backend)
         if spec.torch:
@@ -194,7 +158,7 @@ def _run_worker(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> None:
 
             serve_in_process(rank, spec.folder / "store")
         outcome.run_program(fn, provided_world(), await_threads)
-        journal.on_end(outcome)
+        write("end", _end_of(outcome))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -267,7 +231,7 @@ def start_workers(how: Start | None, spec: WorkerSpec, fn: Callable[[], Any]) ->
         _load_before_fork(spec)
         return {rank: _fork(spec, rank, fn) for rank in range(spec.ranks)}
     path = spec.folder / "spec"
-    path.write_bytes(pickle.dumps((spec, PortableFunction(fn))))
+    path.write_bytes(pickle.dumps((spec, _pack_function(fn))))
     # A worker looks for modules in the places where this process does, and in no other place first.
     boot = [sys.executable, "-P", "-c", _BOOT, "\n".join(sys.path), str(path)]
     pids: dict[int, int] = {}
@@ -302,48 +266,47 @@ def _fork(spec: WorkerSpec, rank: int, fn: Callable[[], Any]) -> int:
     return pid
 
 
-class PortableFunction:
-    """A function that another Python finds again, also in a test file that it cannot import."""
+def _pack_function(fn: Callable[[], Any]) -> tuple[str, str | None, bytes]:
+    """Return `fn` as plain data: its module, the file of that, and a pickle.
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        self._module: str = getattr(fn, "__module__", None) or ""
-        self._file = getattr(sys.modules.get(self._module), "__file__", None)
-        why = f"{fn!r} cannot be sent to a process that starts a new Python: "
-        try:
-            self._data = pickle.dumps(fn)
-        except Exception as error:
-            raise TypeError(
-                f"{why}{error}. Define it at the top level of a file, or say start='fork'"
-            ) from error
-        if self._module == "__main__" and self._file is None:
-            raise TypeError(
-                f"{why}it is defined in a notebook or an interactive session, and not in a file "
-                f"that the process could read. Move it to a file, or say start='fork'"
-            )
+    :raises TypeError: if another Python could not find it.
+    """
+    module: str = getattr(fn, "__module__", None) or ""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    why = ""
+    if module == "__main__" and file is None:
+        why = "it is defined in a notebook or an interactive session, and not in a file"
+    try:
+        data = pickle.dumps(fn)
+    except Exception as error:
+        why, data = str(error), b""
+    if why:
+        raise TypeError(
+            f"{fn!r} cannot be sent to a process that starts a new Python: {why}. Define it at the "
+            f"top level of a file, or say start='fork'"
+        )
+    return module, file, data
 
-    def load(self) -> Callable[[], Any]:
-        """Return the function, in the other Python."""
-        if self._module == "__main__":
-            self._load_file("__mp_main__")  # not again as a script
-        elif self._module and self._module not in sys.modules:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(self._module)
-            if getattr(sys.modules.get(self._module), "__file__", None) != self._file:
-                self._load_file(self._module)
-        loaded: Callable[[], Any] = pickle.loads(self._data)
-        return loaded
 
-    def _load_file(self, name: str) -> None:
-        if self._file is not None:
-            spec = importlib.util.spec_from_file_location(name, self._file)
-            assert spec is not None
-            assert spec.loader is not None
-            module = sys.modules[self._module] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+def _load_function(module: str, file: str | None, data: bytes) -> Callable[[], Any]:
+    """Return the function, also of a test file that this Python cannot import by its name."""
+    is_main = module == "__main__"
+    if not is_main and module not in sys.modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    if file is not None and (is_main or getattr(sys.modules.get(module), "__file__", None) != file):
+        # Under that name, a script is not run once more as a script.
+        spec = importlib.util.spec_from_file_location("__mp_main__" if is_main else module, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    loaded: Callable[[], Any] = pickle.loads(data)
+    return loaded
 
 
 def main() -> None:
     """Run the worker that the arguments name."""
     path, rank = sys.argv[1:]
     spec, function = pickle.loads(Path(path).read_bytes())
-    _run_worker(spec, int(rank), function.load())
+    _run_worker(spec, int(rank), _load_function(*function))

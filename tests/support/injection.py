@@ -215,23 +215,12 @@ def _trigger(number: int, lag: int) -> Any:
     return own.check() and own.reason
 
 
-def _check() -> bool:
-    own = _TRIGGERS.setdefault((sp.get_rank(), 2), sp.Trigger("checked", lag=1))
-    return own.check()
-
-
-def _check_often() -> None:
-    for _ in range(40):  # so that the next one finds all prepared
-        _check()
-
-
 class Call(NamedTuple):
     """A call number `i` of the program, and what it returns on all ranks."""
 
     make: Callable[[int], Any]
     expected: Callable[[int], Any] = lambda _: None
     waits: bool = True  #: for the same call of all others
-    prepare: Callable[[], object] = lambda: None  #: called before, in processes
 
 
 def _all_equal(value: Any) -> Any:
@@ -299,7 +288,6 @@ CALLS: dict[str, Call] = {
     "lagging trigger": Call(
         lambda i: _trigger(i, 1), lambda i: f"step {i - 1}" if i > 1 else False, waits=False
     ),
-    "lagging check": Call(lambda _: _check(), lambda _: False, False, _check_often),
     "group": Call(lambda _: sp.group([0]).ranks, lambda _: (0,)),
 }
 
@@ -414,7 +402,6 @@ def disturb_processes(
                 injector = _undisturbed  # at full speed: it waits for the other, or has gone on
             with sp.init():
                 sp.barrier()
-                CALLS[name].prepare()
                 base = 10 * (number + 1)
                 entered.enter(rank, base)
                 while entered.latest(1 - rank) < base:

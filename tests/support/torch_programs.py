@@ -74,27 +74,6 @@ def ddp() -> Numbers:
     return [*losses, total(model)]
 
 
-def ddp_unused() -> Numbers:
-    """Train with DDP where each rank uses other parameters, and buffers are broadcast."""
-    dist.init_process_group("gloo")
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(dist.get_rank())  # DDP makes them equal
-            self.parts = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
-            self.norm = nn.BatchNorm1d(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            normed: torch.Tensor = self.norm(self.parts[dist.get_rank() % 2](x))
-            return normed
-
-    model = nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=True)
-    losses = train(model, torch.optim.Adam(model.parameters(), lr=0.1))
-    finish()
-    return [*losses, total(model)]
-
-
 def join() -> Numbers:
     """Train with DDP on uneven inputs."""
     dist.init_process_group("gloo")
@@ -106,59 +85,13 @@ def join() -> Numbers:
     return [*losses, total(model)]
 
 
-def zero() -> Numbers:
-    """Train with the states of the optimizer distributed."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(make_model())
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=torch.optim.Adam, lr=0.1
-    )
-    losses = train(model, optimizer)
-    optimizer.consolidate_state_dict(to=0)
-    finish()
-    return [*losses, total(model)]
-
-
-def fsdp1() -> Numbers:
-    """Train with the first FSDP, and gather the whole model and the states of its optimizer."""
-    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
-
-    dist.init_process_group("gloo")
-    model = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    losses = train(model, optimizer)
-    norm = model.clip_grad_norm_(0.5).item()
-    states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
-    whole = FullStateDictConfig(rank0_only=False)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
-        state = model.state_dict()
-    finish()
-    return [*losses, norm, len(states), sum(one.abs().sum().item() for one in state.values())]
-
-
 def fsdp2() -> Numbers:
-    """Train with the second FSDP."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return _train_sharded(fully_shard, mesh)
-
-
-def hsdp() -> Numbers:
     """Train with the second FSDP in two groups, between which parameters are replicated."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "fsdp"))
-    return _train_sharded(fully_shard, mesh)
-
-
-def _train_sharded(fully_shard: Any, mesh: Any) -> Numbers:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
     model = make_model()
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -173,9 +106,10 @@ def _train_sharded(fully_shard: Any, mesh: Any) -> Numbers:
 
 
 def dtensor() -> Numbers:
-    """Compute with distributed tensors, and redistribute them."""
+    """Compute with distributed tensors, redistribute them, and compute a loss in parallel."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -185,80 +119,32 @@ def dtensor() -> Numbers:
     product: Any = a @ b
     moved = product.redistribute(mesh, [Shard(1)])
     values = [product.sum().full_tensor().item(), moved.to_local().sum().item()]
-    values += moved.redistribute(mesh, [Replicate()]).to_local()[0].tolist()
-    finish()
-    return values
-
-
-def tensor_parallel() -> Numbers:
-    """Train with the weights of two layers divided."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = parallelize_module(make_model(), mesh, plan)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses: Numbers = []
-    torch.manual_seed(5)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(torch.randn(3, 4)).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    finish()
-    return losses
-
-
-def loss_parallel() -> Numbers:
-    """Compute a loss and its gradients from logits that are divided by classes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import loss_parallel as parallel
-
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
     logits: Any = distribute_tensor(torch.randn(4, 6), mesh, [Shard(1)])
     logits.requires_grad_()
-    with parallel():
+    with loss_parallel():
         loss: Any = nn.functional.cross_entropy(logits, torch.tensor([0, 2, 4, 5]))
         dist.barrier()  # the other ranks are in their blocks, too
         loss.backward()
     gradients = logits.grad.full_tensor()
     finish()
-    return [loss.full_tensor().item(), *gradients.flatten().tolist()]
-
-
-def differentiable() -> Numbers:
-    """Call the collectives that have gradients, in a module that is imported only now."""
-    dist.init_process_group("gloo")
-    from torch.distributed.nn import functional as f
-
-    x = torch.arange(4.0, requires_grad=True)
-    parts: Any = f.all_gather(x)  # type: ignore[no-untyped-call]
-    (torch.stack(list(parts)) * (dist.get_rank() + 1)).sum().backward()
-    assert x.grad is not None
-    finish()
-    return x.grad.tolist()
+    return [*values, loss.full_tensor().item(), *gradients.flatten().tolist()]
 
 
 def functional() -> Numbers:
-    """Call the functional collectives, which find their group by its name."""
-    from torch.distributed import _functional_collectives as f
-
+    """Call the functional collectives, by the name of their group, and one with a gradient."""
     dist.init_process_group("gloo")
+    from torch.distributed import _functional_collectives as f
+    from torch.distributed.nn import functional  # imported only now
+
+    y = torch.arange(4.0, requires_grad=True)
+    parts: Any = functional.all_gather(y)  # type: ignore[no-untyped-call]
+    (torch.stack(list(parts)) * (dist.get_rank() + 1)).sum().backward()
+    assert y.grad is not None
     rank, size = dist.get_rank(), dist.get_world_size()
     world = dist.group.WORLD
     assert world is not None
     x = torch.arange(size * 2.0) + rank
-    values: Numbers = f.all_reduce(x, "sum", world).tolist()
+    values: Numbers = [*y.grad.tolist(), *f.all_reduce(x, "sum", world).tolist()]
     values += f.all_gather_tensor(x, 0, world).tolist()
     values += f.reduce_scatter_tensor(x, "sum", 0, world).tolist()
     values += f.all_to_all_single(x, None, None, world).tolist()
@@ -432,43 +318,8 @@ def lightning_fabric() -> Numbers:
     return values
 
 
-def transformers() -> Numbers:
-    """Train with the Trainer of transformers."""
-    from torch.utils.data import Dataset
-    from transformers import Trainer, TrainingArguments
-
-    class Rows(Dataset[dict[str, torch.Tensor]]):
-        def __len__(self) -> int:
-            return 16
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            return {"x": torch.full((4,), index / 16), "labels": torch.tensor([index, 1.0])}
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = make_model()
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            found = self.body(x)
-            return {"loss": (found - labels).pow(2).mean(), "logits": found}
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=2, num_train_epochs=2, use_cpu=True, report_to=[],
-            save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        model = Model()
-        Trainer(model, arguments, train_dataset=Rows()).train()
-    values = [total(model), float(arguments.world_size)]
-    finish()
-    return values
-
-
-FSDP2 = ["fsdp2", "hsdp"]  #: that train with it
-LIBRARIES = ["accelerate", "lightning_fabric", "transformers"]  #: that may be missing
+LIBRARIES = ["accelerate", "lightning_fabric"]  #: that may be missing
 PROGRAMS = [
-    plain_calls, ddp, ddp_unused, join, zero, fsdp1, fsdp2, hsdp, dtensor, tensor_parallel,
-    loss_parallel, differentiable, functional, pipeline, checkpoint, compiled, accelerate,
-    lightning_fabric, transformers,
+    plain_calls, ddp, join, fsdp2, dtensor, functional, pipeline, checkpoint, compiled, accelerate,
+    lightning_fabric,
 ]  # fmt: skip

@@ -97,15 +97,16 @@ def test_faults_of_other_types_are_refused(kind: Any, wrong: dict[str, Any]) -> 
         kind(**wrong)
 
 
-def test_a_world_has_a_number_of_ranks() -> None:
+def test_what_no_fault_can_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="seconds are 0 or more"):
+        Delay(0, seconds=-1)
+    with pytest.raises(ValueError, match="from 1"):
+        Kill(0, at=0)
+    with pytest.raises(TypeError, match="a fault is a Kill, Raise, Delay or Stop, and 2 is a int"):
+        every_point(lambda: sp.barrier(), 2)  # type: ignore[arg-type]
     for run in (run_world, explore):
         with pytest.raises(TypeError, match="ranks is how many there are, and True is a bool"):
             run(lambda: sp.barrier(), True)
-
-
-def test_a_delay_is_no_negative_time() -> None:
-    with pytest.raises(ValueError, match="seconds are 0 or more"):
-        Delay(0, seconds=-1)
 
 
 async def _never_awaited() -> None:
@@ -148,8 +149,3 @@ def test_a_thread_that_is_no_rank_is_told_so() -> None:
 def test_a_fault_that_no_schedule_meets_is_an_error() -> None:
     with pytest.raises(FaultMissed, match=r"Kill\(rank=0, at='never'\) never struck"):
         explore(lambda: sp.barrier(), 2, schedules=3, faults=[Delay(1), Kill(0, at="never")])
-
-
-def test_only_a_fault_strikes_at_every_point() -> None:
-    with pytest.raises(TypeError, match="a fault is a Kill, Raise, Delay or Stop, and 2 is a int"):
-        every_point(lambda: sp.barrier(), 2)  # type: ignore[arg-type]

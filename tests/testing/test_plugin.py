@@ -95,21 +95,6 @@ def test_a_body_runs_once_per_rank_with_fixtures_made_once(project: Project) -> 
         def test_three():
             sp.barrier()
 
-        def test_outside():
-            assert sp.get_world_size() == 1
-    """)
-    result = project.run("-v", "-W", "error")
-    assert result.counts(passed=8), result.out
-    for name in ("threads-1", "threads-2", "processes-1", "processes-2"):
-        assert f"test_three[{name}] PASSED" in result.out
-    assert "test_one PASSED" in result.out  # one world: its name is the function's
-
-
-def test_lists_make_a_test_of_each_world(project: Project) -> None:
-    project.write("""
-        import pytest
-        import syncprims as sp
-
         ran = []
 
         @pytest.mark.world(
@@ -121,13 +106,17 @@ def test_lists_make_a_test_of_each_world(project: Project) -> None:
             assert sp.current().backend_name == (kind if kind == "threads" else which)
             sp.barrier()
 
-        def test_schedules():  # the first is tried twice
-            assert ran.count(0) == 1 + 6
+        def test_outside():
+            assert sp.get_world_size() == 1
+            assert ran.count(0) == 1 + 6  # the first schedule is tried twice
     """)
-    result = project.run("-v", "-p", "no:randomly")
-    assert result.counts(passed=5), result.out
+    result = project.run("-v", "-W", "error", "-p", "no:randomly")
+    assert result.counts(passed=12), result.out
+    for name in ("threads-1", "threads-2", "processes-1", "processes-2"):
+        assert f"test_three[{name}] PASSED" in result.out
     for name in ("threads-2-1", "threads-2-5", "processes-2-file", "processes-2-torch"):
         assert f"test_each[{name}] PASSED" in result.out
+    assert "test_one PASSED" in result.out  # one world: its name is the function's
 
 
 NO_WORLD = [
@@ -161,24 +150,6 @@ def test_a_mark_that_asks_for_no_world_fails_its_test_in_one_line(project: Proje
     assert {int(number): text for number, text in reports} == {
         number: f"pytest.mark.world({asked}): {why}" for number, (asked, why) in enumerate(NO_WORLD)
     }
-
-
-def test_a_rank_that_raises_after_a_failed_call_does_not_wait(project: Project) -> None:
-    project.write("""
-        import pytest
-        import syncprims as sp
-
-        @pytest.mark.world(ranks=2)
-        def test_a_cure():
-            if sp.is_main():
-                try:
-                    sp.barrier("one")
-                except sp.PeerLost:
-                    raise RuntimeError("it was lost")
-    """)
-    result = project.run()
-    assert "rank 0 of 2: raised RuntimeError: it was lost after its round 1" in result.out
-    assert "waits in" not in result.out
 
 
 def test_a_deadlock_is_reported_with_output_by_rank_and_the_line_to_paste(project: Project) -> None:
@@ -359,17 +330,6 @@ def test_it_loads_neither_torch_nor_numpy(project: Project) -> None:
     assert project.run("-p", "no:randomly").counts(passed=2)  # that one loads numpy itself
 
 
-def test_without_worlds_next_to_nothing_is_imported(project: Project) -> None:
-    project.write("""
-        import sys
-
-        def test_light():
-            loaded = {name for name in sys.modules if name.startswith("syncprims.testing.")}
-            assert "syncprims.testing.plugin" in loaded
-    """)
-    assert project.run().counts(passed=1)
-
-
 def test_what_would_run_once_only_is_refused(project: Project) -> None:
     project.write("""
         import unittest
@@ -418,20 +378,6 @@ def test_an_async_test_is_refused_where_a_plugin_would_run_it(project: Project) 
     result = project.run()
     assert result.counts(failed=1), result.out
     assert "call asyncio.run inside" in result.out
-
-
-def test_it_works_under_xdist(project: Project) -> None:
-    project.write("""
-        import pytest
-        import syncprims as sp
-
-        @pytest.mark.world(ranks=3, kind=["threads", "processes"])
-        @pytest.mark.parametrize("number", range(6))
-        def test_many(number):
-            assert sp.get_world_size() == 3
-            sp.barrier()
-    """)
-    assert project.run("-n", "2").counts(passed=12)
 
 
 def test_a_timeout_of_pytests_ends_the_world(project: Project) -> None:
@@ -531,7 +477,11 @@ def test_one_worker_makes_it_and_all_have_it(
         def data(tmp_path_factory):
             return make()
 
-        @pytest.mark.parametrize("number", range(8))
+        @pytest.mark.world(ranks=2, kind=["threads", "processes"])
+        def test_worlds(data):
+            assert data == {"answer": 42}
+
+        @pytest.mark.parametrize("number", range(6))
         def test_it(number, data):
             assert data == {"answer": 42}
             assert once_per_session("other", lambda: note("other") or 7) == 7
@@ -588,15 +538,6 @@ def test_a_failing_maker_fails_all_with_its_cause(project: Project, tmp_path: Pa
     result = project.run("-n", "2", LOG=str(log))
     assert result.counts(passed=6), result.out
     assert log.read_text().splitlines() == ["make"]
-
-
-def test_outside_of_a_session_it_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c",
-         "from syncprims.testing import once_per_session as o; o('x', dict)"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert "there is no pytest session here" in done.stderr
 
 
 def test_what_ranks_patch_is_undone(project: Project) -> None:

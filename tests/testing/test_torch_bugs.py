@@ -47,25 +47,6 @@ def shape(rank: int) -> None:
     dist.all_reduce(ones(5 if rank == 2 else 4))  # named
 
 
-def dtype(rank: int) -> None:
-    dist.all_reduce(ones().to(torch.float64 if rank == 2 else torch.float32))  # named
-
-
-def reduction(rank: int) -> None:
-    dist.all_reduce(ones(), dist.ReduceOp.MAX if rank == 2 else dist.ReduceOp.SUM)  # named
-
-
-def root(rank: int) -> None:
-    dist.broadcast(ones(), src=2 if rank == 2 else 0)  # named
-
-
-def early_return(rank: int) -> None:
-    for step in range(3):
-        if rank == 2 and step == 1:
-            return
-        dist.all_reduce(ones())  # named
-
-
 def order_of_groups(rank: int) -> None:
     groups = [dist.new_group(), dist.new_group()]
     for group in reversed(groups) if rank == 2 else groups:
@@ -87,17 +68,6 @@ def wait_in_store(rank: int) -> None:
     if rank == 2:
         dist.distributed_c10d._get_default_store().get("never")  # named
     dist.all_reduce(ones())  # named
-
-
-def metric_on_one_rank(rank: int) -> None:
-    if rank == 0:
-        dist.all_reduce(ones())  # named
-
-
-def gathered_objects(rank: int) -> None:
-    found: list[Any] = [None] * RANKS
-    if rank != 2:
-        dist.all_gather_object(found, rank)  # named
 
 
 def skipped_step(rank: int) -> None:
@@ -136,16 +106,10 @@ BUGS = [
     Expected(skipped, CollectiveMismatch, "rank 2: barrier"),
     Expected(wrong_call, CollectiveMismatch, "rank 2: broadcast 'float32[4]' from rank 0"),
     Expected(shape, CollectiveMismatch, "rank 2: all_reduce 'float32[5]'"),
-    Expected(dtype, CollectiveMismatch, "rank 2: all_reduce 'float64[4]'"),
-    Expected(reduction, CollectiveMismatch, "rank 2: all_reduce 'float32[4]' with op 'max'"),
-    Expected(root, CollectiveMismatch, "rank 2: broadcast 'float32[4]' from rank 2"),
-    Expected(early_return, CollectiveMismatch, "rank 2: barrier"),
     Expected(order_of_groups, DeadlockError, "rank 2: waits in its round"),
     Expected(crossed_receives, DeadlockError, "rank 1: waits in its round"),
     Expected(split_sizes, ValueError, "rank 2 sends 8 bytes to rank 3"),
     Expected(wait_in_store, DeadlockError, "rank 2: waits in store.get 'default_pg/0//never'"),
-    Expected(metric_on_one_rank, CollectiveMismatch, "rank 1: barrier"),
-    Expected(gathered_objects, CollectiveMismatch, "rank 2: barrier"),
     Expected(skipped_step, CollectiveMismatch, "rank 2: barrier"),
     Expected(other_shape_in_backward, CollectiveMismatch, "rank 2: all_reduce 'float32[4]'"),
     Expected(saved_on_one_rank, CollectiveMismatch, "rank 1: barrier"),
@@ -197,20 +161,8 @@ def test_a_bug_is_named_under_every_schedule(expected: Expected, schedules: int)
     assert run_world(sound, RANKS, torch=True) == [16.0] * RANKS
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [one for one in BUGS if one.bug in (shape, order_of_groups, wait_in_store, skipped_step)],
-    ids=lambda one: one.bug.__name__,
-)
-def test_a_bug_is_named_in_processes(expected: Expected) -> None:
-    with pytest.raises(expected.error) as caught:
-        run_world(in_program(expected.bug), RANKS, torch=True, kind="processes")
-    check(caught.value, expected)
-
-
-@pytest.mark.soak
 @several_bugs
-def test_every_bug_is_named_in_processes(expected: Expected) -> None:
+def test_a_bug_is_named_in_processes(expected: Expected) -> None:
     with pytest.raises(expected.error) as caught:
         run_world(in_program(expected.bug), RANKS, torch=True, kind="processes")
     check(caught.value, expected)

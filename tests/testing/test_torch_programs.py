@@ -19,7 +19,7 @@ pytestmark = [
     for category in ("DeprecationWarning", "FutureWarning", "UserWarning")
 ]
 
-RANKS = {"hsdp": 4, "plain_calls": 4}
+RANKS = {"fsdp2": 4, "plain_calls": 4}
 
 
 def on_gloo(program: Callable[[], programs.Numbers], ranks: int) -> list[programs.Numbers]:
@@ -57,7 +57,7 @@ def test_a_program_gives_the_numbers_of_gloo(
     # one: only what is installed counts.
     if name in programs.LIBRARIES and not importlib.metadata.packages_distributions().get(name):
         pytest.skip(f"needs {name}")
-    if name in programs.FSDP2 and not programs.FSDP2_TRAINS_ON_CPUS:
+    if name == "fsdp2" and not programs.FSDP2_TRAINS_ON_CPUS:
         pytest.skip("FSDP2 of this torch does not train on CPUs")
     ranks = RANKS.get(name, 2)
     if name == "pipeline" and pipeline_hangs_on_gloo():

@@ -44,7 +44,6 @@ def summed() -> float:
     "arguments",
     [
         {},
-        {"backend": "gloo"},
         {"backend": "nccl"},
         {"backend": "cpu:gloo,cuda:nccl"},
         {"backend": "syncprims"},
@@ -135,16 +134,6 @@ def test_a_group_that_the_test_has_open_is_not_disturbed() -> None:
         dist.destroy_process_group()
 
 
-def test_calls_of_both_libraries_can_be_mixed() -> None:
-    def body() -> list[Any]:
-        dist.init_process_group("gloo")
-        found = [sp.all_reduce(1), summed(), sp.all_gather(dist.get_rank())]
-        sp.barrier()
-        return found
-
-    assert run_world(body, 2, torch=True) == [[2, 3.0, [0, 1]]] * 2
-
-
 def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     with pytest.raises(sp.BackendUnavailable, match=r"pip install 'syncprims\[torch\]'"):
@@ -188,13 +177,6 @@ def test_variables_are_those_of_the_rank(kind: Any) -> None:
         ["1", "2", "1", "2", "0", "value 1", "none", "1 value 1"],
     ]
     assert "OWN" not in os.environ
-
-
-def test_nodes_are_in_the_variables() -> None:
-    found = run_world(
-        lambda: os.environ["GROUP_RANK"] + os.environ["LOCAL_RANK"], 4, torch=True, nodes=2
-    )
-    assert found == ["00", "01", "10", "11"]
 
 
 def draw(*, wait: Callable[[], object]) -> list[float]:
@@ -253,31 +235,16 @@ def test_ranks_begin_with_the_random_states_of_the_test_except_pythons() -> None
     assert threads == run_world(body, 2, torch=True)  # but a replay gets the same
 
 
-def test_the_default_dtype_is_that_of_the_rank() -> None:
-    def body() -> str:
-        dist.init_process_group("gloo")
-        if dist.get_rank():
-            torch.set_default_dtype(torch.float64)
-        dist.barrier()
-        return str(torch.ones(1).dtype)
-
-    assert run_world(body, 2, torch=True) == ["torch.float32", "torch.float64"]
-
-
-def test_the_default_device_and_the_grad_mode_of_the_test_hold_in_its_ranks() -> None:
-    def body() -> tuple[str, bool]:
-        return torch.ones(1).device.type, torch.is_grad_enabled()
-
-    with torch.device("meta"), torch.no_grad():
-        assert run_world(body, 2, torch=True) == [("meta", False)] * 2
-    assert run_world(body, 2, torch=True) == [("cpu", True)] * 2
-
-
 @both_kinds
-def test_the_inference_and_autocast_modes_of_the_test_hold_in_its_ranks(kind: Any) -> None:
+def test_the_modes_of_the_test_hold_in_its_ranks(kind: Any) -> None:
     def body() -> tuple[bool, torch.dtype]:
         return torch.is_inference_mode_enabled(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
+    def device_and_grad() -> tuple[str, bool]:
+        return torch.ones(1).device.type, torch.is_grad_enabled()
+
+    with torch.device("meta"), torch.no_grad():
+        assert run_world(device_and_grad, 2, torch=True, kind=kind) == [("meta", False)] * 2
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         assert run_world(body, 2, torch=True, kind=kind) == [(True, torch.bfloat16)] * 2
     assert run_world(body, 2, torch=True, kind=kind) == [(False, torch.float32)] * 2
@@ -523,13 +490,6 @@ def grow(worlds: int) -> int:
     for _ in range(worlds):
         assert run_world(program, 4, torch=True) == [10.0] * 4
     return resident() - before
-
-
-def test_worlds_leave_no_thread() -> None:
-    run_world(program, 4, torch=True)
-    before = threading.active_count()
-    grow(3)
-    assert threading.active_count() == before
 
 
 @pytest.mark.soak

@@ -291,7 +291,7 @@ class TorchThreads:
                 yield
             finally:
                 torch.set_num_threads(threads)
-                self._globals.restore()
+                self._globals.enter(None)
 
     def as_rank(self, fn: Callable[[], Any]) -> Callable[[], Any]:
         """Return `fn` as a rank's thread is to call it: with what a forked process inherits."""

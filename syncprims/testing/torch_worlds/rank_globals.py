@@ -53,35 +53,24 @@ class RankGlobals:
         self._awaited = list(_ATTRIBUTES)  # of modules that have not been imported
         self._modules = 0  # how many had been, at the last look
         self._find_parts()
-        self._outer = [part.save() for part in self._parts]  # what the process had before
-        self._kept: list[list[Any]] = [[] for _ in environs]
-        self._here: int | None = None  # whose globals the process has
+        self._here: int | None = None  # whose globals the process has; None stands for the test
+        self._kept: dict[int | None, list[Any]] = {rank: [] for rank in range(len(environs))}
 
-    def enter(self, rank: int) -> None:
-        """Give the process the globals of `rank`."""
+    def enter(self, rank: int | None) -> None:
+        """Give the process the globals of `rank`, or with None, those that it had before."""
         if rank == self._here:
             return
-        self._leave()
+        if len(sys.modules) != self._modules:
+            # Whoever leaves has imported something, and what is there now is its own.
+            new = self._find_parts()
+            if self._here is not None:
+                self._kept[None] += [part.fresh(0) for part in new]
+        self._kept[self._here] = [part.save() for part in self._parts]
         kept = self._kept[rank]
-        kept += [part.fresh(rank) for part in self._parts[len(kept) :]]
+        kept += [part.fresh(rank or 0) for part in self._parts[len(kept) :]]
         for part, value in zip(self._parts, kept, strict=True):
             part.load(value)
         self._here = rank
-
-    def restore(self) -> None:
-        """Give the process back what it had before."""
-        self._leave()
-        for part, value in zip(self._parts, self._outer, strict=True):
-            part.load(value)
-
-    def _leave(self) -> None:
-        if self._here is None:
-            return
-        if len(sys.modules) != self._modules:
-            # This rank has imported something, and what is there now is its own.
-            self._outer += [part.fresh(0) for part in self._find_parts()]
-        self._kept[self._here] = [part.save() for part in self._parts]
-        self._here = None
 
     def _find_parts(self) -> list[Part]:
         """Add the attributes of modules that have been imported meanwhile, and return them."""
@@ -139,37 +128,16 @@ _ATTRIBUTES: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
 )
 
 
-class _Variables(dict[Any, Any]):
-    """The variables of one rank, as ``os.environ`` keeps them; it knows which were changed."""
-
-    def __init__(self, values: Mapping[Any, Any], changed: set[Any]) -> None:
-        super().__init__(values)
-        self._changed = changed
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        self._changed.add(name)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: Any) -> None:
-        self._changed.add(name)
-        super().__delitem__(name)
-
-
 class _Environment:
     """``os.environ``, and what programs in C and child processes see of it."""
 
     def __init__(self, environs: Sequence[Mapping[str, str]]) -> None:
         environ: Any = os.environ
         self._environ = environ
-        encoded = [
+        self._fresh = [
             {environ.encodekey(name): environ.encodevalue(value) for name, value in one.items()}
             for one in environs
         ]
-        every = [*encoded, environ._data]
-        names = {name for one in every for name in one}
-        #: Names whose values differ between ranks, or between them and what was before.
-        self._differ = {n for n in names if len({one.get(n) for one in every}) > 1}
-        self._fresh = [_Variables(one, self._differ) for one in encoded]
 
     def fresh(self, rank: int) -> Any:
         return self._fresh[rank]
@@ -178,12 +146,12 @@ class _Environment:
         return self._environ._data
 
     def load(self, kept: Any) -> None:
-        self._environ._data = kept
-        for name in self._differ:
+        before, self._environ._data = self._environ._data, kept
+        for name in before.keys() | kept.keys():
             value = kept.get(name)
             if value is None:
                 os.unsetenv(name)
-            else:
+            elif value != before.get(name):
                 os.putenv(name, value)
 
 
