@@ -108,18 +108,11 @@ class RankCalls:
         decorator = syncprims.on_rank(process_index)
         return decorator if function is None else decorator(function)
 
-    def on_local_process(
-        self,
-        function: Any = None,
-        local_process_index: int | None = None,
-        *,
-        local_process_idx: int | None = None,
-    ) -> Any:
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Make a function run on one rank of each node only. With or without the function."""
-        index = local_process_idx if local_process_index is None else local_process_index
-        if index is None:
+        if local_process_index is None:
             raise ValueError("on_local_process takes the rank: local_process_index=1")
-        decorator = syncprims.on_local_rank(index)
+        decorator = syncprims.on_local_rank(local_process_index)
         return decorator if function is None else decorator(function)
 
     def print(self, *args: Any, **options: Any) -> None:
@@ -162,14 +155,6 @@ class PartialState(RankCalls):
             f"Local process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
         )
-
-    @property
-    def default_device(self) -> torch.device:
-        """The device that a rank without others would use."""
-        return rank_device()
-
-    def set_device(self) -> None:
-        """Do nothing: the device is set when the state is made."""
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Do nothing: the world, and a process group with it, end with the program."""
