@@ -30,6 +30,15 @@ STARTUP = str(HERE / "support" / "startup")
 if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
 
+# `nohup`, and a shell without job control, start processes that ignore these, and so would ranks.
+for _number, _action in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _action)
+
 #: Every behaviour is tested on each of these: real processes, a third-party backend, and threads.
 KINDS = [
     Kind("single", 1),

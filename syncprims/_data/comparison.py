@@ -141,7 +141,7 @@ def _check_comparable(value: Any, copy: Any) -> None:
             return
     except (TypeError, ValueError, RuntimeError) as error:  # as arrays and tensors in it raise
         why = error
-    kind = type(value)
+    kind = type(cast("object", value))
     raise TypeError(
         f"assert_same cannot compare a {kind.__module__}.{kind.__qualname__}: it does not equal "
         f"its own copy. Compare plain parts of it: its state_dict(), dataclasses.asdict(), a list"

@@ -54,16 +54,13 @@ R = TypeVar("R")
 Placement = bool | list[bool] | None  #: as in Accelerate's `prepare`
 
 
-def _of_accumulator(
-    method: Callable[Concatenate[Accumulator, P], R],
-) -> Callable[Concatenate[Any, P], R]:
+def _of_accumulator(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return a method of a job that calls one of its accumulator's."""
 
-    @functools.wraps(method)
-    def call(job: Accelerator, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(job: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(job.accumulator, *args, **kwargs)
 
-    return call
+    return functools.update_wrapper(call, method)
 
 
 def _option(name: str, meaning: str) -> Any:
@@ -163,7 +160,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     # -- this rank, and collectives -------------------------------------------------------------
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """The device of this rank."""
         return self.preparation.device
 
@@ -242,7 +239,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         return self.prepare(data_loader, device_placement=device_placement)
 
     accumulate = _of_accumulator(Accumulator.accumulate)
-    backward = _of_accumulator(Accumulator.backward)
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
+        """Add the gradients of `loss`. See :meth:`syncprims.training.Accumulator.backward`."""
+        self.accumulator.backward(loss, weight, **options)
+
     flush = _of_accumulator(Accumulator.flush)
     no_sync = _of_accumulator(Accumulator.no_sync)
     trigger_sync_in_backward = _of_accumulator(Accumulator.sync_in_backward)

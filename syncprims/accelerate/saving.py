@@ -272,7 +272,7 @@ class Checkpointing:
         return self._next_number(steps)
 
     def _next_number(self, steps: Sequence[int]) -> int:
-        return max(self.project_configuration.iteration, max(steps, default=-1) + 1)
+        return max(int(self.project_configuration.iteration), max(steps, default=-1) + 1)
 
     def save_state(
         self,

@@ -299,6 +299,8 @@ def test_a_map_covers_tied_parameters_by_one_of_their_names(
 
 
 def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
+    from syncprims.accelerate import load_checkpoint_in_model
+
     model, path = saved
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     load_checkpoint_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
