@@ -14,7 +14,7 @@ from torch import nn
 from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
-from syncprims.training.checkpoints import Registered, Saving
+from syncprims.training.checkpoints import Saving
 from syncprims.training.checkpoints.coordination import Directory, coordinate
 from syncprims.training.checkpoints.stateful import state_of
 from syncprims.training.preparation import Preparation
@@ -48,6 +48,20 @@ def load_checkpoint_in_model(
     checkpoints.load_checkpoint_in_model(
         model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
     )
+
+
+class Registered:
+    """A hook that is called until it is removed."""
+
+    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
+        self._hooks = hooks
+        self._hook = hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        """Stop calling the hook. A second call does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
 
 
 class _SavedWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import signal
 import subprocess
@@ -259,7 +260,8 @@ class Interrupted(Exception):
 def check_interrupted(trigger: sp.Trigger, at: int, act: Callable[[], object]) -> tuple[bool, bool]:
     """Return what a check returns that calls ``act()`` before its instruction `at`, if it has one.
 
-    A tracer stands in for a signal handler, which can run between any two instructions.
+    A tracer stands in for a signal handler, which can run between any two instructions; Python runs
+    none between a call and the return of what it returned.
     """
     seen = 0
 
@@ -268,7 +270,8 @@ def check_interrupted(trigger: sp.Trigger, at: int, act: Callable[[], object]) -
         if frame.f_code is not sp.Trigger.check.__code__:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if event == "opcode" and not operation.startswith("RETURN"):
             seen += 1
             if seen == at:
                 act()

@@ -27,10 +27,11 @@ STRANGE: list[Any] = [
     "../secret", "/etc/passwd", "a/b", "a\0b", "a\\b", "model.safetensors", "checkpoint.json",
     "F32", "F4", "I64", "BOOL", [], {}, [[]], [0, 0], [2**62, 2**62], [0, 2**63], [-1, 4],
     [0] * 100, {"$": "tensor"}, {"$": "tensor", "key": "0.weight"}, {"$": "nothing"},
-    {"$": "sharded", "key": "x", "shape": [2**40]}, {"$": "array", "key": "x", "dtype": "O"},
+    {"$": "tensor", "key": "x", "shape": [2**40], "shards": []},
+    {"$": "array", "key": "x", "dtype": "O"},
     {"$": "size", "is": ["x"]}, {"$": "dict", "items": [[{}, 1]]}, {"$": ["list"]},
     {"$": "dtype", "is": "load"}, {"$": "device", "is": "nowhere"}, {"$": "int", "is": "zz"},
-    {"$": "scalar", "dtype": "<f8", "bytes": ""}, {"$": "deque", "is": [[], -1]},
+    {"$": "array", "key": "x", "dtype": "<f8"}, {"$": "deque", "is": [[], -1]},
     {"$": "bytes_", "is": 2**40}, {"$": "bytearray", "is": 2**40}, {"$": "tuple", "is": 5},
 ]  # fmt: skip
 

@@ -12,5 +12,4 @@ from .save_state import save_state as save_state
 from .stateful import Stateful as Stateful
 from .stateful import is_dtensor as is_dtensor
 from .step_directory import Checkpoints as Checkpoints
-from .step_directory import Registered as Registered
 from .step_directory import agreed_steps as agreed_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from syncprims import CheckpointError, Failure, SyncError, get_node_rank, get_rank
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: What the error of a save says that failed before its commit.
-UNCHANGED = (
+_UNCHANGED = (
     "What was there before still stands, and nothing else is left. Fix the cause, and save again."
 )
 _SAME_OBJECTS = (
@@ -90,37 +91,27 @@ class Results(NamedTuple, Generic[T]):
     by_rank: list[Any]  #: in rank order
 
 
-class Outcome(NamedTuple, Generic[T]):
-    """The result of one rank's part, or its error."""
+def attempt(part: Callable[[], T], done: Future[T] | None = None) -> Future[T]:
+    """Return what ``part()`` returns or raises, as a future that is done."""
+    done = Future() if done is None else done
+    try:
+        done.set_result(part())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
-    result: T | None
-    error: Exception | None  #: as it was raised here
-    message: dict[str, Any]  #: what the other ranks receive
 
-    @classmethod
-    def of(cls, part: Callable[[], T], summarize: Callable[[T], Any]) -> Outcome[T]:
-        """Return the outcome of ``part()``."""
-        rank = get_rank()
-        try:
-            result = part()
-            message = {"rank": rank, "failure": None, "summary": summarize(result)}
-            return cls(result, None, message)
-        except Exception as error:
-            path, number = getattr(error, "filename", None), getattr(error, "errno", None)
-            message = {
-                "rank": rank,
-                "failure": list(Failure.of(rank, error)),
-                "complete": isinstance(error, CheckpointError),  # its text needs no addition
-                "path": None if path is None else str(path),
-                "errno": number if isinstance(number, int) else None,
-            }
-            return cls(None, error, message)
-
-    def unwrap(self) -> T:
-        """Return the result, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return cast("T", self.result)
+def message_of(own: Future[Any], summary: Any) -> dict[str, Any]:
+    """Return what the other ranks receive of this rank's part: the summary, or the error."""
+    error = own.exception()
+    path, number = getattr(error, "filename", None), getattr(error, "errno", None)
+    return {
+        "rank": get_rank(),
+        "failure": None if error is None else list(Failure.of(get_rank(), error)),
+        "summary": summary,
+        "path": None if path is None else str(path),
+        "errno": number if isinstance(number, int) else None,
+    }
 
 
 def coordinate(
@@ -129,43 +120,47 @@ def coordinate(
     summarize: Callable[[T], Any] = lambda result: result,
     *,
     call: str = "",
-    advice: str = "",
 ) -> Results[T]:
     """Run ``part()`` on every rank, and return its result and every rank's summary of it.
 
     `part` does not communicate. There is no timeout. Ranks wait under the name `call`, by default
-    the first word of `doing`. `advice` is appended to an error that is not a CheckpointError.
+    the first word of `doing`.
 
     :raises CheckpointError: the same on all ranks, if `part` raised on any.
     """
-    own = Outcome.of(part, summarize)
-    messages = gather_as(get_active_group(), call or _call_name(doing), own.message)
-    return combine(doing, own, messages, advice)
+
+    def both() -> tuple[T, Any]:
+        result = part()
+        return result, summarize(result)
+
+    own = attempt(both)
+    result, summary = (None, None) if own.exception() else own.result()
+    message = message_of(own, summary)
+    messages = gather_as(get_active_group(), call or _call_name(doing), message)
+    return Results(cast("T", result), combine(doing, messages, own.exception()))
 
 
 def combine(
-    doing: str, own: Outcome[T], messages: Sequence[dict[str, Any]], advice: str = ""
-) -> Results[T]:
-    """Return the results in the ranks' messages.
+    doing: str, messages: Sequence[dict[str, Any]], error: BaseException | None
+) -> list[Any]:
+    """Return the summaries in the ranks' messages. `error` is this rank's own.
 
     :raises CheckpointError: if one of them is a failure.
     """
     failed = [message for message in messages if message["failure"] is not None]
     if not failed:
-        return Results(cast("T", own.result), [message["summary"] for message in messages])
-    first = failed[0]
+        return [message["summary"] for message in messages]
     failures = {message["rank"]: Failure(*message["failure"]) for message in failed}
     rank, *others = failures
-    cause = failures[rank]
-    text = cause.message if first["complete"] else f"{cause.type}: {cause.message}"
-    text = f"{doing}: rank {rank}: {text}"
-    if others:
-        text += f" (ranks {others} failed, too)"
-    if advice and not first["complete"]:
-        text = f"{text.removesuffix('.')}. {advice}"
-    raise CheckpointError(
-        text, path=first["path"], errno=first["errno"], rank=rank, failures=failures
-    ) from own.error
+    cause, also = failures[rank], f" (ranks {others} failed, too)" if others else ""
+    if cause.type == "syncprims.CheckpointError":  # its text needs no addition
+        text = f"{doing}: rank {rank}: {cause.message}{also}"
+    else:
+        text = f"{doing}: rank {rank}: {cause.type}: {cause.message}{also}"
+        if doing.startswith("save"):
+            text = f"{text.removesuffix('.')}. {_UNCHANGED}"
+    path, number = failed[0]["path"], failed[0]["errno"]
+    raise CheckpointError(text, path=path, errno=number, rank=rank, failures=failures) from error
 
 
 def _call_name(doing: str) -> str:

@@ -43,7 +43,7 @@ def _close(fd: int) -> None:
 
 
 class NewFile:
-    """A new file, open for writing. The umask decides its mode.
+    """A new file, open for writing. The umask decides its mode. `torch.save` can write to it.
 
     :raises OSError: if there is already something of that name.
     """
@@ -53,14 +53,28 @@ class NewFile:
         self._fd = os.open(path, _NEW, 0o666)
         self._size = 0
         self._started = 0  # bytes whose write-back was started
+        self.error: OSError | None = None  #: of a write: torch raises another one instead
 
-    def write(self, data: memoryview | bytes) -> None:
-        """Append all of `data`."""
-        left = memoryview(data)
-        with _naming(self.path):
-            while left:
-                done = os.write(self._fd, left)
-                left, self._size = left[done:], self._size + done
+    def write(self, data: memoryview | bytes) -> int:
+        """Append all of `data`, and return its size."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            with _naming(self.path):
+                while left:
+                    done = os.write(self._fd, left)
+                    left = left[done:]
+        except OSError as error:
+            self.error = error
+            raise
+        self._size += size
+        self._start_writing_back()
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer."""
+
+    def _start_writing_back(self) -> None:
         size = self._size - self._started
         if size >= _WRITEBACK and sys.platform == "linux":
             # The kernel then starts writing to the disk, and the final sync waits less. It is only
@@ -212,35 +226,28 @@ def is_directory(path: str) -> bool:
         return False
 
 
-def make_directory(path: str) -> list[str]:
-    """Make a directory and its missing parents, durably; return the ones made, parents first.
+def make_directory(path: str) -> None:
+    """Make a directory and its missing parents, durably.
 
-    :raises OSError: if something else has that name. Then none of them is left.
+    :raises OSError: if something else has that name.
     """
     if is_directory(path):
-        return []
+        return
     parent = os.path.dirname(path) or os.curdir  # noqa: PTH120
-    made = make_directory(parent) if parent != path else []
+    if parent != path:
+        make_directory(parent)
     try:
         try:
             os.mkdir(path)  # noqa: PTH102
-            made.append(path)
         except FileExistsError:
             if not is_directory(path):  # else another process just made it
                 what = "there is something else in place of a directory"
                 raise OSError(errno.ENOTDIR, what, path) from None
         sync_directory(parent)
     except BaseException:
-        remove_empty_directories(made)
-        raise
-    return made
-
-
-def remove_empty_directories(made: list[str]) -> None:
-    """Remove the directories that :func:`make_directory` made, except those not empty now."""
-    for path in reversed(made):
         with contextlib.suppress(OSError):
             os.rmdir(path)  # noqa: PTH106
+        raise
 
 
 def sync_directory(path: str) -> None:

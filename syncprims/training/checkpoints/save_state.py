@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import operator
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from syncprims.training.rng import capture as capture_rng
 
 from . import commit, manifest
 from .async_save import Saving, finish_earlier, start_save
+from .commit import FilePlan, Plan
 from .coordination import Directory, Team
-from .integrity import digest, dump
 from .manifest import Manifest, SavedState
 from .safetensors_file import byte_size, write_safetensors
-from .stateful import State, check_objects, is_dtensor, shard_region, split_state, state_of
+from .stateful import check_objects, is_dtensor, region_of, split_state, state_of
 
 if TYPE_CHECKING:
     import os
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .commit import Digests, Place, Save, Tensors
-    from .stateful import Stateful
+    from .commit import Place, Save, Tensors
+    from .stateful import State, Stateful
 
 _LARGE = 64 << 20  # bytes from which on the tensors of an object are worth splitting among ranks
 _LARGEST = 5_000_000_000  # bytes in a file
@@ -80,14 +81,13 @@ def save_to(
     finish_earlier()
     team = Team.meet(doing, directory)
 
-    def plan() -> _StatePlan:
+    def plan() -> Plan:
         own = {
             "rng": capture_rng() if rng else None,
             "objects": {name: state_of(thing) for name, thing in rank_objects.items()},
         }
         states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
-        groups = {name: _split(state.tensors, len(team.ranks)) for name, state in states.items()}
-        return _StatePlan(doing, step, states, split_state(own), groups, team)
+        return _plan_state(doing, team, step, states, split_state(own))
 
     with commit.planned(doing, team, directory.path, plan, "have different states") as save:
         save = save._replace(on_commit=on_commit)
@@ -105,106 +105,64 @@ def _split(tensors: Mapping[str, torch.Tensor], count: int) -> list[Tensors]:
     return commit.split_by_size(plain, min(most, _LARGEST))
 
 
-class _StatePlan(NamedTuple):
-    """What this rank has to save of a state."""
+def _plan_state(
+    doing: str, team: Team, step: int | None, states: dict[str, State], own: State
+) -> Plan:
+    if own.shards:
+        raise TypeError(f"{min(own.shards)} in rank_objects is a DTensor of all ranks")
+    groups = {
+        name + _ENDING: _split(state.tensors, len(team.ranks)) for name, state in states.items()
+    }
+    #: under the names that their shards have in files
+    dtensors = {f"{name}/{key}": (s, key) for name, s in states.items() for key in s.shards}
+    regions = {label: region_of(state.tensors[key]) for label, (state, key) in dtensors.items()}
 
-    doing: str
-    step: int | None
-    states: dict[str, State]
-    own: State
-    groups: dict[str, list[Tensors]]  #: of each object: its tensors by file, DTensors excepted
-    team: Team
-
-    def summary(self) -> dict[str, Any]:
-        """Return what the other ranks need to know."""
-        structure = {
-            name: [[list(group) for group in self.groups[name]], commit.describe(state.tensors)]
-            for name, state in self.states.items()
-        }
-        every = [group for groups in self.groups.values() for group in groups]
-        several = len(self.team.ranks) > 1
-        return {
-            "same": digest(dump(structure)),
-            "digests": commit.group_digests(every) if several else [""] * len(every),
-            "own": json.dumps(self.own.tree),
-            "own_tensors": bool(self.own.tensors),
-            "regions": {
-                label: [list(numbers) for numbers in shard_region(tensor)]
-                for label, tensor in self._dtensors().items()
-            },
-        }
-
-    def _dtensors(self) -> dict[str, Any]:
-        """Return the DTensors of all objects, under the names that their shards have in files."""
-        return {
-            f"{name}/{key}": tensor
-            for name, state in self.states.items()
-            for key, tensor in state.tensors.items()
-            if is_dtensor(tensor)
-        }
-
-    def assign(self, summaries: list[dict[str, Any]], team: Team, place: Place) -> Save:
-        """Return the save of the state."""
-        names = {
-            name: commit.group_names(f"{name}{_ENDING}", len(groups))
-            for name, groups in self.groups.items()
-        }
-        flat = [file for files in names.values() for file in files]
-        flat += [f"rank-{number:05d}{_ENDING}" for number in range(len(team.ranks))]
-        free = dict(zip(flat, commit.unused(flat, place.taken), strict=True))
-        own_names = [free[file] for file in flat[-len(team.ranks) :]]
-        groups = [group for groups in self.groups.values() for group in groups]
-        shared = [free[file] for file in flat[: len(groups)]]
-        digests = [summary["digests"] for summary in summaries]
-        files = commit.assign_writers(shared, groups, digests)
-        parts, own_shards = self._assign_shards(summaries, own_names)
-        with_shards = {part[2] for shards in parts.values() for part in shards}
-        ranks: list[SavedState] = []
-        for number, (summary, file) in enumerate(zip(summaries, own_names, strict=True)):
-            used = summary["own_tensors"] or file in with_shards
-            ranks.append(SavedState(json.loads(summary["own"]), [file] if used else [], {}))
-            if used:
-                tensors = {**self.own.tensors, **own_shards} if number == team.number else {}
-                files.append(commit.FilePlan(file, number, tensors))
-        objects = {
-            name: SavedState(
-                state.tree,
-                [free[file] for file in names[name]],
-                {key: parts[f"{name}/{key}"] for key in state.tensors if f"{name}/{key}" in parts},
-            )
-            for name, state in self.states.items()
-        }
-        older = manifest.listed_files(place.path) if team.leads and not place.is_new else set()
-        stems = "|".join([*map(re.escape, self.states), r"rank-\d{5,}"])
-        ours = re.compile(f"(?:{stems}){_ENDINGS}")
-
-        def list_files(digests: Digests) -> bytes:
-            return Manifest(self.step, objects, ranks, digests).dump()
-
-        return commit.Save(
-            self.doing, team, place, files, _write_file, (manifest.NAME,), manifest.NAME,
-            list_files, lambda name: name in older or ours.fullmatch(name) is not None,
-        )  # fmt: skip
-
-    def _assign_shards(
-        self, summaries: list[dict[str, Any]], files: list[str]
-    ) -> tuple[dict[str, list[Any]], Tensors]:
-        """Return the shards of DTensors, each once, and those that this rank writes."""
-        shards: dict[str, list[Any]] = {}
-        own: Tensors = {}
-        for label, tensor in self._dtensors().items():
+    def assign_shards(regions: list[dict[str, Any]], names: list[str]) -> Tensors:
+        """Enter the shards of DTensors, each once, and return those that this rank writes."""
+        written: Tensors = {}
+        for label, (state, key) in dtensors.items():
             seen: set[tuple[int, ...]] = set()
-            shards[label] = []
-            for number, summary in enumerate(summaries):
-                offset, shape = summary["regions"][label]
+            for number, name in enumerate(names):
+                offset, shape = regions[number][label]
                 if tuple(offset) in seen or 0 in shape:
                     continue  # a replica of what another rank writes, or empty
                 seen.add(tuple(offset))
-                shards[label].append([offset, shape, files[number]])
-                if number == self.team.number:
-                    own[label] = tensor.to_local()
-        return shards, own
+                state.shards[key].append([offset, name])
+                if number == team.number:
+                    tensor: Any = state.tensors[key]
+                    written[label] = tensor.to_local()
+        return written
 
+    def complete(files: list[FilePlan], ranks: list[Any], place: Place) -> Save:
+        count = len(files)
+        own_files = [FilePlan(f"rank-{n:05d}{_ENDING}", n, {}) for n in range(len(ranks))]
+        files = commit.with_unused_names([*files, *own_files], place)
+        names = [file.name for file in files]
+        shards = assign_shards([regions for _, _, regions in ranks], names[count:])
+        unassigned = iter(names)
+        objects = {
+            name: SavedState(state.tree, [next(unassigned) for _ in groups[name + _ENDING]])
+            for name, state in states.items()
+        }
+        saved_ranks = [
+            SavedState(json.loads(tree), [name] if has_tensors else [])
+            for (tree, has_tensors, _), name in zip(ranks, names[count:], strict=True)
+        ]
+        mine = count + team.number
+        files[mine] = files[mine]._replace(tensors={**own.tensors, **shards})
+        used = {*names[:count], *chain.from_iterable(rank.files for rank in saved_ranks)}
+        used |= {name for s in states.values() for _, name in chain(*s.shards.values())}
+        older = manifest.listed_files(place.path) if team.leads and not place.is_new else set()
+        stems = "|".join([*map(re.escape, states), r"rank-\d{5,}"])
+        ours = re.compile(f"(?:{stems}){_ENDINGS}")
+        return commit.Save(
+            doing, team, place, [file for file in files if file.name in used],
+            lambda path, tensors: write_safetensors(path, tensors, {}),
+            (manifest.NAME,), manifest.NAME,
+            lambda digests: Manifest(step, objects, saved_ranks, digests).dump(),
+            lambda name: name in older or ours.fullmatch(name) is not None,
+        )  # fmt: skip
 
-def _write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    return write_safetensors(path, tensors, {})
+    more = [json.dumps(own.tree), bool(own.tensors), regions]
+    shapes = {label: list(state.tensors[key].shape) for label, (state, key) in dtensors.items()}
+    return Plan([[*states], shapes], groups, more, complete)

@@ -11,7 +11,7 @@ import base64
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 KIND = "$"
 _DEEPEST = 150
-_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
@@ -109,18 +108,17 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
     if not isinstance(thing, nn.Module):
         return
     own: dict[str, Any] = state_of(thing)
-    if not isinstance(state, dict):
-        raise refusal(path, f"object {name!r}", "a model's state", type(state).__name__)
-    if own.keys() != state.keys():
-        lacking = sorted(own.keys() - state.keys())
-        extra = sorted(state.keys() - own.keys(), key=repr)  # of another object, or made up
+    saved: dict[Any, Any] = state if isinstance(state, dict) else {type(state).__name__: state}
+    if own.keys() != saved.keys():
+        lacking = sorted(own.keys() - saved.keys())
+        extra = sorted(saved.keys() - own.keys(), key=repr)  # of another object, or made up
         raise CheckpointError(
             f"{path}: object {name!r} is of another model: expected {lacking[:5]}, which it lacks, "
             f"and found {extra[:5]}, which the model lacks. Load it into the model that was saved.",
             path=path,
         )
     for key, value in own.items():
-        found = state[key]
+        found = saved[key]
         if not isinstance(value, torch.Tensor):
             continue
         if value.is_meta:
@@ -139,13 +137,13 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
 def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
     """Return an object's DTensors by the names under which they are saved.
 
-    Of an optimizer: its parameters, by prefixes of the names, since it may have no state yet.
+    Of an optimizer: its parameters, by the beginnings of the names, since it may have no state yet.
     """
     if isinstance(thing, nn.Module):
         return {key: value for key, value in state_of(thing).items() if is_dtensor(value)}
     if isinstance(thing, torch.optim.Optimizer):
         params = [p for group in thing.param_groups for p in group["params"]]
-        return {f"state.{number}.": p for number, p in enumerate(params) if is_dtensor(p)}
+        return {f"state.{number}": p for number, p in enumerate(params) if is_dtensor(p)}
     return {}
 
 
@@ -204,6 +202,8 @@ class State(NamedTuple):
 
     tree: Any  #: JSON
     tensors: dict[str, torch.Tensor]  #: by the names in the tree
+    #: Of each DTensor: where its shards are, as offset and file. The tree holds the same lists.
+    shards: dict[str, list[Any]]
 
 
 def split_state(state: Any) -> State:
@@ -212,7 +212,7 @@ def split_state(state: Any) -> State:
     :raises TypeError: naming what cannot be saved without pickle.
     """
     splitter = _Splitter()
-    return State(splitter.node(state, ()), splitter.tensors)
+    return State(splitter.node(state, ()), splitter.tensors, splitter.shards)
 
 
 def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
@@ -232,31 +232,22 @@ def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor])
     kind = node.get(KIND)
     if kind is None:
         return {key: join(item) for key, item in node.items()}
-    if kind in ("tensor", "sharded"):
+    if kind == "tensor":
         tensor = load_tensor(node)
         learns = node.get("learns")  # of a parameter only
         return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
-    if kind == "default":
-        makes = node["makes"]
-        return defaultdict(None if makes is None else _FACTORIES[makes], _join_items(node, join))
     if kind in _MAPPINGS:
-        mapping = _MAPPINGS[kind](_join_items(node, join))
+        mapping = _MAPPINGS[kind]({join(key): join(item) for key, item in node["items"]})
         if "metadata" in node:
             mapping._metadata = join(node["metadata"])
         return mapping
-    if kind in ("array", "scalar"):
+    if kind == "array":
         dtype: np.dtype[Any] = np.dtype(node["dtype"])
         if dtype.hasobject:
             raise ValueError("an array of objects")
-        if kind == "scalar":
-            return np.frombuffer(_from_text(node["bytes"]), dtype)[0]
-        raw = load_tensor(node).numpy().tobytes()
-        return np.frombuffer(raw, dtype).reshape(node["shape"]).copy()
+        array = np.frombuffer(load_tensor(node).numpy().tobytes(), dtype)
+        return array[0] if node["shape"] is None else array.reshape(node["shape"]).copy()
     return _FROM_SIMPLER[kind](join(node["is"]))
-
-
-def _join_items(node: dict[str, Any], join: Callable[[Any], Any]) -> dict[Any, Any]:
-    return {join(key): join(item) for key, item in node["items"]}
 
 
 class _Splitter:
@@ -264,6 +255,7 @@ class _Splitter:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.shards: dict[str, list[Any]] = {}
         self._seen: dict[Any, str] = {}
 
     def node(self, value: Any, key_path: tuple[str, ...]) -> Any:
@@ -293,14 +285,10 @@ class _Splitter:
     def _mapping(self, kind: type[Any], value: dict[Any, Any], key_path: tuple[str, ...]) -> Any:
         if kind is dict and KIND not in value and all(type(key) is str for key in value):
             return {key: self.node(item, (*key_path, key)) for key, item in value.items()}
-        node: dict[str, Any] = {KIND: next((n for n, t in _MAPPINGS.items() if t is kind), None)}
-        if kind is defaultdict:
-            factory = cast("defaultdict[Any, Any]", value).default_factory
-            makes = getattr(factory, "__name__", None)
-            if factory is None or _FACTORIES.get(str(makes)) is factory:
-                node = {KIND: "default", "makes": makes}
-        if node[KIND] is None:
+        names = [name for name, known in _MAPPINGS.items() if known is kind]
+        if not names:
             raise self._cannot(value, key_path)
+        node: dict[str, Any] = {KIND: names[0]}
         # Of a module's state: the versions of its classes.
         versions = getattr(value, "_metadata", None)
         if versions is not None and kind is OrderedDict:
@@ -327,11 +315,12 @@ class _Splitter:
             self.tensors[key] = value.detach()
             if same is not None:
                 self._seen[same] = key
+        node: dict[str, Any] = {KIND: "tensor", "key": key}
         if is_dtensor(value):
-            return {KIND: "sharded", "key": key, "shape": list(value.shape)}
-        if type(value) is torch.nn.Parameter:
-            return {KIND: "tensor", "key": key, "learns": value.requires_grad}
-        return {KIND: "tensor", "key": key}
+            node |= {"shape": list(value.shape), "shards": self.shards.setdefault(key, [])}
+        elif type(value) is torch.nn.Parameter:
+            node["learns"] = value.requires_grad
+        return node
 
     def _unused(self, key: str) -> str:
         while key in self.tensors or key.startswith("__"):
@@ -343,12 +332,11 @@ class _Splitter:
         known = type(value) in (np.ndarray, kind.type) and kind.itemsize and not kind.hasobject
         if not known or np.dtype(kind.str) != kind:  # structures and foreign types become |V2
             raise self._cannot(value, key_path)
-        raw = np.ascontiguousarray(value).tobytes()
-        if isinstance(value, np.generic):
-            return {KIND: "scalar", "dtype": kind.str, "bytes": _to_text(raw)}
         key = self._unused(".".join(key_path))
-        self.tensors[key] = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
-        return {KIND: "array", "key": key, "dtype": kind.str, "shape": list(value.shape)}
+        raw = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+        self.tensors[key] = torch.from_numpy(raw.copy())
+        shape = None if isinstance(value, np.generic) else list(value.shape)
+        return {KIND: "array", "key": key, "dtype": kind.str, "shape": shape}
 
     def _cannot(self, value: Any, key_path: tuple[str, ...]) -> TypeError:
         kind: type[Any] = type(value)
@@ -405,14 +393,14 @@ def check_placements(name: str, tensor: DTensor) -> None:
         )
 
 
-def shard_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def region_of(tensor: Any) -> tuple[list[int], list[int]]:
     """Return the offset of this rank's shard in a tensor, and its shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tuple(offset), tuple(shape)
+    return list(offset), list(shape)
 
 
 def from_shard(local: torch.Tensor, target: DTensor) -> DTensor:
@@ -427,7 +415,7 @@ def from_shard(local: torch.Tensor, target: DTensor) -> DTensor:
 
 def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
     """Return a tensor distributed like `target`. Every rank has `full`: nothing is sent."""
-    offset, shape = shard_region(target)
+    offset, shape = region_of(target)
     local = full
     for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
         local = local.narrow(dim, begin if length else 0, length)

@@ -10,21 +10,17 @@ from syncprims import CheckpointError
 
 from . import filesystem, manifest
 from .async_save import finish_earlier
-from .commit import new_token, temporary
+from .commit import final_name, new_token, temporary
 from .coordination import Directory, Team, coordinate
 from .load_state import Loaded, load_state
 from .save_state import save_to
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from .async_save import Saving
     from .stateful import Stateful
-
-    Hook = Callable[[str, dict[str, Stateful]], object]
-
-_STEP = re.compile(r"0|[1-9][0-9]*")
 
 
 class Checkpoints:
@@ -54,8 +50,6 @@ class Checkpoints:
         self.directory = self._where.path
         self.keep_last = keep_last
         self.prefix = prefix
-        self._before_save: list[Hook] = []
-        self._before_load: list[Hook] = []
 
     def path(self, step: int) -> str:
         """Return the directory of a step's checkpoint, whether it exists or not."""
@@ -63,13 +57,13 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Not collective."""
-        found: list[int] = []
-        for name in filesystem.names(self.directory):
-            number = name.removeprefix(self.prefix)
-            whole = name.startswith(self.prefix) and _STEP.fullmatch(number)
-            if whole and filesystem.exists(f"{self.directory}/{name}/{manifest.NAME}"):
-                found.append(int(number))
-        return sorted(found)
+        step = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
+        matches = map(step.fullmatch, filesystem.names(self.directory))
+        return sorted(
+            int(match[1])
+            for match in matches
+            if match and filesystem.exists(f"{self.directory}/{match[0]}/{manifest.NAME}")
+        )
 
     def latest(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None. Not collective."""
@@ -91,11 +85,9 @@ class Checkpoints:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
-        finish_earlier()
-        common, path = dict(objects), self.path(step)
-        _call_hooks(f"save_state to {path}", self._before_save, path, common)
+        where = Directory(f"{self._where.given}/{self.prefix}{step}", self.path(step))
         return save_to(
-            Directory(f"{self._where.given}/{self.prefix}{step}", path), common, rank_objects or {},
+            where, objects, rank_objects or {},
             step=step, rng=rng, block=block, on_commit=lambda: self._prune(step),
         )  # fmt: skip
 
@@ -116,23 +108,13 @@ class Checkpoints:
                 f"one, found none. Save one, or start from the beginning.",
                 path=self.directory,
             )
-        common, path = dict(objects), self.path(step)
-        _call_hooks(f"load_state from {path}", self._before_load, path, common)
         try:
-            return load_state(path, common, **options)
+            return load_state(self.path(step), objects, **options)
         except CheckpointError as error:
-            older = [one for one in steps if one < step]
+            older = [other for other in steps if other < step]
             if older:
                 error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
             raise
-
-    def before_save(self, hook: Hook) -> Registered:
-        """Call ``hook(path, objects)`` on every rank before each save; it may change the dict."""
-        return Registered(self._before_save, hook)
-
-    def before_load(self, hook: Hook) -> Registered:
-        """Call ``hook(path, objects)`` on every rank before each load; it may change the dict."""
-        return Registered(self._before_load, hook)
 
     def _prune(self, saved: int) -> None:
         """Remove the oldest steps, and what killed saves of such steps left; log failures."""
@@ -148,11 +130,12 @@ class Checkpoints:
                 filesystem.rename(self.path(step), away)
                 filesystem.remove_directory_or_log(away)
             # Another process may be saving one of the later steps now.
-            oldest = min((step for step in steps if step not in gone), default=saved)
-            left = re.compile(rf"\.{re.escape(self.prefix)}([0-9]+)\.tmp-[0-9a-f]{{16}}")
+            oldest = min({*steps, saved} - {*gone})
             for name in filesystem.names(self.directory):
-                match = left.fullmatch(name)
-                if match is not None and int(match[1]) < oldest:
+                final = final_name(name)
+                number = final.removeprefix(self.prefix)
+                whole = final.startswith(self.prefix) and number.isdecimal()
+                if whole and int(number) < oldest:
                     filesystem.remove_directory_or_log(f"{self.directory}/{name}")
         except OSError as error:
             filesystem.LOG.warning("older checkpoints in %s stay: %s", self.directory, error)
@@ -165,28 +148,3 @@ def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
     found = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
     steps: list[int] = found.by_rank[0]
     return steps
-
-
-class Registered:
-    """A hook that is called until it is removed."""
-
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self._hooks = hooks
-        self._hook = hook
-        hooks.append(hook)
-
-    def remove(self) -> None:
-        """Stop calling the hook. A second call does nothing."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
-def _call_hooks(doing: str, hooks: list[Hook], path: str, objects: dict[str, Stateful]) -> None:
-    """Call hooks on every rank. If one fails, all ranks raise the same error."""
-
-    def call() -> None:
-        for hook in list(hooks):
-            hook(path, objects)
-
-    if hooks:
-        coordinate(doing, call)
