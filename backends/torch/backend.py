@@ -25,15 +25,15 @@ from .board import HostConnection, TwoLevelBoard
 from .decisions import MemberEnd, read_key
 from .engines import DefaultGroup, GlooEngine, NcclEngine
 from .host_state import BEATS, Heartbeat
-from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, identify_place, unreachable
+from .rendezvous import HostGroup, JoinWarning, Placement, Rendezvous, unreachable
 from .store import (
     TRY_AGAIN,
     StoreEndpoint,
     StoreGone,
     StoreLink,
     StoreProbe,
-    agree_on_run_id,
     check_findable,
+    find_run_id,
     find_store,
 )
 
@@ -71,9 +71,7 @@ class TorchBackend(Backend):
         self._endpoint = find_store(topology, settings) if topology.world_size > 1 else None
         self._links: tuple[StoreLink, ...] = ()
         if self._endpoint is None:
-            run_id = topology.run_id
-            if topology.world_size > 1:
-                run_id = agree_on_run_id(topology, settings, identify_place(settings))
+            run_id = find_run_id(topology) if topology.world_size > 1 else topology.run_id
             ranks = list(range(topology.world_size))
             host = HostGroup("here", ranks, torch.cuda.device_count() >= topology.world_size)
             self._placement = Placement(run_id or "", [host])

@@ -112,20 +112,16 @@ class GlooEngine(Engine):
         """
         store = dist.PrefixStore(self._prefix, self._endpoint.connect())
         make: Any = dist.ProcessGroupGloo
-        try:
-            options = make._Options()
-            if self._interfaces:
-                names = self._interfaces.split(",")
-                options._devices = [make.create_device(interface=name) for name in names]
-            else:
-                address = _own_address(self._endpoint.host)
-                options._devices = [make.create_device(hostname=address)]
-            options._timeout = _CONNECT
-        except AttributeError:  # a version with another interface
-            return make(store, self._index, self._count, _CONNECT)
+        options = make._Options()
+        if self._interfaces:
+            names = self._interfaces.split(",")
+            options._devices = [make.create_device(interface=name) for name in names]
+        else:
+            address = _own_address(self._endpoint.host)
+            options._devices = [make.create_device(hostname=address)]
+        options._timeout = _CONNECT
         group = make(store, self._index, self._count, options)
-        with contextlib.suppress(AttributeError):
-            group._set_default_timeout(_LONG)
+        group._set_default_timeout(_LONG)
         return group
 
 
