@@ -204,10 +204,16 @@ class TorchBackend(Backend):
         own = self._local.open_board(local, name, f"{file}-here", slots, members)
         with self._local.locked_directory():
             board = TwoLevelBoard(members, file, own, self._connection)
-        prefix = f"{self._placement.token}/{file}/gloo"
-        index, count = board.members.index(self.topology.rank), len(members)
-        interfaces = self.settings.gloo_interfaces
-        board.engine = GlooEngine(self._connection.endpoint, prefix, index, count, interfaces)
+        placement = self._placement
+        prefix = f"{placement.token}/{file}/gloo"
+        board.engine = GlooEngine(
+            self._connection.endpoint,
+            prefix,
+            board.members.index(self.topology.rank),
+            [placement.hosts[placement.host_of[rank]].name for rank in board.members],
+            self.settings.gloo_interfaces,
+            self.settings.heartbeat,
+        )
         self._boards.append(board)
         return board
 
