@@ -39,6 +39,15 @@ def refusal(path: str, what: str, expected: object, found: object) -> Checkpoint
     )
 
 
+def replaced_while_read(path: str) -> CheckpointError:
+    """Return the error for a checkpoint that other programs replace again and again."""
+    return CheckpointError(
+        f"{path}: another program saves there, and has replaced the checkpoint each time it was "
+        f"read. Load it when that program has ended, or save to another directory.",
+        path=path,
+    )
+
+
 def _shorten(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-60:]}"
@@ -139,13 +148,13 @@ def dump_sealed(document: dict[str, Any]) -> bytes:
     return put_seal(dump({SEAL: BLANK, **document}))
 
 
-def load_sealed(path: str, most: int) -> dict[str, Any]:
-    """Return what is in a file of :func:`dump_sealed`, of at most `most` bytes.
+def load_sealed(path: str) -> dict[str, Any]:
+    """Return what is in a file of :func:`dump_sealed`.
 
     :raises CheckpointError: if it is not as it was written.
     """
     with reading(path):
-        data = filesystem.read_small(path, most)
+        data = filesystem.read_small(path)
     document = parse(path, data)
     check_seal(path, data)
     return document

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 #: A tensor of a checkpoint: still in its file, or in memory, as those of torch's own files.
 Stored: TypeAlias = StoredTensor | torch.Tensor
-_LONGEST_INDEX = 512 << 20  # bytes
 _NOWHERE = ("disk", "meta", "auto", "balanced", "sequential")  # devices that hold no tensors
 
 
@@ -133,7 +132,7 @@ def _first_file(directory: str) -> str:
 def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the file of each tensor, and the files' digests, which only our own indexes have."""
     with reading(path):
-        data = filesystem.read_small(path, _LONGEST_INDEX, follow=follow)
+        data = filesystem.read_small(path, follow=follow)
     index = integrity.parse(path, data)
     file_of, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(file_of, dict):

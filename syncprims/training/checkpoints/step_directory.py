@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from syncprims import CheckpointError
 
-from . import filesystem, manifest
+from . import filesystem
 from .async_save import finish_earlier
 from .commit import final_name, new_token, temporary
-from .coordination import Directory, Team, coordinate
-from .load_state import Loaded, load_state
-from .save_state import save_to
+from .coordination import Team, coordinate, directory_path
+from .states import MANIFEST, Loaded, load_state, save_to
 
 if TYPE_CHECKING:
     import os
@@ -46,8 +45,7 @@ class Checkpoints:
             raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
         if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
             raise ValueError(f"prefix={prefix!r}: it begins the name of a directory")
-        self._where = Directory.of(directory)
-        self.directory = self._where.path
+        self.directory = directory_path(directory)
         self.keep_last = keep_last
         self.prefix = prefix
 
@@ -62,7 +60,7 @@ class Checkpoints:
         return sorted(
             int(match[1])
             for match in matches
-            if match and filesystem.exists(f"{self.directory}/{match[0]}/{manifest.NAME}")
+            if match and filesystem.exists(f"{self.directory}/{match[0]}/{MANIFEST}")
         )
 
     def latest(self) -> int | None:
@@ -85,9 +83,8 @@ class Checkpoints:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
-        where = Directory(f"{self._where.given}/{self.prefix}{step}", self.path(step))
         return save_to(
-            where, objects, rank_objects or {},
+            self.path(step), objects, rank_objects or {},
             step=step, rng=rng, block=block, on_commit=lambda: self._prune(step),
         )  # fmt: skip
 
@@ -145,6 +142,5 @@ def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
     """Return the steps that the leading rank finds, once no save is in progress. Collective."""
     finish_earlier()
     team = Team.meet(doing)
-    found = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
-    steps: list[int] = found.by_rank[0]
-    return steps
+    _, steps = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
+    return cast("list[int]", steps[0])
