@@ -195,6 +195,15 @@ def exists(path: str) -> bool:
     return True
 
 
+def identity(path: str) -> object:
+    """Return what is equal as long as a name is that of the same file; None if there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 def absolute(path: str) -> str:
     """Return the absolute path of a name. A later chdir then does not matter.
 

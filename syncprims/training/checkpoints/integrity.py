@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
 CHUNK = 4 << 20  #: bytes that each digest in a chunked digest covers. Part of the format
+TRIES = 5  #: to read a checkpoint that another program replaces meanwhile
 _FIELD = f'"{SEAL}":"'.encode()
 
 

@@ -20,7 +20,7 @@ from . import filesystem, integrity, stateful
 from .async_save import Saving, finish_earlier, start_save
 from .commit import FilePlan, Plan, Save, planned, split_by_size, with_unused_names
 from .coordination import Team, check_equal, coordinate, directory_path
-from .integrity import check_file_name, refusal
+from .integrity import TRIES, check_file_name, refusal, replaced_while_read
 from .safetensors_file import SafetensorsFile, byte_size, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
 
@@ -39,7 +39,6 @@ _LARGEST = 5_000_000_000  # bytes in a file
 #: How a state's files end. A model that is saved to the same directory has no such file.
 _ENDING = ".state.safetensors"
 _ENDINGS = r"\.state(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetensors"
-_TRIES = 5  # to read a checkpoint that another program replaces meanwhile
 
 
 # -- the manifest ---------------------------------------------------------------------------------
@@ -269,7 +268,7 @@ def load_state(
             own_states, rng_state = reader.rank_states(own, team.number, rng)
             return {**states, **own_states}, rng_state
 
-    for left in reversed(range(_TRIES)):
+    for left in reversed(range(TRIES)):
         saved, digests = coordinate(
             doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
         )
@@ -286,7 +285,7 @@ def load_state(
             if not any(replaced):
                 raise
             if not left:
-                raise integrity.replaced_while_read(path) from error
+                raise replaced_while_read(path) from error
     coordinate(doing, lambda: _load_into(path, {**objects, **own}, states, rng_state))
     return Loaded(path, saved.step, len(saved.ranks))
 
