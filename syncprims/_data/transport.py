@@ -349,7 +349,7 @@ class EngineTransport(Transport):
         An error in it breaks the group: what others wait for in theirs will not come.
         """
         sequence.meet()
-        sequence.run_watched(carry, self._engine.close)
+        sequence.run_watched(carry, self._engine.close, self._engine.obstacle)
         sequence.meet()
 
     def _reduce(self, piece: Operand, op: str, index: int, members: int) -> None:
