@@ -15,7 +15,7 @@ from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_loc
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
 from syncprims.training.checkpoints import Saving
-from syncprims.training.checkpoints.coordination import Directory, coordinate
+from syncprims.training.checkpoints.coordination import coordinate, directory_path
 from syncprims.training.checkpoints.stateful import state_of
 from syncprims.training.preparation import Preparation
 
@@ -202,7 +202,7 @@ class Checkpointing:
         objects, models = self._stateful(), self._named_models()
         if not self._before_saving:
             return objects
-        path = Directory.of(directory).path
+        path = directory_path(directory)
         originals = [state_of(model) for model in models.values()]
 
         def call_hooks() -> list[Weights | None]:
@@ -219,13 +219,10 @@ class Checkpointing:
                 )
             return left
 
-        marks = coordinate(
+        own, marks = coordinate(
             f"save_state to {path}", call_hooks, lambda left: [w is not None for w in left]
         )
-        first_rank = marks.by_rank[0]
-        for name, mine, saved, original in zip(
-            models, marks.own, first_rank, originals, strict=True
-        ):
+        for name, mine, saved, original in zip(models, own, marks[0], originals, strict=True):
             if saved:
                 objects[name] = _SavedWeights(original if mine is None else mine)
             else:
@@ -238,7 +235,7 @@ class Checkpointing:
         :raises CheckpointError: on all ranks, if a hook raises on one.
         """
         objects, models = self._stateful(), self._named_models()
-        path, left = Directory.of(directory).path, list(models.values())
+        path, left = directory_path(directory), list(models.values())
 
         def call_hooks() -> None:
             for hook in list(self._before_loading):

@@ -35,28 +35,25 @@ if TYPE_CHECKING:
 
 _KEY = "training.saving"  # of the save in progress, among the world's extras
 _WAIT = "Saving.wait"  # the call under whose name ranks wait for each other
-_LONGEST_REPORT = 64 << 20  # bytes
 _GRACE = 60.0  # seconds that a program that has ended waits for the other ranks
 
 
 def start_save(save: Save) -> Saving:
     """Copy what this rank writes, and return while a thread writes it."""
-    index, extras = save.team.number, current().extras
+    extras = current().extras
 
     def copy() -> list[FilePlan]:
         if save.team.leads:
             filesystem.write_small(save.report_path(0), b"")
-        return [
-            f._replace(tensors=_copy_to_host(f.tensors) if f.writer == index else {})
-            for f in save.files
-        ]
+        own = save.each_own_file(lambda _, tensors: _copy_to_host(tensors))
+        return [file._replace(tensors=own.get(file.name, {})) for file in save.files]
 
     def clean_up() -> None:
         if save.team.leads and not is_saving(extras):
             save.abandon()
 
     with cleanup_on_error(save.doing, clean_up):
-        copied = coordinate(save.doing, copy, lambda _: None).own
+        copied, _ = coordinate(save.doing, copy, lambda _: None)
         saving = extras[_KEY] = _BackgroundSaving(save._replace(files=copied))
         saving.start()
     return saving
@@ -237,7 +234,7 @@ def _collect_reports(
         for index in range(len(ranks)):
             path = save.report_path(index)
             if index not in reports and filesystem.exists(path):
-                reports[index] = integrity.load_sealed(path, _LONGEST_REPORT)
+                reports[index] = integrity.load_sealed(path)
         if len(reports) == len(ranks):
             break
         if cancelled.wait(pause):

@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncprims import CheckpointError
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     Tensors = dict[str, torch.Tensor]
     Digests = dict[str, str]  # of files, by name
+
+T = TypeVar("T")
 
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}")
 
@@ -156,7 +158,7 @@ class Save(NamedTuple):
         :raises CheckpointError: the same on all ranks, if one of them fails.
         """
         try:
-            written = coordinate(self.doing, self.write).by_rank
+            _, written = coordinate(self.doing, self.write)
         except BaseException:
             self.clean_up()
             raise
@@ -168,23 +170,33 @@ class Save(NamedTuple):
         coordinate(self.doing, commit_if_leading)
 
     def write(self) -> Digests:
-        """Write this rank's files; return their digests.
+        """Write this rank's files; return their digests. Collective: :meth:`each_own_file`."""
+        folder = self.place.folder
+        return self.each_own_file(lambda n, tensors: self.write_file(f"{folder}/{n}", tensors))
+
+    def each_own_file(self, work: Callable[[str, Tensors], T]) -> dict[str, T]:
+        """Return ``work(name, tensors)`` for each file of this rank, with its DTensors gathered.
 
         Collective if there are DTensors in a file: every rank takes part in gathering them, also
         after an error of its own.
         """
-        written: Digests = {}
+        results: dict[str, T] = {}
         failure: Exception | None = None
         for name, writer, tensors in self.files:
-            gathered = {key: full_tensor(tensor) for key, tensor in tensors.items()}
-            if writer == self.team.number and failure is None:
-                try:
-                    written[name] = self.write_file(f"{self.place.folder}/{name}", gathered)
-                except Exception as error:
-                    failure = error
+            writes = writer == self.team.number and failure is None
+            gathered: Tensors = {}
+            for key, tensor in tensors.items():
+                full = full_tensor(tensor)
+                if writes:  # what others write is not kept
+                    gathered[key] = full
+            try:
+                if writes:
+                    results[name] = work(name, gathered)
+            except Exception as error:
+                failure = error
         if failure is not None:
             raise failure
-        return written
+        return results
 
     def remove_own_files(self) -> None:
         """Remove this rank's files."""
@@ -315,7 +327,8 @@ def planned(
         return list(places[0]) if places else []
 
     with cleanup_on_error(doing, lambda: [place.remove() for place in places]):
-        yield plan.assign(summaries, Place(*coordinate(doing, prepare).by_rank[0]))
+        _, prepared = coordinate(doing, prepare)
+        yield plan.assign(summaries, Place(*prepared[0]))
 
 
 def removed_by_others(doing: str, what: str) -> CheckpointError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from syncprims import CheckpointError, Failure, SyncError, get_node_rank, get_rank
+from syncprims import CheckpointError, Failure, SyncError, get_rank
 from syncprims._world.group import gather_as
 from syncprims._world.runtime import get_active_group
 
@@ -27,25 +27,18 @@ _SAME_OBJECTS = (
 )
 
 
-class Directory(NamedTuple):
-    """A directory: the name that was passed, and its absolute path."""
+def directory_path(directory: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a directory. A later chdir does not change it.
 
-    given: str
-    path: str  #: does not depend on a later chdir
-
-    @classmethod
-    def of(cls, directory: str | os.PathLike[str]) -> Directory:
-        """Return the directory of this name.
-
-        :raises TypeError: if it is neither a str nor a path.
-        :raises ValueError: if it is empty.
-        """
-        given = os.fspath(cast("Any", directory))
-        if not isinstance(given, str):
-            raise TypeError(f"directory={directory!r}: it takes a str or a path")
-        if not given:
-            raise ValueError("directory='': it takes a name; '.' is the working directory")
-        return cls(given, filesystem.absolute(given))
+    :raises TypeError: if `directory` is neither a str nor a path.
+    :raises ValueError: if it is empty.
+    """
+    path = os.fspath(cast("Any", directory))
+    if not isinstance(path, str):
+        raise TypeError(f"directory={directory!r}: it takes a str or a path")
+    if not path:
+        raise ValueError("directory='': it takes a name; '.' is the working directory")
+    return filesystem.absolute(path)
 
 
 class Team(NamedTuple):
@@ -55,25 +48,22 @@ class Team(NamedTuple):
     number: int  #: of this rank among them, from 0
 
     @classmethod
-    def meet(cls, doing: str, directory: Directory | None = None) -> Team:
+    def meet(cls, doing: str, path: str = "") -> Team:
         """Return the team, once all its ranks have called this.
 
         :raises CheckpointError: on all ranks, if they pass different directories.
         """
         call = _call_name(doing)
-        group = get_active_group()  # first: a running world may know more about its hosts
-        given, path = directory or ("", "")
-        gathered = gather_as(group, call, [get_rank(), get_node_rank(), given, path])
-        members = cast("list[tuple[int, int, str, str]]", gathered)
-        # Hosts may have different working directories and mounts: between them, one name is enough.
-        first, first_host, first_given, first_path = members[0]
-        for rank, host, given, path in members:
-            if path != first_path and (host == first_host or given != first_given):
+        members = gather_as(get_active_group(), call, [get_rank(), path])
+        first, first_path = members[0]
+        for rank, other_path in members:
+            if other_path != first_path:
                 raise CheckpointError(
-                    f"{call}: rank {rank} saves to {path}, and rank {first} to {first_path}. Every "
-                    f"rank passes the same directory: broadcast a name that comes from a clock or "
-                    f"a random number.",
-                    path=path, rank=rank,
+                    f"{call}: rank {rank} saves to {other_path}, and rank {first} to {first_path}. "
+                    f"Every rank passes the same directory: broadcast a name that comes from a "
+                    f"clock or a random number, and pass an absolute path where ranks have "
+                    f"different working directories.",
+                    path=other_path, rank=rank,
                 )  # fmt: skip
         ranks = [member[0] for member in members]
         return cls(ranks, ranks.index(get_rank()))
@@ -82,13 +72,6 @@ class Team(NamedTuple):
     def leads(self) -> bool:
         """Whether this is the rank that does what only one rank may do."""
         return self.number == 0
-
-
-class Results(NamedTuple, Generic[T]):
-    """What a step returned on this rank, and its summary from each rank."""
-
-    own: T
-    by_rank: list[Any]  #: in rank order
 
 
 def attempt(part: Callable[[], T], done: Future[T] | None = None) -> Future[T]:
@@ -120,8 +103,8 @@ def coordinate(
     summarize: Callable[[T], Any] = lambda result: result,
     *,
     call: str = "",
-) -> Results[T]:
-    """Run ``part()`` on every rank, and return its result and every rank's summary of it.
+) -> tuple[T, list[Any]]:
+    """Run ``part()`` on every rank; return its result, and the ranks' summaries in rank order.
 
     `part` does not communicate. There is no timeout. Ranks wait under the name `call`, by default
     the first word of `doing`.
@@ -137,7 +120,7 @@ def coordinate(
     result, summary = (None, None) if own.exception() else own.result()
     message = message_of(own, summary)
     messages = gather_as(get_active_group(), call or _call_name(doing), message)
-    return Results(cast("T", result), combine(doing, messages, own.exception()))
+    return cast("T", result), combine(doing, messages, own.exception())
 
 
 def combine(

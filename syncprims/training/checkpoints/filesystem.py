@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CHUNK = 4 << 20  #: bytes per write: what was just hashed is then still in the processor's cache
 LOG = logging.getLogger("syncprims")
+_LONGEST = 512 << 20  # bytes of a file that is read as a whole
 _WRITEBACK = 16 << 20  # bytes after which the kernel is asked to start writing to the disk
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not block
@@ -165,14 +166,14 @@ class ExistingFile:
         _close(fd)
 
 
-def read_small(path: str, most: int, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file of at most `most` bytes.
+def read_small(path: str, *, follow: bool = False) -> bytes:
+    """Return the content of a regular file: one that lists others, or reports.
 
-    :raises OSError: as :class:`ExistingFile`, and if it is longer.
+    :raises OSError: as :class:`ExistingFile`, and if it is too long for such a file.
     """
     with contextlib.closing(ExistingFile(path, follow=follow)) as file:
-        if file.size > most:
-            what = f"the file has {file.size} bytes, and may have {most}"
+        if file.size > _LONGEST:
+            what = f"the file has {file.size} bytes, and may have {_LONGEST}"
             raise OSError(errno.EFBIG, what, path)
         return file.read(0, file.size)
 
@@ -192,6 +193,15 @@ def exists(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def identity(path: str) -> object:
+    """Return what is equal as long as a name is that of the same file; None if there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def absolute(path: str) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
 CHUNK = 4 << 20  #: bytes that each digest in a chunked digest covers. Part of the format
+TRIES = 5  #: to read a checkpoint that another program replaces meanwhile
 _FIELD = f'"{SEAL}":"'.encode()
 
 
@@ -35,6 +36,15 @@ def refusal(path: str, what: str, expected: object, found: object) -> Checkpoint
     return CheckpointError(
         f"{path}: {what}: expected {_shorten(expected)}, found {_shorten(found)}. "
         f"Load another checkpoint, or fetch this one again.",
+        path=path,
+    )
+
+
+def replaced_while_read(path: str) -> CheckpointError:
+    """Return the error for a checkpoint that other programs replace again and again."""
+    return CheckpointError(
+        f"{path}: another program saves there, and has replaced the checkpoint each time it was "
+        f"read. Load it when that program has ended, or save to another directory.",
         path=path,
     )
 
@@ -139,13 +149,13 @@ def dump_sealed(document: dict[str, Any]) -> bytes:
     return put_seal(dump({SEAL: BLANK, **document}))
 
 
-def load_sealed(path: str, most: int) -> dict[str, Any]:
-    """Return what is in a file of :func:`dump_sealed`, of at most `most` bytes.
+def load_sealed(path: str) -> dict[str, Any]:
+    """Return what is in a file of :func:`dump_sealed`.
 
     :raises CheckpointError: if it is not as it was written.
     """
     with reading(path):
-        data = filesystem.read_small(path, most)
+        data = filesystem.read_small(path)
     document = parse(path, data)
     check_seal(path, data)
     return document

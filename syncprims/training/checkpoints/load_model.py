@@ -22,7 +22,7 @@ from syncprims import CheckpointError
 from syncprims.training.preparation import unwrap_model
 
 from . import filesystem, integrity
-from .integrity import check_file_name, reading, refusal
+from .integrity import TRIES, check_file_name, reading, refusal, replaced_while_read
 from .safetensors_file import RESERVED, SafetensorsFile, StoredTensor, in_huge_pages
 from .save_model import FIRST_FILES, INDEX, SHARDS
 from .stateful import distribute, is_dtensor, portable_name
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 #: A tensor of a checkpoint: still in its file, or in memory, as those of torch's own files.
 Stored: TypeAlias = StoredTensor | torch.Tensor
-_LONGEST_INDEX = 512 << 20  # bytes
 _NOWHERE = ("disk", "meta", "auto", "balanced", "sequential")  # devices that hold no tensors
 
 
@@ -71,7 +70,7 @@ def load_checkpoint_in_model(
     # A part with its own loading may look at what it gets.
     check = not empty or _has_custom_loading(inner)
     with contextlib.ExitStack() as files:
-        weights = _open_weights(path, files, follow=allow_links, check=check)
+        weights = _open_current(path, files, follow=allow_links, check=check)
         _load_weights(inner, weights, path, device_map, dtype, strict, empty)
     hidden = (slot for slot in _slots(model) if slot.tensor.is_meta)
     unset = [s.full for s in hidden if s.name in s.module._non_persistent_buffers_set]
@@ -85,19 +84,41 @@ def load_checkpoint_in_model(
 # -- the files ------------------------------------------------------------------------------------
 
 
-def _open_weights(
+def _open_current(
     path: str, files: contextlib.ExitStack, *, follow: bool, check: bool
 ) -> dict[str, Stored]:
     """Return the tensors of a weights file, index or directory, checked against their digests.
 
     The files stay open until `files` is closed. Without `check`, the data of safetensors files are
-    left to the caller: :meth:`SafetensorsFile.read`.
+    left to the caller: :meth:`SafetensorsFile.read`. If another program replaces the model while
+    it is opened, the new one is opened.
 
     :raises CheckpointError: if anything is not as it was written.
     """
-    with reading(path):
-        if filesystem.is_directory(path):
-            path = _first_file(path)
+
+    def find() -> tuple[str, object]:
+        with reading(path):
+            first = _first_file(path) if filesystem.is_directory(path) else path
+            return first, filesystem.identity(first)
+
+    for left in reversed(range(TRIES)):
+        found = find()
+        with contextlib.ExitStack() as opened:
+            try:
+                weights = _open_weights(found[0], opened, follow, check)
+                files.push(opened.pop_all())
+                return weights
+            except CheckpointError as error:
+                if find() == found:
+                    raise
+                if not left:
+                    raise replaced_while_read(path) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _open_weights(
+    path: str, files: contextlib.ExitStack, follow: bool, check: bool
+) -> dict[str, Stored]:
     if not path.endswith(INDEX):
         return _open_file(path, "", files, follow, check)
     file_of, digests = _read_index(path, follow)
@@ -133,7 +154,7 @@ def _first_file(directory: str) -> str:
 def _read_index(path: str, follow: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the file of each tensor, and the files' digests, which only our own indexes have."""
     with reading(path):
-        data = filesystem.read_small(path, _LONGEST_INDEX, follow=follow)
+        data = filesystem.read_small(path, follow=follow)
     index = integrity.parse(path, data)
     file_of, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(file_of, dict):

@@ -25,7 +25,7 @@ from .commit import (
     temporary,
     with_unused_names,
 )
-from .coordination import Directory, Team, attempt, combine, message_of
+from .coordination import Team, attempt, combine, directory_path, message_of
 from .integrity import BLANK, SEAL, digest_of, dump, put_seal
 from .safetensors_file import METADATA, byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
@@ -67,15 +67,15 @@ def save_model(
     :raises ValueError: if `max_shard_size` is not a size, or `directory` is empty.
     """
     most = _parse_size(max_shard_size)
-    where = Directory.of(directory)
-    doing = f"save_model to {where.path}"
-    team = Team.meet(doing, where)
+    path = directory_path(directory)
+    doing = f"save_model to {path}"
+    team = Team.meet(doing, path)
     first_file = _SAFETENSORS if safe_serialization else _TORCH
 
     def plan() -> Plan:
         return _plan_model(doing, team, model, most, first_file)
 
-    with planned(doing, team, where.path, plan, "have different models") as save:
+    with planned(doing, team, path, plan, "have different models") as save:
         save.run()
 
 

@@ -202,8 +202,6 @@ class State(NamedTuple):
 
     tree: Any  #: JSON
     tensors: dict[str, torch.Tensor]  #: by the names in the tree
-    #: Of each DTensor: where its shards are, as offset and file. The tree holds the same lists.
-    shards: dict[str, list[Any]]
 
 
 def split_state(state: Any) -> State:
@@ -212,11 +210,11 @@ def split_state(state: Any) -> State:
     :raises TypeError: naming what cannot be saved without pickle.
     """
     splitter = _Splitter()
-    return State(splitter.node(state, ()), splitter.tensors, splitter.shards)
+    return State(splitter.node(state, ()), splitter.tensors)
 
 
-def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    """Return the state of a tree; ``load_tensor(node)`` returns the tensor of a tensor's node.
+def join_state(tree: Any, load_tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Return the state of a tree; ``load_tensor(name)`` returns a tensor by its name in the tree.
 
     :raises Exception: of any kind, if :func:`split_state` has not made the tree.
     """
@@ -233,7 +231,7 @@ def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor])
     if kind is None:
         return {key: join(item) for key, item in node.items()}
     if kind == "tensor":
-        tensor = load_tensor(node)
+        tensor = load_tensor(node["key"])
         learns = node.get("learns")  # of a parameter only
         return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
     if kind in _MAPPINGS:
@@ -245,7 +243,7 @@ def join_state(tree: Any, load_tensor: Callable[[dict[str, Any]], torch.Tensor])
         dtype: np.dtype[Any] = np.dtype(node["dtype"])
         if dtype.hasobject:
             raise ValueError("an array of objects")
-        array = np.frombuffer(load_tensor(node).numpy().tobytes(), dtype)
+        array = np.frombuffer(load_tensor(node["key"]).numpy().tobytes(), dtype)
         return array[0] if node["shape"] is None else array.reshape(node["shape"]).copy()
     return _FROM_SIMPLER[kind](join(node["is"]))
 
@@ -255,7 +253,6 @@ class _Splitter:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.shards: dict[str, list[Any]] = {}
         self._seen: dict[Any, str] = {}
 
     def node(self, value: Any, key_path: tuple[str, ...]) -> Any:
@@ -301,13 +298,9 @@ class _Splitter:
 
     def _tensor(self, value: torch.Tensor, key_path: tuple[str, ...]) -> dict[str, Any]:
         spelled = ".".join(key_path)
-        if is_dtensor(value):
-            check_placements(spelled, value)
-            check_storable(spelled, value.to_local())
-        elif type(value) in (torch.Tensor, torch.nn.Parameter):
-            check_storable(spelled, value)
-        else:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
             raise self._cannot(value, key_path)
+        check_storable(spelled, value)
         same = storage_key(value)
         key = self._seen.get(same)
         if key is None:
@@ -316,9 +309,7 @@ class _Splitter:
             if same is not None:
                 self._seen[same] = key
         node: dict[str, Any] = {KIND: "tensor", "key": key}
-        if is_dtensor(value):
-            node |= {"shape": list(value.shape), "shards": self.shards.setdefault(key, [])}
-        elif type(value) is torch.nn.Parameter:
+        if type(value) is torch.nn.Parameter:
             node["learns"] = value.requires_grad
         return node
 
@@ -381,42 +372,22 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def check_placements(name: str, tensor: DTensor) -> None:
-    """Raise if the numbers of a tensor are not final.
+def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
+    """Return a tensor distributed like `target`. Every rank has `full`: nothing is sent.
 
-    :raises TypeError: if a placement is `Partial`: each rank has only a summand.
+    :raises ValueError: if `target` is not summed up yet, so that each rank has a summand only.
     """
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise TypeError(
-            f"tensor {name!r} is a DTensor that is not summed up yet ({tensor.placements}): each "
-            f"rank has its summand only. Give what its redistribute() returns for other placements"
-        )
-
-
-def region_of(tensor: Any) -> tuple[list[int], list[int]]:
-    """Return the offset of this rank's shard in a tensor, and its shape."""
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return list(offset), list(shape)
-
-
-def from_shard(local: torch.Tensor, target: DTensor) -> DTensor:
-    """Return a tensor distributed like `target`, of which `local` is this rank's shard."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local.to(target.to_local().device), target.device_mesh, target.placements,
-        run_check=False, shape=target.shape, stride=target.stride(),
-    )  # fmt: skip
-
-
-def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
-    """Return a tensor distributed like `target`. Every rank has `full`: nothing is sent."""
-    offset, shape = region_of(target)
-    local = full
-    for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+    mesh, placements = target.device_mesh, target.placements
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"a tensor with the placements {placements} cannot be loaded")
+    local = full.to(target.dtype)
+    region = compute_local_shape_and_global_offset(target.shape, mesh, placements)
+    for dim, (length, begin) in enumerate(zip(*region, strict=True)):
         local = local.narrow(dim, begin if length else 0, length)
-    return from_shard(local.to(target.dtype), target)
+    local = local.contiguous().to(target.to_local().device)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
+    )

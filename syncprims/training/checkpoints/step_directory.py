@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from syncprims import CheckpointError
 
-from . import filesystem, manifest
+from . import filesystem
 from .async_save import finish_earlier
 from .commit import final_name, new_token, temporary
-from .coordination import Directory, Team, coordinate
-from .load_state import Loaded, load_state
-from .save_state import save_to
+from .coordination import Team, coordinate, directory_path
+from .integrity import TRIES, replaced_while_read
+from .states import MANIFEST, Loaded, load_state, save_to
 
 if TYPE_CHECKING:
     import os
@@ -46,8 +46,7 @@ class Checkpoints:
             raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
         if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
             raise ValueError(f"prefix={prefix!r}: it begins the name of a directory")
-        self._where = Directory.of(directory)
-        self.directory = self._where.path
+        self.directory = directory_path(directory)
         self.keep_last = keep_last
         self.prefix = prefix
 
@@ -58,12 +57,19 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Not collective."""
         step = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
-        matches = map(step.fullmatch, filesystem.names(self.directory))
-        return sorted(
-            int(match[1])
-            for match in matches
-            if match and filesystem.exists(f"{self.directory}/{match[0]}/{manifest.NAME}")
-        )
+        complete: set[int] = set()
+        for _ in range(TRIES):
+            names = filesystem.names(self.directory)
+            matches = [match for match in map(step.fullmatch, names) if match]
+            complete = {
+                int(match[1])
+                for match in matches
+                if filesystem.exists(f"{self.directory}/{match[0]}/{MANIFEST}")
+            }
+            # Another program may have replaced all that were listed by later ones.
+            if len(complete) == len(matches) or names == filesystem.names(self.directory):
+                break
+        return sorted(complete)
 
     def latest(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None. Not collective."""
@@ -85,9 +91,8 @@ class Checkpoints:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
-        where = Directory(f"{self._where.given}/{self.prefix}{step}", self.path(step))
         return save_to(
-            where, objects, rank_objects or {},
+            self.path(step), objects, rank_objects or {},
             step=step, rng=rng, block=block, on_commit=lambda: self._prune(step),
         )  # fmt: skip
 
@@ -99,22 +104,27 @@ class Checkpoints:
         :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
             message then names an older one, which is not loaded automatically.
         """
-        steps = agreed_steps(self, f"Checkpoints.load from {self.directory}")
-        if step is None:
-            step = max(steps, default=None)
-        if step is None:
-            raise CheckpointError(
-                f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: expected "
-                f"one, found none. Save one, or start from the beginning.",
-                path=self.directory,
-            )
-        try:
-            return load_state(self.path(step), objects, **options)
-        except CheckpointError as error:
-            older = [other for other in steps if other < step]
-            if older:
-                error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
-            raise
+        doing = f"Checkpoints.load from {self.directory}"
+        for left in reversed(range(TRIES)):
+            steps = agreed_steps(self, doing)
+            chosen = max(steps, default=None) if step is None else step
+            if chosen is None:
+                raise CheckpointError(
+                    f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
+                    f"expected one, found none. Save one, or start from the beginning.",
+                    path=self.directory,
+                )
+            try:
+                return load_state(self.path(chosen), objects, **options)
+            except CheckpointError as error:
+                if step is not None or chosen in agreed_steps(self, doing):
+                    older = [other for other in steps if other < chosen]
+                    if older:
+                        error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
+                    raise
+                if not left:  # it was removed, as the latest one was each time
+                    raise replaced_while_read(self.directory) from error
+        raise AssertionError("the last try returns or raises")
 
     def _prune(self, saved: int) -> None:
         """Remove the oldest steps, and what killed saves of such steps left; log failures."""
@@ -145,6 +155,5 @@ def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
     """Return the steps that the leading rank finds, once no save is in progress. Collective."""
     finish_earlier()
     team = Team.meet(doing)
-    found = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
-    steps: list[int] = found.by_rank[0]
-    return steps
+    _, steps = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
+    return cast("list[int]", steps[0])

@@ -27,7 +27,8 @@ from syncprims.training import (
     save_model,
     save_state,
 )
-from syncprims.training.checkpoints import async_save, manifest
+from syncprims.training.checkpoints import async_save
+from syncprims.training.checkpoints.states import read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -291,24 +292,6 @@ def test_ranks_that_save_to_other_directories_are_told_so(world: Ranks, tmp_path
 
 
 @pytest.mark.parametrize("call", SAVES)
-def test_one_name_is_one_directory_on_several_hosts_only(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def program() -> None:
-        home = tmp_path / str(sp.get_rank())
-        home.mkdir(exist_ok=True)
-        os.chdir(home)
-        SAVES[call]("model")
-
-    run_world(program, ranks=2, nodes=2)
-    assert (tmp_path / "0/model").exists()
-    with pytest.raises(sp.CheckpointError, match=r"rank 1 saves to .*/1/model"):
-        run_world(program, ranks=2)
-
-
-@pytest.mark.parametrize("call", SAVES)
 def test_a_directory_has_a_name(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     wrong: list[Any] = ["", b"model"]
@@ -378,7 +361,7 @@ def test_an_interrupt_right_after_a_save_behind_has_begun_takes_nothing_from_it(
         for thread in threading.enumerate():
             if thread.name == "syncprims-save":
                 thread.join()
-        return manifest.read(str(path)).step if sp.is_main() else None
+        return read_manifest(str(path)).step if sp.is_main() else None
 
     assert Ranks(Kind("file", 2), meeting_place, patience=20).run(program) == [7, None]
     assert not [one for one in tmp_path.iterdir() if ".tmp-" in one.name]
