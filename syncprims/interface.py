@@ -242,6 +242,14 @@ class Engine(ABC):
     def gather(self, mine: memoryview, all_: memoryview) -> None:
         """All-gather: part i of `all_`, of equal parts, is filled with the `mine` of member i."""
 
+    def obstacle(self) -> str | None:
+        """Return why the call under way, or one that has raised, cannot succeed; do not wait.
+
+        It names those that it concerns, and not this member alone. Empty if there is no obstacle;
+        None while that is not known. Any thread calls it, again and again. Optional.
+        """
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Close every connection; a call under way ends with an error."""

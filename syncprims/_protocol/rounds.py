@@ -18,7 +18,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from syncprims import errors
-from syncprims.errors import ConcurrentCall, Failure, PeerFailed, SyncError
+from syncprims.errors import ConcurrentCall, Failure, PeerFailed, PeerLost, SyncError
 from syncprims.interface import Note, WaitView
 
 from .call_site import NoteCache
@@ -368,13 +368,15 @@ class Rounds:
         timeout: float | None,
         begin: float,
         *,
-        at_board: bool = True,
+        obstacle: Callable[[], str | None] | None = None,
     ) -> T:
         """Return what ``attempt(seconds)`` gives, once that is not None.
 
         Between the attempts this rank looks for a verdict, a lost member, a deadlock and the
-        deadline. `begin` is when the wait began; without `at_board` it is not for a note.
+        deadline. `begin` is when the wait began. With `obstacle`, of an engine, it does not wait
+        for a note.
         """
+        at_board = obstacle is None
         board = self.board
         number = board.collected + at_board  # not at the board, no member is missing
         deadline = math.inf if timeout is None else begin + timeout
@@ -394,6 +396,9 @@ class Rounds:
                 first_call = self.settings.first_call if number <= self._own else None
                 seen = Snapshot(board, self.rank, number, now - begin, self._own, first_call)
                 error = self._explain(seen, now - begin, now >= deadline, at_board)
+                if error is None and obstacle is not None and (why := obstacle()):
+                    cure = "Look at the network between them, then restart the run."
+                    error = PeerLost(f"{why}, in {seen.call}\n{cure}", call=str(seen.call))
                 if error is not None:
                     board.abort(errors.dump(error))
                     if board.verdict() is not None:
@@ -618,13 +623,19 @@ class RoundSequence:
                 rounds.raise_shared(notes)
         return notes
 
-    def run_watched(self, work: Callable[[], None], stop: Callable[[], None]) -> None:
+    def run_watched(
+        self,
+        work: Callable[[], None],
+        stop: Callable[[], object] = lambda: None,
+        obstacle: Callable[[], str | None] = lambda: "",
+    ) -> None:
         """Run `work` on a thread, while this one looks for lost members.
 
         `work` may wait for the other members without noticing that one is lost. If it is not needed
-        any more, ``stop()`` is called to end it.
+        any more, ``stop()`` is called to end it. `obstacle` is as :meth:`Engine.obstacle`.
 
-        :raises BaseException: what `work` raises; but a lost member's `PeerLost`, if that is why.
+        :raises BaseException: what `work` raises; but a `PeerLost`, if a lost member or a cut link
+            is why.
         """
         done = threading.Event()
         raised: list[BaseException] = []
@@ -638,22 +649,24 @@ class RoundSequence:
 
         def until_cause_is_known(seconds: float) -> bool | None:
             time.sleep(min(seconds, _FIRST_LOOK))
-            return time.monotonic() >= failed_at + _TIME_FOR_CAUSE or None
+            late = time.monotonic() >= failed_at + _TIME_FOR_CAUSE
+            return (late and obstacle() is not None) or None
+
+        def watch(attempt: Callable[[float], bool | None], timeout: float | None) -> None:
+            begin = self.rounds.board.now()
+            self.rounds.wait(attempt, timeout, begin, obstacle=obstacle)
 
         thread = threading.Thread(target=run, name="syncprims-engine", daemon=True)
         thread.start()
         try:
             if not done.wait(_FIRST_LOOK):
-                self._watch(lambda seconds: done.wait(seconds) or None, self._timeout)
+                watch(lambda seconds: done.wait(seconds) or None, self._timeout)
             if raised:
                 failed_at = time.monotonic()
-                self._watch(until_cause_is_known, None)
+                watch(until_cause_is_known, None)
                 raise raised[0]
         except BaseException:
             stop()
             raise
         finally:
             thread.join(_TIME_TO_END)
-
-    def _watch(self, attempt: Callable[[float], bool | None], timeout: float | None) -> None:
-        self.rounds.wait(attempt, timeout, self.rounds.board.now(), at_board=False)

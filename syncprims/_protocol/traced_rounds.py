@@ -144,7 +144,7 @@ class TracedRounds(Rounds):
         timeout: float | None,
         begin: float,
         *,
-        at_board: bool = True,
+        obstacle: Callable[[], str | None] | None = None,
     ) -> T:
         """Wait as `Rounds` does; record for which ranks, and when this rank was last seen waiting.
 
@@ -166,8 +166,8 @@ class TracedRounds(Rounds):
                     seen = late, self._write_wait(since, now, late)
             return found
 
-        chosen = watched if at_board and not board.virtual_time else attempt
-        return Rounds.wait(self, chosen, timeout, begin, at_board=at_board)
+        chosen = watched if obstacle is None and not board.virtual_time else attempt
+        return Rounds.wait(self, chosen, timeout, begin, obstacle=obstacle)
 
     def _write_wait(self, since: int, now: int, late: str = "") -> tuple[Segment, int] | None:
         number = self.board.collected + 1

@@ -139,7 +139,7 @@ class World:
 
         def open_(sequence: RoundSequence) -> None:
             sequence.meet()
-            sequence.run_watched(self._backend.open_process_group, lambda: None)
+            sequence.run_watched(self._backend.open_process_group)
             sequence.meet()  # or one that leaves at once breaks what others still connect to
 
         RoundSequence.run(rounds, note, self.timeout, open_)

@@ -19,14 +19,11 @@ from . import tracking as tracking
 from .accelerator import Accelerator as Accelerator
 from .configuration import AutocastKwargs as AutocastKwargs
 from .configuration import DataLoaderConfiguration as DataLoaderConfiguration
-from .configuration import DDPCommunicationHookType as DDPCommunicationHookType
 from .configuration import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from .configuration import GradScalerKwargs as GradScalerKwargs
 from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
-from .configuration import ProfileKwargs as ProfileKwargs
 from .configuration import not_offered as _not_offered
 from .data_loader import skip_first_batches as skip_first_batches
-from .helpers import LocalSGD as LocalSGD
 from .helpers import debug_launcher as debug_launcher
 from .helpers import init_empty_weights as init_empty_weights
 from .helpers import init_on_device as init_on_device
@@ -57,7 +54,6 @@ _add_modules(
     {
         "big_modeling": helpers,
         "launchers": helpers,
-        "local_sgd": helpers,
         "optimizer": accelerator,
         "scheduler": accelerator,
     },

@@ -8,7 +8,6 @@ import gc
 import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import torch
@@ -31,10 +30,9 @@ from syncprims.training.preparation import JobOptions, Preparation
 from .configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
-    ProfileKwargs,
     check_fixed,
     check_unsupported,
-    handlers_by_kind,
+    named_handlers,
 )
 from .data_loader import order_of, skip_first_batches
 from .saving import Checkpointing
@@ -56,16 +54,31 @@ R = TypeVar("R")
 Placement = bool | list[bool] | None  #: as in Accelerate's `prepare`
 
 
-def _of_accumulator(
-    method: Callable[Concatenate[Accumulator, P], R],
-) -> Callable[Concatenate[Any, P], R]:
+def _of_accumulator(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return a method of a job that calls one of its accumulator's."""
 
-    @functools.wraps(method)
-    def call(job: Accelerator, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(job: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(job.accumulator, *args, **kwargs)
 
-    return call
+    return functools.update_wrapper(call, method)
+
+
+def _option(name: str, meaning: str) -> Any:
+    """Return an attribute that is an option of what is prepared; a change acts from then on."""
+
+    def read(job: Accelerator) -> Any:
+        return getattr(job.preparation.options, name)
+
+    def write(job: Accelerator, value: Any) -> None:
+        setattr(job.preparation.options, name, value)
+
+    return property(read, write, doc=meaning)
+
+
+class _Trigger(syncprims.Trigger):
+    """A trigger that a true check clears."""
+
+    _stays = False
 
 
 class Accelerator(RankCalls, Checkpointing, Tracking):
@@ -81,6 +94,10 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     :raises ValueError: if an argument and a configuration object contradict each other.
     """
 
+    autocast_handler: Any
+    ddp_handler: Any
+    init_handler: Any
+    scaler_handler: Any
     is_fsdp2 = False
     deepspeed_plugin = parallelism_config = torch_device_mesh = None
 
@@ -92,45 +109,22 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        rng_types: Any = None,
+        *,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: Any = None,
         gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Any = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: Any = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        **others: Any,
     ) -> None:
-        plugins = {
-            "deepspeed_plugin": deepspeed_plugin,
-            "fsdp_plugin": fsdp_plugin,
-            "torch_tp_plugin": torch_tp_plugin,
-            "megatron_lm_plugin": megatron_lm_plugin,
-            "rng_types": rng_types,
-            "dynamo_backend": None if dynamo_backend in ("no", "NO") else dynamo_backend,
-            "dynamo_plugin": dynamo_plugin,
-            "deepspeed_plugins": deepspeed_plugins,
-            "parallelism_config": parallelism_config,
-        }
-        check_unsupported("Accelerator", plugins)
+        check_unsupported("Accelerator", others)
         data = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         _check_agree("split_batches", split_batches, False, data.split_batches)
         window = gradient_accumulation_plugin or GradientAccumulationPlugin()
         steps = gradient_accumulation_steps
         _check_agree("gradient_accumulation_steps", steps, 1, window.num_steps or steps)
-        handlers = handlers_by_kind(kwargs_handlers)
-        self.autocast_handler = handlers.get("AutocastKwargs")
-        self.ddp_handler = handlers.get("DistributedDataParallelKwargs")
-        self.init_handler = handlers.get("InitProcessGroupKwargs")
-        self.profile_handler = handlers.get("ProfileKwargs")
-        self.scaler_handler = handlers.get("GradScalerKwargs")
+        vars(self).update(named_handlers(kwargs_handlers))
         if self.init_handler is not None and self.init_handler.timeout is not None:
             set_world_timeout(syncprims.current(), self.init_handler.timeout.total_seconds())
         cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
@@ -154,12 +148,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
             schedule_to_end=not data.split_batches,
             autocast=_options(self.autocast_handler),
             ddp=_options(self.ddp_handler),
-            ddp_hook=getattr(self.ddp_handler, "register_comm_hook", None),
             skip_finished=True,
         )
         self.preparation = Preparation(self.accumulator, device, options)
         self.dataloader_config = data
-        self._trigger = syncprims.Trigger("accelerator")
+        self._trigger = _Trigger("accelerator")
         self._start_saving(project_dir, project_config)
         self._start_tracking(log_with)
         self.state = state_of_job(self.accumulator, device)  #: this rank, under Accelerate's names
@@ -173,7 +166,7 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     # -- this rank, and collectives -------------------------------------------------------------
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """The device of this rank."""
         return self.preparation.device
 
@@ -192,7 +185,6 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
 
     gather = staticmethod(gathering.gather)
     reduce = staticmethod(gathering.reduce)
-    broadcast = staticmethod(gathering.broadcast)
     pad_across_processes = staticmethod(gathering.pad_across_processes)
 
     def gather_for_metrics(
@@ -253,7 +245,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         return self.prepare(data_loader, device_placement=device_placement)
 
     accumulate = _of_accumulator(Accumulator.accumulate)
-    backward = _of_accumulator(Accumulator.backward)
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None, **options: Any) -> None:
+        """Add the gradients of `loss`. See :meth:`syncprims.training.Accumulator.backward`."""
+        self.accumulator.backward(loss, weight, **options)
+
     flush = _of_accumulator(Accumulator.flush)
     no_sync = _of_accumulator(Accumulator.no_sync)
     trigger_sync_in_backward = _of_accumulator(Accumulator.sync_in_backward)
@@ -302,31 +298,12 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         options = _options(autocast_handler or self.autocast_handler)
         return self.accumulator.precision.autocast(**options)
 
-    @contextlib.contextmanager
-    def profile(self, profile_handler: Any = None) -> Generator[Any]:
-        """Profile the block with torch's profiler, and yield it.
-
-        `profile_handler` is a ProfileKwargs; without, that of the job. With its
-        ``output_trace_dir`` each rank writes its trace there.
-        """
-        handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with handler.build() as profiler:
-            yield profiler
-        if handler.output_trace_dir is not None:
-            directory = Path(handler.output_trace_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
-
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of an optimizer was skipped because of an overflow on any rank."""
         return any(optimizer.step_was_skipped for optimizer in self.accumulator.optimizers)
 
     unwrap_model = staticmethod(unwrap_model)
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map has put parts of `model` on several devices."""
-        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything that was prepared or registered; return a None for each object."""
@@ -354,20 +331,11 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
         options.order = order_of(data.use_stateful_dataloader, data.use_seedable_sampler)
         self._stateful_loaders = data.use_stateful_dataloader
 
-    @property
-    def device_placement(self) -> bool:
-        """Whether models and batches are moved to the device."""
-        return self.preparation.options.device_placement
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether each batch is cut into one part per rank."""
-        return self.preparation.options.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads the data for all ranks; None if it reads streams only."""
-        return self.preparation.options.dispatch_batches
+    device_placement = _option("device_placement", "Whether models and batches are moved.")
+    split_batches = _option("split_batches", "Whether each batch is cut into one part per rank.")
+    dispatch_batches = _option("dispatch_batches", "Whether rank 0 reads; None: streams only.")
+    even_batches = _option("even_batches", "Whether ranks get equally many batches.")
+    non_blocking = _option("non_blocking", "Whether batches are copied while training goes on.")
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -378,20 +346,6 @@ class Accelerator(RankCalls, Checkpointing, Tracking):
     def use_seedable_sampler(self) -> bool:
         """Whether the order of shuffled data follows from a seed."""
         return bool(self._data.use_seedable_sampler)
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device while training goes on."""
-        return self.preparation.options.non_blocking
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether ranks get equally many batches; a change affects loaders prepared after it."""
-        return self.preparation.options.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self.preparation.options.even_batches = even
 
     skip_first_batches = staticmethod(skip_first_batches)
 

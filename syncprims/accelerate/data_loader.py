@@ -33,35 +33,31 @@ def prepare_data_loader(
     num_processes: int | None = None,
     process_index: int | None = None,
     split_batches: bool = False,
-    put_on_device: bool = False,
+    *,
     rng_types: Any = None,
+    put_on_device: bool = False,
     dispatch_batches: bool | None = None,
-    even_batches: bool = True,
-    slice_fn_for_dispatch: None = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
-    non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
+    **options: Any,
 ) -> PreparedLoader[Any]:
     """Return a loader of this rank's batches. The ranks are those of the world. Collective.
 
-    See :func:`syncprims.training.prepare_data_loader`.
+    `options` are those of :func:`syncprims.training.prepare_data_loader`; Accelerate's about ranks
+    and random numbers mean nothing here.
     """
-    del num_processes, process_index, rng_types
-    if slice_fn_for_dispatch is not None:
-        raise TypeError("slice_fn_for_dispatch is not offered; instead: a collate_fn of tensors")
     if dispatch_batches is None and not put_on_device:
         dispatch_batches = False
     return _prepare(
         dataloader,
         device=device if put_on_device else None,
-        even_batches=even_batches,
         split_batches=split_batches,
         seed=data_seed,
-        non_blocking=non_blocking,
         dispatch_batches=dispatch_batches,
         order=order_of(use_stateful_dataloader, use_seedable_sampler),
         skip_finished=True,
+        **options,
     )
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from syncprims import CollectiveMismatch, PeerLost, SyncTimeout, current, is_local_main, is_main
 from syncprims._world.world import get_own_group
 from syncprims.training import Accumulator, checkpoints, unwrap_model
-from syncprims.training.checkpoints import Registered, Saving
-from syncprims.training.checkpoints.coordination import Directory, Team, check_equal, coordinate
+from syncprims.training.checkpoints import Saving
+from syncprims.training.checkpoints.coordination import coordinate, directory_path
 from syncprims.training.checkpoints.stateful import state_of
 from syncprims.training.preparation import Preparation
 
@@ -48,6 +48,20 @@ def load_checkpoint_in_model(
     checkpoints.load_checkpoint_in_model(
         model, checkpoint, device_map, dtype, strict=strict, allow_links=allow_links
     )
+
+
+class Registered:
+    """A hook that is called until it is removed."""
+
+    def __init__(self, hooks: list[Any], hook: Callable[..., object]) -> None:
+        self._hooks = hooks
+        self._hook = hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        """Stop calling the hook. A second call does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
 
 
 class _SavedWeights:
@@ -129,20 +143,14 @@ class Checkpointing:
         """
         first = sum(name.startswith("registered_") for name in self._registered)
         fresh = {f"registered_{first + i}": obj for i, obj in enumerate(objects)} | named
-        taken = {*self._stateful(), *self._rank_stateful()}
-        wrong = [
-            f"{name}: {obj!r}"
-            for name, obj in fresh.items()
-            if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))
-        ]
-        if wrong:
+        methods = ("state_dict", "load_state_dict")
+        if wrong := [n for n, obj in fresh.items() if not all(hasattr(obj, m) for m in methods)]:
             raise ValueError(
-                f"{', '.join(wrong)} has no state_dict() and load_state_dict(); only objects that "
-                f"have both can be checkpointed"
+                f"{', '.join(f'{name}: {fresh[name]!r}' for name in wrong)} has no state_dict() "
+                f"and load_state_dict(); only objects that have both can be checkpointed"
             )
-        for name, obj in fresh.items():
-            if name in taken:
-                raise ValueError(f"the name {name!r} is taken; give {obj!r} another")
+        if taken := fresh.keys() & {*self._stateful(), *self._rank_stateful()}:
+            raise ValueError(f"names that are taken: {sorted(taken)}; give the objects others")
         self._registered.update(fresh)
 
     def _stateful(self) -> dict[str, Any]:
@@ -194,29 +202,29 @@ class Checkpointing:
         objects, models = self._stateful(), self._named_models()
         if not self._before_saving:
             return objects
-        where = Directory.of(directory)
-        doing = f"save_state to {where.path}"
-        Team.meet(doing, where)
+        path = directory_path(directory)
         originals = [state_of(model) for model in models.values()]
 
-        def call_hooks() -> dict[int, Weights]:
-            Path(where.path).mkdir(parents=True, exist_ok=True)
+        def call_hooks() -> list[Weights | None]:
+            Path(path).mkdir(parents=True, exist_ok=True)
             some, weights = list(models.values()), list(originals)
             for hook in list(self._before_saving):
-                hook(some, weights, where.path)
+                hook(some, weights, path)
             if len(weights) == len(originals):
-                return dict(enumerate(weights))  # possibly replaced by other weights
-            kept = {i: w for i, w in enumerate(originals) if any(w is each for each in weights)}
-            if len(kept) < len(weights):
+                return list(weights)  # possibly replaced by other weights
+            left = [w if any(w is each for each in weights) else None for w in originals]
+            if sum(w is not None for w in left) < len(weights):
                 raise ValueError(
                     "a hook that puts other weights into the list takes none out of it"
                 )
-            return kept
+            return left
 
-        own, kept = coordinate(doing, call_hooks, list)
-        for number, name in enumerate(models):
-            if number in kept[0]:
-                objects[name] = _SavedWeights(own.get(number, originals[number]))
+        own, marks = coordinate(
+            f"save_state to {path}", call_hooks, lambda left: [w is not None for w in left]
+        )
+        for name, mine, saved, original in zip(models, own, marks[0], originals, strict=True):
+            if saved:
+                objects[name] = _SavedWeights(original if mine is None else mine)
             else:
                 del objects[name]
         return objects
@@ -224,26 +232,20 @@ class Checkpointing:
     def _objects_to_load(self, directory: str) -> dict[str, Any]:
         """Return the common objects without the models that the hooks load themselves.
 
-        :raises CheckpointError: on all ranks, if a hook raises on one, or leaves others.
+        :raises CheckpointError: on all ranks, if a hook raises on one.
         """
         objects, models = self._stateful(), self._named_models()
-        if not self._before_loading:
-            return objects
-        directory = Directory.of(directory).path
-        doing = f"load_state from {directory}"
+        path, left = directory_path(directory), list(models.values())
 
-        def call_hooks() -> list[str]:
-            some = list(models.values())
+        def call_hooks() -> None:
             for hook in list(self._before_loading):
-                hook(some, directory)
-            return [name for name, model in models.items() if any(model is each for each in some)]
+                hook(left, path)
 
-        result = coordinate(doing, call_hooks, list)
-        left = [str(names) for names in result.by_rank]
-        what = "have different models that hooks left to be loaded"
-        check_equal(doing, Team.meet(doing).ranks, left, what)
-        for name in models.keys() - set(result.own):
-            del objects[name]
+        if self._before_loading:
+            coordinate(f"load_state from {path}", call_hooks)
+        for name, model in models.items():
+            if not any(model is each for each in left):
+                del objects[name]
         return objects
 
     # -- models and states ------------------------------------------------------------------------
@@ -281,7 +283,7 @@ class Checkpointing:
         return self._next_number(steps)
 
     def _next_number(self, steps: Sequence[int]) -> int:
-        return max(self.project_configuration.iteration, max(steps, default=-1) + 1)
+        return max(int(self.project_configuration.iteration), max(steps, default=-1) + 1)
 
     def save_state(
         self,

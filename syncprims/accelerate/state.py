@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from enum import StrEnum
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -13,6 +13,9 @@ import syncprims
 from syncprims._world.sequential import MainFirst
 from syncprims._world.world import set_world_timeout
 from syncprims.training import Accumulator, rank_device
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _STATE = "accelerate.state"  # among the world's extras: what all states of a rank share
 _JOB = "accelerate.job"  # the accumulator of the latest Accelerator
@@ -85,9 +88,17 @@ class RankCalls:
         """Whether there are other ranks."""
         return syncprims.get_world_size() > 1
 
-    on_main_process = staticmethod(syncprims.on_main)
-    on_local_main_process = staticmethod(syncprims.on_local_main)
-    on_last_process = staticmethod(syncprims.on_last)
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Return a function that runs on rank 0 only."""
+        return syncprims.on_main(function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Return a function that runs on the first rank of each node only."""
+        return syncprims.on_local_main(function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Return a function that runs on the highest rank only."""
+        return syncprims.on_last(function)
 
     def wait_for_everyone(self) -> None:
         """Return when every rank has arrived."""
@@ -108,18 +119,11 @@ class RankCalls:
         decorator = syncprims.on_rank(process_index)
         return decorator if function is None else decorator(function)
 
-    def on_local_process(
-        self,
-        function: Any = None,
-        local_process_index: int | None = None,
-        *,
-        local_process_idx: int | None = None,
-    ) -> Any:
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Make a function run on one rank of each node only. With or without the function."""
-        index = local_process_idx if local_process_index is None else local_process_index
-        if index is None:
+        if local_process_index is None:
             raise ValueError("on_local_process takes the rank: local_process_index=1")
-        decorator = syncprims.on_local_rank(index)
+        decorator = syncprims.on_local_rank(local_process_index)
         return decorator if function is None else decorator(function)
 
     def print(self, *args: Any, **options: Any) -> None:
@@ -162,14 +166,6 @@ class PartialState(RankCalls):
             f"Local process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
         )
-
-    @property
-    def default_device(self) -> torch.device:
-        """The device that a rank without others would use."""
-        return rank_device()
-
-    def set_device(self) -> None:
-        """Do nothing: the device is set when the state is made."""
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Do nothing: the world, and a process group with it, end with the program."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -115,39 +114,10 @@ class WandBTracker(GeneralTracker):
         self.run.finish()
 
 
-class MLflowTracker(GeneralTracker):
-    """Logs to a run of mlflow; the run's name is the experiment."""
-
-    name = "mlflow"
-
-    def start(self) -> None:
-        """Begin the run."""
-        self._mlflow: Any = importlib.import_module("mlflow")
-        if self.logging_dir is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
-            self._mlflow.set_tracking_uri(os.fspath(self.logging_dir))
-        self._mlflow.set_experiment(self.run_name)
-        self.tracker = self.active_run = self._mlflow.start_run(**self.options)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the parameters."""
-        self._mlflow.log_params({name: str(value)[:500] for name, value in values.items()})
-
-    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log the numbers among the figures."""
-        plain = {name: _plain(value) for name, value in values.items()}
-        numbers = {name: v for name, v in plain.items() if isinstance(v, int | float)}
-        self._mlflow.log_metrics(numbers, step=step, **options)
-
-    def finish(self) -> None:
-        """End the run."""
-        self._mlflow.end_run()
-
-
 #: The trackers that are known by their names, and what each needs installed, one of them.
 _KNOWN: dict[str, tuple[type[GeneralTracker], tuple[str, ...]]] = {
     "tensorboard": (TensorBoardTracker, ("tensorboard", "tensorboardX")),
     "wandb": (WandBTracker, ("wandb",)),
-    "mlflow": (MLflowTracker, ("mlflow",)),
 }
 
 
@@ -183,6 +153,13 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float) else str(value)
 
 
+def _wrong(tracker: Any) -> str:
+    return (
+        f"log_with={tracker!r}: it takes names ({', '.join(_KNOWN)}, all), or objects with "
+        f"log(values, step=...), such as a tracker of your own"
+    )
+
+
 class _Silent:
     """A tracker of another rank: every attribute is there, every call does nothing."""
 
@@ -214,22 +191,14 @@ class Tracking:
                 self.log_with += get_available_trackers()
             elif isinstance(name, str):
                 self._add_by_name(name)
-            elif isinstance(tracker, type) or not callable(getattr(tracker, "log", None)):
-                if tracker is not None:
-                    raise TypeError(
-                        f"log_with={tracker!r}: it takes names ({', '.join(_KNOWN)}, all), or "
-                        f"objects with log(values, step=...), such as a run of wandb or a tracker "
-                        f"of your own"
-                    )
-            else:
+            elif callable(getattr(tracker, "log", None)) and not isinstance(tracker, type):
                 self.trackers.append(tracker)
+            elif tracker is not None:
+                raise TypeError(_wrong(tracker))
 
     def _add_by_name(self, name: str) -> None:
         if name not in _KNOWN:
-            raise ValueError(
-                f"log_with={name!r}: no tracker has this name; known are {', '.join(_KNOWN)} and "
-                f"all, and objects with log(values, step=...) are taken, too"
-            )
+            raise ValueError(_wrong(name))
         kind, needs = _KNOWN[name]
         if name not in get_available_trackers():
             self._missing.append(name)
@@ -254,8 +223,8 @@ class Tracking:
         """Make and start the trackers on rank 0, with `config`; none of them runs elsewhere.
 
         Those named in `log_with` are made, of `project_name`, with their options in `init_kwargs`,
-        a dict by name. Known are ``tensorboard``, ``wandb`` and ``mlflow``; ``all`` stands for
-        those that are installed. Of given objects ``start()`` and
+        a dict by name. Known are ``tensorboard`` and ``wandb``; ``all`` stands for those that
+        are installed. Of given objects ``start()`` and
         ``store_init_configuration(config)`` are called if they have them.
 
         :raises TypeError: if there are `init_kwargs` for a tracker that exists already.
@@ -298,22 +267,9 @@ class Tracking:
 
         On the other ranks, too, with trackers whose ``main_process_only`` is False.
         """
-        self._call_trackers("log", values, step, log_kwargs)
-
-    def log_images(
-        self,
-        values: dict[str, Any],
-        step: int | None = None,
-        log_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Log images on rank 0 with the trackers that can. Arguments as :meth:`log`."""
-        self._call_trackers("log_images", values, step, log_kwargs)
-
-    def _call_trackers(self, method: str, values: Any, step: Any, options: Any) -> None:
         for tracker in filter(_calls, self.trackers):
-            if hasattr(tracker, method):
-                own = (options or {}).get(_name_of(tracker), {})
-                getattr(tracker, method)(values, step=step, **own)
+            options = (log_kwargs or {}).get(_name_of(tracker), {})
+            tracker.log(values, step=step, **options)
 
     def end_training(self) -> None:
         """Finish the trackers on rank 0. The world runs on until the program ends."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import operator
-import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -20,18 +18,13 @@ from syncprims.training import gathering as _gathering
 from syncprims.training import rank_device, unwrap_model
 from syncprims.training import set_seed as set_seed
 from syncprims.training.checkpoints import save_object
-from syncprims.training.gathering import (
-    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-)
 from syncprims.training.gathering import broadcast as broadcast
 from syncprims.training.gathering import pad_across_processes as pad_across_processes
-from syncprims.training.pytree import map_tensors, named_leaves
+from syncprims.training.pytree import batch_length, map_tensors, tensors_of
 from syncprims.training.pytree import to_device as _to_device
 
 from .configuration import AutocastKwargs as AutocastKwargs
-from .configuration import ComputeEnvironment as ComputeEnvironment
 from .configuration import DataLoaderConfiguration as DataLoaderConfiguration
-from .configuration import DDPCommunicationHookType as DDPCommunicationHookType
 from .configuration import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from .configuration import DistributedType as DistributedType
 from .configuration import GradientAccumulationPlugin as GradientAccumulationPlugin
@@ -39,14 +32,12 @@ from .configuration import GradScalerKwargs as GradScalerKwargs
 from .configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
 from .configuration import KwargsHandler as KwargsHandler
 from .configuration import LoggerType as LoggerType
-from .configuration import PrecisionType as PrecisionType
-from .configuration import ProfileKwargs as ProfileKwargs
 from .configuration import ProjectConfiguration as ProjectConfiguration
-from .configuration import RNGType as RNGType
 from .configuration import not_offered as _not_offered
 from .saving import load_checkpoint_in_model as load_checkpoint_in_model
 
 DistributedOperationException = syncprims.RankMismatch
+find_batch_size = batch_length
 
 # -- collectives over nested tensors, and helpers for them ----------------------------------------
 
@@ -102,63 +93,11 @@ def is_torch_tensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor)
 
 
-def is_namedtuple(data: Any) -> bool:
-    """Return whether it is a named tuple."""
-    return isinstance(data, tuple) and hasattr(data, "_fields")
-
-
-def honor_type(obj: Any, generator: Any) -> Any:
-    """Return the items of `generator` in the type of `obj`."""
-    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
-
-
-def recursively_apply(
-    func: Any, data: Any, *args: Any, test_type: Any = is_torch_tensor,
-    error_on_other_type: bool = False, **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Return `data` with ``func(leaf)`` in place of every leaf that passes `test_type`.
-
-    :raises TypeError: for other leaves, with `error_on_other_type`.
-    """
-    if error_on_other_type:
-        for path, leaf in named_leaves(data):
-            if not test_type(leaf):
-                raise TypeError(f"{path} is a {type(leaf).__name__}, which is not taken here")
-    return map_tensors(lambda leaf: func(leaf, *args, **kwargs), data, test_type)
-
-
-def find_batch_size(data: Any) -> int | None:
-    """Return the first dimension of the first tensor.
-
-    :raises TypeError: if there is no tensor with a dimension.
-    """
-    for _, leaf in named_leaves(data):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    raise TypeError("there is no tensor with a dimension in it")
-
-
-def slice_tensors(
-    data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
-    """Return `data` with every tensor cut by `tensor_slice`."""
-    del process_index, num_processes
-    return map_tensors(lambda one: one[tensor_slice], data)
-
-
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Return one structure with the tensors of all, concatenated.
-
-    :raises TypeError: if the leaves are no tensors.
-    """
-    first = data[0]
-    if isinstance(first, Mapping):
-        return type(first)({k: concatenate([d[k] for d in data], dim) for k in first})  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
-    if isinstance(first, list | tuple):
-        return honor_type(first, (concatenate(list(part), dim) for part in zip(*data, strict=True)))
-    if not isinstance(first, torch.Tensor):
-        raise TypeError(f"concatenate() takes tensors, and found a {type(first).__name__}")
-    return torch.cat(data, dim=dim)
+    """Return one structure with the tensors of all, concatenated."""
+    columns = zip(*(tensors_of(part) for part in data), strict=True)
+    joined = iter([torch.cat(column, dim) for column in columns])
+    return map_tensors(lambda _: next(joined), data[0])
 
 
 def convert_to_fp32(tensor: Any) -> Any:
@@ -188,50 +127,23 @@ _NEVER = {
 _PACKAGES = {"bnb": "bitsandbytes", "lomo": "lomo_optim"}  #: whose names differ from the question's
 
 
+#: Answers to questions about the device, and about what torch and this library always have.
+_ANSWERS: dict[str, Callable[[], bool]] = {
+    "cuda": torch.cuda.is_available,
+    "mps": torch.backends.mps.is_available,
+    "xpu": torch.xpu.is_available,
+    "bf16": lambda: not torch.accelerator.is_available() or torch.cuda.is_bf16_supported(),
+    **dict.fromkeys(("fp16", "weights_only", "torchdata_stateful_dataloader"), lambda: True),
+}
+
+
 def __getattr__(name: str) -> Any:
     if not (name.startswith("is_") and name.endswith("_available")):
         raise _not_offered(__name__, name)
     topic = name.removeprefix("is_").removesuffix("_available")
     package = _PACKAGES.get(topic, topic)
-    return lambda *_, **__: topic not in _NEVER and find_spec(package) is not None
-
-
-def is_cuda_available() -> bool:
-    """Return whether there is a CUDA device."""
-    return torch.cuda.is_available()
-
-
-def is_mps_available(min_version: str = "") -> bool:
-    """Return whether there is an MPS device."""
-    del min_version
-    return torch.backends.mps.is_available()
-
-
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Return whether there is an XPU device."""
-    del check_device
-    return hasattr(torch, "xpu") and torch.xpu.is_available()
-
-
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether the device computes in bf16."""
-    del ignore_tpu
-    return torch.cuda.is_bf16_supported() if is_cuda_available() else not is_mps_available()
-
-
-def is_fp16_available() -> bool:
-    """Return whether the device computes in fp16."""
-    return True
-
-
-def is_weights_only_available() -> bool:
-    """Return whether torch loads weights without running code: always."""
-    return True
-
-
-def is_torchdata_stateful_dataloader_available() -> bool:
-    """Return whether loaders have a state: always."""
-    return True
+    answer = _ANSWERS.get(topic) or (lambda: topic not in _NEVER and find_spec(package) is not None)
+    return lambda *_, **__: answer()
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement: str) -> bool:
@@ -358,21 +270,6 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Return what is in a file of torch. No code in it is run."""
     kwargs["weights_only"] = True
     return torch.load(f, map_location=map_location, **kwargs)
-
-
-@contextlib.contextmanager
-def patch_environment(**variables: Any) -> Generator[None]:
-    """In this block the environment has these variables, in upper case."""
-    before = {name.upper(): os.environ.get(name.upper()) for name in variables}
-    os.environ.update({name.upper(): str(value) for name, value in variables.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def str_to_bool(value: str) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 from syncprims._world.version import version
 from syncprims.errors import SyncError
 
-from . import completion, config, env, run, trace, who
+from . import config, env, run, trace, who
 from .console import CommandParser
 
 #: In the order of ``--help``. A command is a module with `add_arguments`, `run` and `HELP`: a
 #: description, whose first line is the summary, and what comes after the flags.
-COMMANDS = (run, who, config, env, trace, completion)
+COMMANDS = (run, who, config, env, trace)
 
 EPILOG = """\
 `syncprims COMMAND --help` says more about each. Also: python -m syncprims.
@@ -68,7 +68,6 @@ def parser() -> CommandParser:
     )
     root.add_argument("--version", action="version", version=f"syncprims {version()}")
     commands = root.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    root.set_defaults(parser=root, commands=commands.choices)
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]
         description, _, epilog = module.HELP.partition("\n\n")

@@ -190,8 +190,8 @@ def _launchers(world: WorldPreview, environ: Mapping[str, str]) -> list[str]:
             state = "is set"
         elif environ.get("SYNCPRIMS_LAUNCHER"):
             state = "does not count"
-        else:  # SLURM's variables are in every shell of a job, and PALS uses some of MPICH's
-            state = "is no step" if launcher.name == "SLURM" else "says no more"
+        else:  # SLURM's variables are in every shell of a job
+            state = "is no step"
         absent = [name for name in names[:2] if name not in environ]
         not_set = [f"{', '.join(absent)} not set"] if absent else []
         rows.append((launcher.name, state, "; ".join([*found, *not_set])))

@@ -12,7 +12,7 @@ if find_spec("torch") is None:
 
 from syncprims.errors import CheckpointError
 
-from .accumulation import Accumulator, clip_grad_norm_, clip_grad_value_, join_uneven_inputs
+from .accumulation import Accumulator, join_uneven_inputs
 from .checkpoints import (
     Checkpoints,
     Loaded,
@@ -46,8 +46,6 @@ __all__ = [
     "average_gradients",
     "broadcast_buffers",
     "broadcast_model",
-    "clip_grad_norm_",
-    "clip_grad_value_",
     "gather",
     "join_uneven_inputs",
     "load_checkpoint_in_model",

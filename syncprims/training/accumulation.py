@@ -298,35 +298,6 @@ class Accumulator:
         self.windows.load_state_dicts(state["windows"])
 
 
-def clip_grad_norm_(
-    parameters: Parameters,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    accumulator: Accumulator | None = None,
-) -> torch.Tensor:
-    """Scale the gradients down to `max_norm` and return their norm before.
-
-    With `accumulator`, as its method of the same name; without, as torch's function.
-    """
-    if accumulator is not None:
-        return accumulator.clip_grad_norm_(parameters, max_norm, norm_type)
-    return torch_clip_norm_(parameters, max_norm, norm_type)
-
-
-def clip_grad_value_(
-    parameters: Parameters, clip_value: float, *, accumulator: Accumulator | None = None
-) -> None:
-    """Limit every gradient to plus and minus `clip_value`.
-
-    With `accumulator`, as its method of the same name; without, as torch's function.
-    """
-    if accumulator is not None:
-        accumulator.clip_grad_value_(parameters, clip_value)
-    else:
-        torch_clip_value_(parameters, clip_value)
-
-
 def _listed(parameters: Parameters) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from syncprims import all_gather, all_reduce, get_world_size
 
 from .data import Cursor, OpenLoaders
-from .gradient_sync import average_gradients, broadcast_buffers
-from .plain_backward import BackwardWatch
+from .gradient_sync import BackwardWatch, average_gradients, broadcast_buffers
 from .precision import Precision
 
 #: How ranks name a window to each other: by its prepared models, else by its number.

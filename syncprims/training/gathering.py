@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -10,13 +9,9 @@ import torch
 import syncprims
 
 from .gradient_sync import check_alike, describe
-from .pytree import has_only_tensors, map_tensors, named_leaves
+from .pytree import has_only_tensors, map_tensors, named_leaves, tensors_of
 
 Reduction = Literal["sum", "mean", "min", "max", "prod", "none"]
-
-
-class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor is returned as it is."""
 
 
 def gather(tensor: Any, *, name: str | None = None) -> Any:
@@ -31,8 +26,7 @@ def gather(tensor: Any, *, name: str | None = None) -> Any:
     """
     if not has_only_tensors(tensor):
         raise TypeError("gather() takes tensors, and lists, tuples and mappings of them only")
-    if any(one.is_nested for _, one in named_leaves(tensor)):
-        raise TypeError("gather() takes no nested tensors; convert them by to_padded_tensor()")
+    _refuse_nested(tensor)
     mine = [(path, one.detach().reshape(one.shape or (1,))) for path, one in named_leaves(tensor)]
     kinds = [(path, str(one.dtype), list(one.shape[1:])) for path, one in mine]
     parts = [one.cpu() for _, one in mine]
@@ -164,12 +158,12 @@ def pad_across_processes(
 ) -> Any:
     """Return the tensors, padded with `pad_index` in `dim` to the longest of all ranks. Collective.
 
-    A tensor without that dimension is returned unchanged, and, with a warning, one of torch's
-    nested tensors.
+    A tensor without that dimension is returned unchanged.
 
     :raises RankMismatch: on all ranks, if they have tensors in other places, or of another number
         of dimensions.
     """
+    _refuse_nested(tensor)
     named = [(path, leaf) for path, leaf in named_leaves(tensor) if isinstance(leaf, torch.Tensor)]
     mine = [(path, one.ndim, _length(one, dim)) for path, one in named]
     rows = syncprims.all_gather(mine, name=name)
@@ -183,11 +177,6 @@ def pad_across_processes(
             f"pad_across_processes() of tensors in different places, or with different numbers of "
             f"dimensions:\n{lines}\nPass the same structure on every rank."
         )
-    if any(one.is_nested for _, one in named):
-        warnings.warn(
-            "pad_across_processes() leaves nested tensors as they are; convert them by "
-            "to_padded_tensor()", CannotPadNestedTensorWarning, stacklevel=2,
-        )  # fmt: skip
     longest = iter(
         [max(lengths) for lengths in zip(*([n for *_, n in row] for row in rows), strict=True)]
     )
@@ -206,8 +195,13 @@ def pad_across_processes(
     return map_tensors(pad, tensor)
 
 
+def _refuse_nested(tree: Any) -> None:
+    if any(tensor.is_nested for tensor in tensors_of(tree)):
+        raise TypeError("nested tensors cannot be joined; convert them by to_padded_tensor()")
+
+
 def _length(tensor: torch.Tensor, dim: int) -> int:
     """Return the length of `tensor` in `dim`; -1 if it cannot be padded there."""
-    if tensor.is_nested or not -tensor.ndim <= dim < tensor.ndim:
+    if not -tensor.ndim <= dim < tensor.ndim:
         return -1
     return tensor.shape[dim]

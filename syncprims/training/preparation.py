@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple, overload
@@ -74,7 +73,6 @@ class JobOptions:
     schedule_to_end: bool = False  #: schedules that have an end stay there
     autocast: dict[str, Any] | None = None  #: options for the forward passes of models
     ddp: dict[str, Any] | None = None  #: options for DDP
-    ddp_hook: Callable[[Any], None] | None = None  #: is called with each model in DDP
 
 
 class _NoSync:
@@ -130,8 +128,6 @@ class Preparation:
             if self.device.type == "cuda":
                 options.setdefault("device_ids", [self.device.index])
             model = DistributedDataParallel(model, **options)
-            if self.options.ddp_hook is not None:
-                self.options.ddp_hook(model)
         if get_world_size() > 1 and not hasattr(model, "no_sync"):
             object.__setattr__(model, "no_sync", _NoSync(self.accumulator, model))
         self.accumulator.models.append(model)

@@ -52,6 +52,22 @@ def named_leaves(tree: Any, name: str = "tensor") -> Iterator[tuple[str, Any]]:
         yield from named_leaves(part, path)
 
 
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors that :func:`map_tensors` sees, in its order."""
+    return [leaf for _, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def batch_length(tree: Any) -> int:
+    """Return the number of items in a batch: the first dimension of its first tensor.
+
+    :raises TypeError: if it has no tensor with a dimension.
+    """
+    for tensor in tensors_of(tree):
+        if tensor.ndim:
+            return len(tensor)
+    raise TypeError("a batch of tensors was expected, and this one holds none with a dimension")
+
+
 def has_only_tensors(tree: Any) -> bool:
     """Return whether every leaf of lists, tuples and mappings is a tensor."""
     if isinstance(tree, list | tuple):

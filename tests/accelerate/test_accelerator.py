@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncprims
-from syncprims.accelerate import Accelerator
+from syncprims.accelerate import Accelerator, utils
 from syncprims.training import CheckpointError, PreparedOptimizer, rank_device
 
 
@@ -81,7 +81,7 @@ def test_the_place_of_a_rank(world: Ranks) -> None:
         def zero() -> None:
             called.append("zero")
 
-        a.on_local_process(local_process_idx=0)(lambda: called.append("local zero"))()
+        a.on_local_process(local_process_index=0)(lambda: called.append("local zero"))()
         zero()
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
@@ -124,7 +124,7 @@ def test_tensors_of_all_ranks(world: Ranks) -> None:
         with pytest.raises(ValueError, match="minimum"):
             a.reduce(torch.tensor(rank), "minimum")  # type: ignore[arg-type]
         mine = torch.full((2,), float(rank))
-        assert a.broadcast(mine, from_process=ranks - 1) is mine
+        assert utils.broadcast(mine, from_process=ranks - 1) is mine
         assert mine.tolist() == [ranks - 1.0] * 2
         padded = a.pad_across_processes(torch.ones(1, rank + 1), dim=1, pad_index=7)
         assert padded.tolist() == [[1.0] * (rank + 1) + [7.0] * (ranks - rank - 1)]
@@ -166,38 +166,6 @@ def test_flags_and_shares(world: Ranks) -> None:
     assert all(seen[:2] == [True, False] for seen in results)
     assert [x for seen in results for x in seen[2]] == [1, 2, 3, 4, 5]
     assert {seen[3] for seen in results} == {-(-5 // world.ranks)}
-
-
-class Table:
-    """Quacks like a dataset of `datasets`: rows that can be selected and mapped, with a cache."""
-
-    def __init__(self, values: list[int], cache: Path) -> None:
-        self.values, self.cache = values, cache
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def select(self, indices: Any) -> Table:
-        return Table([self.values[i] for i in indices], self.cache)
-
-    def map(self, function: Any) -> Table:
-        if not self.cache.exists():
-            self.cache.write_text(f"{syncprims.get_rank()}")
-        return Table([function(x) for x in self.values], self.cache)
-
-
-@everywhere
-def test_tables_are_mapped_by_main_first_and_shared_out(world: Ranks, tmp_path: Path) -> None:
-    def program() -> tuple[list[int], str]:
-        a, table = Accelerator(), Table(list(range(5)), tmp_path / "cache")
-        with a.main_process_first():
-            table = table.map(lambda x: x * x)
-        with a.split_between_processes(table) as share:
-            return share.values, table.cache.read_text()
-
-    results = world.run(program)
-    assert [x for values, _ in results for x in values] == [0, 1, 4, 9, 16]
-    assert {cache for _, cache in results} == {"0"}
 
 
 @everywhere

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from support.training_models import (
     alone,
@@ -13,14 +12,10 @@ from support.training_models import (
     new_job,
     numbers,
     ones,
-    small_model,
     unit_model,
-    without_ddp,
 )
 
-import syncprims
 from syncprims.accelerate import Accelerator
-from syncprims.training import gathering
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,14 +60,6 @@ def test_a_tracker_may_run_on_all_ranks(world: Ranks) -> None:
         return tracker.seen
 
     assert world.run(program) == [[({"rank": rank}, 1)] for rank in (0, 1)]
-
-
-@in_pairs
-def test_models_start_alike(world: Ranks) -> None:
-    def program() -> list[float]:
-        return numbers(Accelerator(cpu=True).prepare(small_model(syncprims.get_rank())))
-
-    assert world.run(program) == [numbers(small_model(0))] * 2
 
 
 @in_pairs
@@ -145,31 +132,6 @@ def test_gradients_are_unscaled_once(world: Ranks) -> None:
     assert world.run(program) == [[1.0, 4.0, 1.0]]
 
 
-@alone
-def test_profiles_and_compiled_models(world: Ranks, tmp_path: Path) -> None:
-    def program() -> None:
-        job = Accelerator(cpu=True)
-        compiled: Any = job.prepare(torch.compile(unit_model(), backend="eager"))
-        assert not hasattr(job.unwrap_model(compiled), "_orig_mod")
-        assert hasattr(job.unwrap_model(compiled, keep_torch_compile=True), "_orig_mod")
-        from syncprims.accelerate import ProfileKwargs
-
-        options = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "traces"))
-        with job.profile(options) as profiler:
-            torch.ones(3).sum()
-        assert isinstance(profiler, torch.profiler.profile)
-        raw: dict[str, Any] = {
-            "activities": ["cpu"],
-            "schedule_option": {"wait": 0, "warmup": 1, "active": 1},
-        }
-        with Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(**raw)]).profile() as profiler:
-            torch.ones(3).sum()
-        assert profiler.activities == {torch.profiler.ProfilerActivity.CPU}
-        assert (tmp_path / "traces/profile_0.json").exists()
-
-    world.run(program)
-
-
 @in_pairs
 def test_objects_gathered_for_metrics(world: Ranks) -> None:
     def program() -> list[Any]:
@@ -181,84 +143,6 @@ def test_objects_gathered_for_metrics(world: Ranks) -> None:
     listed = [0, "x", 1, "x"]
     wanted = [["rank 0", "rank 1"], [{"rank": 0}, {"rank": 1}], listed, listed]
     assert world.run(program) == [wanted] * 2
-
-
-@in_pairs
-def test_means_of_integers(world: Ranks) -> None:
-    def program() -> tuple[float, int]:
-        mine = torch.tensor(1 + syncprims.get_rank())
-        mean = Accelerator(cpu=True).reduce(mine, "mean")
-        return float(mean), int(gathering.reduce(mine, "prod"))
-
-    assert world.run(program) == [(1.5, 2)] * 2
-
-
-@alone
-def test_texts_are_not_split(world: Ranks) -> None:
-    def program() -> None:
-        job = Accelerator(cpu=True)
-        with pytest.raises(TypeError, match="str"), job.split_between_processes("text"):
-            pass
-        with job.split_between_processes(range(3)) as part:
-            assert part == range(3)
-
-    world.run(program)
-
-
-@without_ddp
-def test_who_is_missing_is_named(world: Ranks) -> None:
-    if world.ranks == 1:
-        return
-
-    def program() -> None:
-        job = Accelerator(cpu=True)
-        if not job.is_last_process:
-            job.wait_for_everyone()
-
-    last = world.ranks - 1
-    for found in world.outcomes(program)[:last]:
-        assert isinstance(found, syncprims.PeerLost)
-        assert f"rank {last} finished" in str(found)
-
-
-@in_pairs
-def test_a_body_that_raises_is_told_on_all(world: Ranks) -> None:
-    def program() -> None:
-        job = Accelerator(cpu=True)
-        with job.main_process_first():
-            if job.is_main_process:
-                raise OSError("no disk")
-
-    first, second = world.outcomes(program)
-    assert isinstance(first, OSError)
-    assert isinstance(second, syncprims.PeerFailed)
-
-
-@alone
-def test_decorators_keep_names(world: Ranks) -> None:
-    def program() -> None:
-        job = Accelerator(cpu=True)
-
-        def task() -> None:
-            """Do it."""
-
-        for made in (job.on_main_process(task), job.on_last_process(task)):
-            assert (made.__name__, made.__doc__) == ("task", "Do it.")
-        with pytest.raises(ValueError, match="5"):
-            job.on_process(task, process_index=5)()
-
-    world.run(program)
-
-
-@in_pairs
-def test_a_reason_for_a_trigger(world: Ranks) -> None:
-    def program() -> bool:
-        job = Accelerator(cpu=True)
-        if job.is_last_process:
-            job.set_trigger("the loss is not a number")
-        return job.check_trigger()
-
-    assert world.run(program) == [True, True]
 
 
 @alone

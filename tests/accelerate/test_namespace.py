@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from conftest import KINDS
-from support.training_models import alone, everywhere, feed, in_pairs, numbers, unit_model
+from support.training_models import alone, everywhere, feed, numbers, unit_model
 
 from syncprims import accelerate, barrier, get_rank
-from syncprims.accelerate import Accelerator, LocalSGD, PartialState, debug_launcher, utils
+from syncprims.accelerate import Accelerator, PartialState, debug_launcher, utils
 from syncprims.accelerate.logging import get_logger
 from syncprims.accelerate.state import AcceleratorState, GradientState
 from syncprims.accelerate.tracking import GeneralTracker, on_main_process
@@ -201,7 +201,6 @@ def test_operations(world: Ranks) -> None:
         batch = {"x": torch.ones(2, 3), "y": [torch.zeros(2)]}
         assert utils.find_batch_size(batch) == 2
         assert utils.concatenate([batch, batch])["x"].shape == (4, 3)
-        assert utils.slice_tensors(batch, slice(0, 1))["y"][0].shape == (1,)
         assert utils.convert_to_fp32(torch.ones(1).half()).dtype == torch.float32
         assert utils.send_to_device(batch, "meta", skip_keys="y")["y"][0].device.type == "cpu"
         return [
@@ -268,25 +267,6 @@ def test_the_state_of_the_window(world: Ranks) -> None:
 
     windows = [(False, False), (True, False), (True, True)]
     assert world.run(program) == [[windows, -1.5, -2.5]] * world.ranks
-
-
-@in_pairs
-def test_local_sgd(world: Ranks) -> None:
-    def program() -> list[float]:
-        job = Accelerator(cpu=True)
-        plain: Any = unit_model()
-        model, optimizer = job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
-        seen = []
-        with LocalSGD(accelerator=job, model=model, local_sgd_steps=2) as local:
-            for _ in range(3):
-                job.backward(model(torch.full((1, 1), 1.0 + job.process_index)).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-                local.step()
-                seen.append(numbers(model)[0])
-        return [*seen, numbers(model)[0]]
-
-    assert world.run(program) == [[-1.0, -3.0, -4.0, -4.5], [-2.0, -3.0, -5.0, -4.5]]
 
 
 @alone

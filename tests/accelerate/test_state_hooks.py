@@ -156,7 +156,7 @@ def test_ranks_whose_hooks_leave_different_models_are_told(world: Ranks, tmp_pat
                 models.pop()
 
         made.register_load_state_pre_hook(take_on_main)
-        with pytest.raises(sp.CheckpointError, match=r"ranks \[1\] have different models"):
+        with pytest.raises(sp.CheckpointError, match="objects: expected"):
             made.load_state()
         return "told"
 

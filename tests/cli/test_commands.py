@@ -1,14 +1,12 @@
-"""Commands in a shell: files, nodes, shells, pipes and interrupts."""
+"""Commands in a shell: files, nodes, pipes and interrupts."""
 
 from __future__ import annotations
 
 import io
 import os
 import pty
-import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from support.rank_worlds import CLOSING
 
 from syncprims import ConfigurationError
 from syncprims._world.host import free_port
-from syncprims.cli import COMMANDS, completion, config, main, parser
+from syncprims.cli import COMMANDS, config, main, parser
 from syncprims.cli.accelerate_config import REFUSED
 from syncprims.cli.options import OPTIONS
 
@@ -192,75 +190,10 @@ def test_two_nodes_meet(tmp_path: Path, clean: dict[str, str]) -> None:
                 node.communicate()
 
 
-# -- shells, pipes, interrupts -----------------------------------------------------------------
+# -- pipes, interrupts -------------------------------------------------------------------------
 
 
-def test_bash_completes_commands_flags_and_values(tmp_path: Path, clean: dict[str, str]) -> None:
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("there is no bash here")
-    script = tmp_path / "completion"
-    script.write_text(call("completion", "bash", env=clean, cwd=tmp_path).stdout)
-    probe = textwrap.dedent("""\
-        source "$1"
-        complete -p syncprims
-        try() {
-          COMP_WORDS=(syncprims "$@"); COMP_CWORD=$#
-          _syncprims
-          echo "${COMPREPLY[*]}"
-        }
-        try ru
-        try run --mixed-p
-        try run --mixed-precision ""
-        try run -n 4 --thr
-        try run -n 4 train.py --thr
-        try completion ""
-        try trace --
-    """)
-    done = subprocess.run(
-        [bash, "-c", probe, "bash", str(script)], capture_output=True, text=True, timeout=60,
-        env=clean, check=False,
-    )  # fmt: skip
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "complete -o bashdefault -o default -F _syncprims syncprims",
-        "run",
-        "--mixed-precision",
-        "no bf16 fp16",
-        "--threads",
-        "",
-        "bash zsh fish tcsh",
-        "--help --run --png --all",
-    ]
-
-
-@pytest.mark.parametrize("shell", sorted(completion.SHELLS))
-def test_every_shell_is_told_of_every_command(
-    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for command in COMMANDS:
-        assert command.__name__.rpartition(".")[2] in script
-    assert "mixed-precision" in script
-    found = shutil.which(shell)
-    if found is not None:  # at least it reads
-        (tmp_path / "script").write_text(script)
-        subprocess.run([found, "-n", str(tmp_path / "script")], check=True, timeout=60)
-
-
-def test_without_the_package_completion_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 2
-    assert capsys.readouterr().err == (
-        "syncprims: the completion script is written by a package: "
-        "pip install 'syncprims[completion]'\n"
-    )
-
-
-NAMES = ("run", "who", "config", "env", "trace", "completion")
+NAMES = ("run", "who", "config", "env", "trace")
 
 
 def test_every_command_is_among_these_names() -> None:
@@ -274,7 +207,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert caught.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith(f"usage: syncprims {name}")
-    assert "exit code" in said or name == "completion"
+    assert "exit code" in said
 
 
 def test_the_page_has_every_command_and_flag() -> None:

@@ -39,7 +39,7 @@ BACKENDS = {
 }
 
 #: Libraries that nobody should pay for who does not use them, and the modules that exist for them.
-HEAVY = {"torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "rich", "matplotlib"}
+HEAVY = {"torch", "numpy", "filelock", "safetensors", "tqdm", "pytest", "matplotlib"}
 ROOM_FOR = {
     "syncprims.backends.file.backend": {"filelock"},
     "syncprims.backends.torch": {"torch", "numpy"},

@@ -42,7 +42,7 @@ def entries(run: TraceRun, rank: int) -> list[Entry]:
     rounds = sorted(trace.rounds.tolist(), key=lambda one: (one[2] or 1 << 62, one[3]))
     found = [dict(zip(trace.rounds.dtype.names or (), one, strict=True)) for one in rounds]
     return [
-        Entry(str(run.names.calls[one["call"]]), one["number"], run.names.outcomes[one["outcome"]])
+        Entry(run.calls[one["call"]].call, one["number"], run.outcomes[one["outcome"]])
         for one in found
     ]
 

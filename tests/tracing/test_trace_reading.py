@@ -68,13 +68,12 @@ def command(*args: object, **variables: str) -> subprocess.CompletedProcess[str]
 def test_waiting_is_laid_on_who_came_last(planted: Planted) -> None:
     found = analysis_of(planted)
     worst, other = found.late_arrivals
-    assert (worst.late, str(worst.call)) == (2, "barrier 'epoch end'")
-    assert worst.call.site == "train.py:7"
+    assert (worst.late, str(worst.call)) == (2, "barrier 'epoch end' (train.py:7)")
     assert worst.times == 10
     assert worst.waited == pytest.approx(30.0)
     assert worst.longest == pytest.approx(1.0)
     assert sorted(worst.waiting) == [0, 1, 3]
-    assert (other.late, str(other.call)) == (0, "all_reduce")
+    assert (other.late, other.call.call) == (0, "all_reduce")
     assert other.waited == pytest.approx(1.5)
     assert found.stragglers == [2]
     assert found.conclusion == (
@@ -113,7 +112,7 @@ def test_a_rank_that_never_comes_is_to_blame(
     run.leave(AT + 20 * SECOND, ranks=[0, 2])
     found = analysis_of(run)
     (row,) = [row for row in found.late_arrivals if row.late == 1]
-    assert str(row.call) == "barrier 'save'"
+    assert row.call.call == "barrier 'save'"
     assert row.waited == pytest.approx(5.0 + 15.0)
     assert found.summaries[1].end == "killed, or still running"
     assert found.stragglers == [1]
@@ -140,7 +139,7 @@ def test_a_hang_is_laid_on_the_rank_that_has_not_come(hanging: Planted) -> None:
     )
     assert found.stragglers == [2]
     worst = found.late_arrivals[0]
-    assert (worst.late, str(worst.call), worst.call.site) == (2, "barrier 'end'", "spin.py:8")
+    assert (worst.late, str(worst.call)) == (2, "barrier 'end' (spin.py:8)")
     assert worst.waited == pytest.approx(60)
     assert sorted(worst.waiting) == [0, 1, 3]
     assert found.summaries[2].waited_for == pytest.approx(60)
@@ -227,7 +226,9 @@ def test_hosts_that_share_no_round_are_set_by_the_calendar(
     run.leave(AT + SECOND)
     done = command(tmp_path)
     assert done.returncode == 0
-    assert "were set by the calendar, since they share no round with the others" in done.stderr
+    assert (
+        "were aligned by the calendar, since they share no round with the first rank" in done.stderr
+    )
 
 
 # -- files that are not as they were ------------------------------------------------------------
@@ -283,7 +284,7 @@ def test_foreign_files_are_named(planted: Planted) -> None:
     done = command(planted.directory)
     assert done.returncode == 0
     assert "syncprims: rank-3.trace: bytes 0 to 1400 are damaged or not of a" in done.stderr
-    assert "syncprims: no trace of ranks [3] of 4" in done.stderr
+    assert "syncprims: no trace of ranks [3] of 4 can be read" in done.stderr
     assert "Rank 2 is the straggler" in done.stdout
 
 
@@ -294,7 +295,7 @@ def test_a_file_that_cannot_be_opened_does_not_hide_the_rest(planted: Planted) -
     done = command(planted.directory)
     assert done.returncode == 0
     assert "syncprims: rank-0.trace cannot be read: [Errno 2]" in done.stderr
-    assert "syncprims: no trace of ranks [0] of 4" in done.stderr
+    assert "syncprims: no trace of ranks [0] of 4 can be read" in done.stderr
     assert "Rank 2 is the straggler" in done.stdout
 
 
@@ -358,7 +359,7 @@ def test_the_chrome_trace_is_as_its_format_says(planted: Planted) -> None:
     for event in events:
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
-        assert event["ph"] in "MXisf"
+        assert event["ph"] in "MXi"
         if event["ph"] != "M":
             assert event["ts"] >= 0
     slices = [e for e in events if e["ph"] == "X"]
@@ -366,19 +367,7 @@ def test_the_chrome_trace_is_as_its_format_says(planted: Planted) -> None:
     assert all(e["dur"] >= 0 and e["name"] and e["cat"] for e in slices)
     late = [e for e in slices if e["pid"] == 0 and e["name"] == "barrier 'epoch end'"]
     assert [e["dur"] for e in late] == pytest.approx([1e6 + 1] * 10)
-    starts = {e["id"]: e for e in events if e["ph"] == "s"}
-    ends = {e["id"]: e for e in events if e["ph"] == "f"}
-    assert starts.keys() == ends.keys()
-    assert len(starts) == 11
-    for number, end in ends.items():
-        assert end["bp"] == "e"
-        assert end["ts"] >= starts[number]["ts"]
-        assert end["name"] == starts[number]["name"]
-        for event in (starts[number], end):  # an arrow hangs on a slice
-            assert any(
-                s["pid"] == event["pid"] and s["ts"] <= event["ts"] <= s["ts"] + s["dur"]
-                for s in slices
-            )
+    assert {e["args"]["last to come"] for e in late} == {2}  # whom they waited for
 
 
 def test_a_long_trace_keeps_its_longest_waits(
@@ -469,7 +458,7 @@ def test_a_reader_who_has_gone_costs_no_file(planted: Planted, tmp_path: Path) -
 def test_an_unknown_kind_of_picture_is_refused(planted: Planted, tmp_path: Path) -> None:
     done = command(planted.directory, "--png", tmp_path / "run.v2")
     assert done.returncode == 2
-    assert "there is no format 'v2'; the ending is one of " in done.stderr
+    assert "matplotlib has no format 'v2'; end the name with one of " in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run.v2").exists()
 
@@ -492,9 +481,9 @@ def test_a_terminal_is_written_to_without_codes_where_nobody_wants_colour(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     analysis = analysis_of(planted)
-    coloured = "\n".join(report(analysis, Style(Terminal(), os.environ), every_row=False))
+    coloured = "\n".join(report(analysis, Style(Terminal(), os.environ)))
     monkeypatch.setenv("NO_COLOR", "1")
-    plain = "\n".join(report(analysis, Style(Terminal(), os.environ), every_row=False))
+    plain = "\n".join(report(analysis, Style(Terminal(), os.environ)))
     assert "\033[" in coloured
     assert "\033" not in plain
     assert "Rank 2 is the straggler" in plain

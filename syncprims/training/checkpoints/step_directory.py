@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from syncprims import CheckpointError
 
-from . import filesystem, manifest
+from . import filesystem
 from .async_save import finish_earlier
-from .commit import new_token, temporary
-from .coordination import Directory, Team, coordinate
-from .load_state import Loaded, load_state
-from .save_state import save_to
+from .commit import final_name, new_token, temporary
+from .coordination import Team, coordinate, directory_path
+from .integrity import read_current
+from .states import MANIFEST, Loaded, load_state, save_to
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from .async_save import Saving
     from .stateful import Stateful
-
-    Hook = Callable[[str, dict[str, Stateful]], object]
-
-_STEP = re.compile(r"0|[1-9][0-9]*")
 
 
 class Checkpoints:
@@ -50,12 +46,9 @@ class Checkpoints:
             raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
         if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
             raise ValueError(f"prefix={prefix!r}: it begins the name of a directory")
-        self._where = Directory.of(directory)
-        self.directory = self._where.path
+        self.directory = directory_path(directory)
         self.keep_last = keep_last
         self.prefix = prefix
-        self._before_save: list[Hook] = []
-        self._before_load: list[Hook] = []
 
     def path(self, step: int) -> str:
         """Return the directory of a step's checkpoint, whether it exists or not."""
@@ -63,13 +56,18 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Not collective."""
-        found: list[int] = []
-        for name in filesystem.names(self.directory):
-            number = name.removeprefix(self.prefix)
-            whole = name.startswith(self.prefix) and _STEP.fullmatch(number)
-            if whole and filesystem.exists(f"{self.directory}/{name}/{manifest.NAME}"):
-                found.append(int(number))
-        return sorted(found)
+        pattern = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
+        steps: list[int] = []
+        for _ in range(3):
+            names = filesystem.names(self.directory)
+            matches = [match for match in map(pattern.fullmatch, names) if match]
+            steps = sorted(int(match[1]) for match in matches if self._is_complete(match[0]))
+            if names == filesystem.names(self.directory):
+                break  # else another program may have replaced all of these
+        return steps
+
+    def _is_complete(self, name: str) -> bool:
+        return filesystem.exists(f"{self.directory}/{name}/{MANIFEST}")
 
     def latest(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None. Not collective."""
@@ -91,11 +89,8 @@ class Checkpoints:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
-        finish_earlier()
-        common, path = dict(objects), self.path(step)
-        _call_hooks(f"save_state to {path}", self._before_save, path, common)
         return save_to(
-            Directory(f"{self._where.given}/{self.prefix}{step}", path), common, rank_objects or {},
+            self.path(step), objects, rank_objects or {},
             step=step, rng=rng, block=block, on_commit=lambda: self._prune(step),
         )  # fmt: skip
 
@@ -107,32 +102,32 @@ class Checkpoints:
         :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
             message then names an older one, which is not loaded automatically.
         """
-        steps = agreed_steps(self, f"Checkpoints.load from {self.directory}")
-        if step is None:
-            step = max(steps, default=None)
-        if step is None:
-            raise CheckpointError(
-                f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: expected "
-                f"one, found none. Save one, or start from the beginning.",
-                path=self.directory,
-            )
-        common, path = dict(objects), self.path(step)
-        _call_hooks(f"load_state from {path}", self._before_load, path, common)
+        doing = f"Checkpoints.load from {self.directory}"
+        steps: list[int] = []
+        chosen = -1
+
+        def load() -> Loaded:
+            nonlocal steps, chosen
+            steps = agreed_steps(self, doing)
+            if step is None and not steps:
+                raise CheckpointError(
+                    f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
+                    f"expected one, found none. Save one, or start from the beginning.",
+                    path=self.directory,
+                )
+            chosen = max(steps) if step is None else step
+            return load_state(self.path(chosen), objects, **options)
+
+        def was_replaced() -> bool:
+            return step is None and bool(steps) and chosen not in agreed_steps(self, doing)
+
         try:
-            return load_state(path, common, **options)
+            return read_current(self.directory, load, was_replaced)
         except CheckpointError as error:
-            older = [one for one in steps if one < step]
+            older = [other for other in steps if other < chosen]
             if older:
                 error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
             raise
-
-    def before_save(self, hook: Hook) -> Registered:
-        """Call ``hook(path, objects)`` on every rank before each save; it may change the dict."""
-        return Registered(self._before_save, hook)
-
-    def before_load(self, hook: Hook) -> Registered:
-        """Call ``hook(path, objects)`` on every rank before each load; it may change the dict."""
-        return Registered(self._before_load, hook)
 
     def _prune(self, saved: int) -> None:
         """Remove the oldest steps, and what killed saves of such steps left; log failures."""
@@ -148,11 +143,12 @@ class Checkpoints:
                 filesystem.rename(self.path(step), away)
                 filesystem.remove_directory_or_log(away)
             # Another process may be saving one of the later steps now.
-            oldest = min((step for step in steps if step not in gone), default=saved)
-            left = re.compile(rf"\.{re.escape(self.prefix)}([0-9]+)\.tmp-[0-9a-f]{{16}}")
+            oldest = min({*steps, saved} - {*gone})
             for name in filesystem.names(self.directory):
-                match = left.fullmatch(name)
-                if match is not None and int(match[1]) < oldest:
+                final = final_name(name)
+                number = final.removeprefix(self.prefix)
+                whole = final.startswith(self.prefix) and number.isdecimal()
+                if whole and int(number) < oldest:
                     filesystem.remove_directory_or_log(f"{self.directory}/{name}")
         except OSError as error:
             filesystem.LOG.warning("older checkpoints in %s stay: %s", self.directory, error)
@@ -162,31 +158,5 @@ def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
     """Return the steps that the leading rank finds, once no save is in progress. Collective."""
     finish_earlier()
     team = Team.meet(doing)
-    found = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
-    steps: list[int] = found.by_rank[0]
-    return steps
-
-
-class Registered:
-    """A hook that is called until it is removed."""
-
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self._hooks = hooks
-        self._hook = hook
-        hooks.append(hook)
-
-    def remove(self) -> None:
-        """Stop calling the hook. A second call does nothing."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
-def _call_hooks(doing: str, hooks: list[Hook], path: str, objects: dict[str, Stateful]) -> None:
-    """Call hooks on every rank. If one fails, all ranks raise the same error."""
-
-    def call() -> None:
-        for hook in list(hooks):
-            hook(path, objects)
-
-    if hooks:
-        coordinate(doing, call)
+    _, steps = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
+    return cast("list[int]", steps[0])

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from syncprims import assert_same, on_main
-from syncprims.training.pytree import as_mapping_type, map_tensors, named_leaves
+from syncprims.training.pytree import as_mapping_type, batch_length, map_tensors
 
 from .sampling import SEEDED, draw, has_type
 
@@ -109,10 +109,20 @@ class BatchShard:
 
     def __iter__(self) -> Iterator[Any]:
         self.latest = drawn = Draw()
-        dealt = self._split(drawn.real) if self.plan.split else self._deal(drawn.real)
+        dealt = self._dealt(drawn.real)
         if self.seeded:
             dealt = draw(dealt, self.batches, self.seed, self.epoch)
         return islice(_counted(dealt, drawn), self.skip, None)
+
+    def _dealt(self, real: dict[int, int]) -> Iterator[Any]:
+        plan, size = self.plan._replace(drop_last=self.drop_last), self.batch_size
+        rounds = deal(self._checked(), plan, _OF_INDICES, size, mixed=size is None)
+        for number, (parts, count, _) in enumerate(rounds):
+            if plan.rank < len(parts):
+                self.single = not _is_batch(parts[plan.rank])
+                if count is not None:
+                    real[number] = count
+                yield parts[plan.rank]
 
     def _checked(self) -> Iterator[Any]:
         """Yield the batches, after a check that the first ones are the same on all ranks.
@@ -123,6 +133,8 @@ class BatchShard:
         :raises RankMismatch: on all ranks, if they are not. Collective.
         """
         batches = iter(self.batches)
+        if self.plan.split:
+            batches = map(_batch_to_split, batches)
         if self.checked and self.plan.ranks > 1 and not has_type(self.batch_sampler, SEEDED):
             first = list(islice(batches, self.plan.ranks))
             order = [list(one) if isinstance(one, list | tuple) else one for one in first]
@@ -130,82 +142,13 @@ class BatchShard:
             yield from first
         yield from batches
 
-    def _deal(self, real: dict[int, int]) -> Iterator[Any]:
-        rank, ranks, even, *_ = self.plan
-        first: list[Any] = []  # the first round, which pads the last one
-        size = self.batch_size  # of all batches except the last; None if unknown or mixed
-        rounds = 0
-        current: list[Any] = []
-        for batch, is_last in _mark_last(self._checked()):
-            if not is_last and _count(batch) != size:
-                size = None
-            if len(first) < ranks:
-                first.append(batch)
-            current.append(batch)
-            if len(current) == ranks and not is_last:
-                yield current[rank]
-                current = []
-                rounds += 1
-        if self.drop_last and len(current) < ranks:
-            return
-        if current:
-            self.single = not _is_batch(current[-1])
-            count = sum(map(_count, current))
-            if even and ranks > 1:
-                current = self._pad(current, first, size)
-            if count < max(sum(map(_count, current)), (size or 0) * ranks):
-                real[rounds] = count
-        if rank < len(current):
-            yield current[rank]
-
-    def _pad(self, current: list[Any], first: list[Any], size: int | None) -> list[Any]:
-        """Return the last round, padded at its end from the beginning of the data."""
-        missing = self.plan.ranks - len(current)
-        if size is None or not _is_batch(current[-1]):  # batches are repeated whole
-            return [*current, *islice(cycle(first), missing)]
-        more = cycle([item for batch in first for item in batch])
-        *full, last = current
-        return [
-            *full,
-            [*last, *islice(more, max(0, size - len(last)))],
-            *(list(islice(more, size)) for _ in range(missing)),
-        ]
-
-    def _split(self, real: dict[int, int]) -> Iterator[Any]:
-        rank, ranks, even, *_ = self.plan
-        first: list[Any] = []
-        size = self.batch_size
-        parts = 0
-        for batch, is_last in _mark_last(self._checked()):
-            if not _is_batch(batch):
-                raise ValueError("split_batches cuts batches, and this loader has single items")
-            items = list(batch)
-            first = first or items
-            if not is_last and len(items) != size:
-                size = None
-            part = max(-(-len(items) // ranks), (size or 0) // ranks)
-            missing = part * ranks - len(items)
-            if missing or len(items) < (size or 0):
-                real[parts] = len(items)
-            if even and ranks > 1 and missing:
-                items += islice(cycle([*(first if size else items)]), missing)
-            if mine := items[rank * part : (rank + 1) * part]:
-                yield mine
-                parts += 1
-
 
 def _counted(batches: Iterable[Any], drawn: Draw) -> Iterator[Any]:
     """Yield the batches, and count them before the last one is yielded."""
-    for number, (batch, is_last) in enumerate(_mark_last(batches), 1):
-        if is_last:
+    for number, (batch, after) in enumerate(pairwise(chain(batches, [_END])), 1):
+        if after is _END:
             drawn.count = number
         yield batch
-
-
-def _mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch, with whether it is the last one."""
-    for batch, after in pairwise(chain(batches, [_END])):
-        yield batch, after is _END
 
 
 def _is_batch(batch: Any) -> bool:
@@ -213,8 +156,10 @@ def _is_batch(batch: Any) -> bool:
     return isinstance(batch, list | tuple) or getattr(batch, "ndim", 0) > 0
 
 
-def _count(batch: Any) -> int:
-    return len(batch) if _is_batch(batch) else 1
+def _batch_to_split(batch: Any) -> Any:
+    if not _is_batch(batch):
+        raise ValueError("split_batches cuts batches, and this loader has single items")
+    return batch
 
 
 class Counted(NamedTuple):
@@ -287,32 +232,18 @@ class StreamShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Counted]:
-        size, ranks = self.size, self.plan.ranks
-        mine = slice(self.plan.rank * size, (self.plan.rank + 1) * size)
-        first: list[Any] = []
-        stream = iter(self.dataset)
-        while round_ := list(islice(stream, size * ranks)):
-            first = first or round_
-            real = None
-            if len(round_) < size * ranks:
-                if self.plan.drop_last:
-                    return
-                real = len(round_)
-                if self.plan.even and ranks > 1:
-                    round_ += islice(cycle(list(first)), size * ranks - len(round_))
-            for item in round_[mine]:
+        rank, stream = self.plan.rank, iter(self.dataset)
+        batches = iter(lambda: list(islice(stream, self.size)), [])
+        if self.plan.drop_last:
+            batches = filter(lambda batch: len(batch) == self.size, batches)
+        for parts, real, _ in deal(
+            batches, self.plan._replace(split=False), _OF_INDICES, self.size
+        ):
+            for item in parts[rank] if rank < len(parts) else ():
                 yield Counted(item, real)
 
 
 # -- read by rank 0 for all ----------------------------------------------------------------------
-
-
-class _DealtBatches(NamedTuple):
-    """One batch per rank."""
-
-    parts: list[Any]  #: by rank; there may be fewer than ranks
-    real: int | None  #: items that are not padding, if there is any padding
-    is_last: bool = False  #: it is known that no other follows
 
 
 def dispatch(begin: Callable[[], Iterator[Any]], plan: ShardPlan, done: int) -> Iterator[Any]:
@@ -322,10 +253,15 @@ def dispatch(begin: Callable[[], Iterator[Any]], plan: ShardPlan, done: int) -> 
 
     :raises PeerFailed: on the others, if reading fails on rank 0.
     """
-    dealt = islice(_deal(begin, plan), done, None)
+
+    def batches() -> Iterator[Any]:
+        for batch in begin():
+            yield batch.value if isinstance(batch, Counted) else batch
+
+    dealt = islice(deal(batches(), plan, _OF_TENSORS), done, None)
 
     @on_main(share=True)
-    def read() -> _DealtBatches | None:
+    def read() -> Round | None:
         return next(dealt, None)
 
     while (found := read()) is not None:
@@ -335,21 +271,41 @@ def dispatch(begin: Callable[[], Iterator[Any]], plan: ShardPlan, done: int) -> 
             return  # a rank that got no batch does not call again, so the others must not
 
 
-def _deal(begin: Callable[[], Iterator[Any]], plan: ShardPlan) -> Iterator[_DealtBatches]:
-    """Yield the batches that `begin` yields, one per rank.
+# -- how batches are dealt, of indices and of tensors ---------------------------------------------
 
-    Batches of mixed sizes are dealt as by :class:`BatchShard`.
+
+class Round(NamedTuple):
+    """One batch per rank."""
+
+    parts: list[Any]  #: by rank; there may be fewer than ranks
+    real: int | None  #: items that are not padding, if there is any padding
+    is_last: bool = False  #: it is known that no other follows
+
+
+class Kind(NamedTuple):
+    """What a batch is: how its items are counted, cut and joined."""
+
+    length: Callable[[Any], int]
+    cut: Callable[[Any, int, int], Any]
+    join: Callable[[list[Any]], Any]
+
+
+def deal(
+    batches: Iterator[Any], plan: ShardPlan, kind: Kind, size: int | None = None, *,
+    mixed: bool = False,
+) -> Iterator[Round]:  # fmt: skip
+    """Yield the batches, one per rank. Each has `size` items, by default those of the first one.
+
+    Batches are of `mixed` sizes once one that is not the last has another size.
     """
-    batches = (batch.value if isinstance(batch, Counted) else batch for batch in begin())
     ranks, at_once = plan.ranks, 1 if plan.split else plan.ranks
+    even = plan.even and ranks > 1
     first: list[Any] = []  # the first batches, which pad the last ones
     ahead: list[Any] = []  # read to see whether there are more
-    size = 0  # items of the first batch
-    mixed = False  # a batch that is not the last has another size
     while held := [*ahead, *islice(batches, at_once - len(ahead))]:
-        sizes = [_length(batch) for batch in held]
-        if not first:
-            first, size = held, sizes[0]
+        sizes = [kind.length(batch) for batch in held]
+        first = first or held
+        size = size or sizes[0]
         *others, last = sizes
         is_odd = last != size or len(held) < at_once
         ahead = list(islice(batches, 1)) if is_odd else []  # otherwise do not wait for it
@@ -357,51 +313,47 @@ def _deal(begin: Callable[[], Iterator[Any]], plan: ShardPlan) -> Iterator[_Deal
         mixed |= any(other != size for other in others)
         mixed |= last > size or (last < size and not is_last)
         if plan.split:
-            usual, more = (last, held[0]) if mixed else (size, first[0])
-            yield _cut(held[0], last, -(-usual // ranks), more, plan, is_last)
+            usual, more = (last, held) if mixed else (size, first)
+            yield _cut(kind, held, last, -(-usual // ranks), more if even else [], ranks, is_last)
         elif len(held) == ranks and (mixed or last == size):
-            yield _DealtBatches(held, None, is_last)
+            yield Round(held, None, is_last)
         elif plan.drop_last and len(held) < ranks:
             return
         elif not mixed:
-            yield _cut(_join(held), sum(sizes), size, _join(first), plan, is_last)
-        elif not plan.even:
-            yield _DealtBatches(held, None, is_last)
+            yield _cut(kind, held, sum(sizes), size, first if even else [], ranks, is_last)
+        elif not even:
+            yield Round(held, None, is_last)
         else:
             padded = [*held, *islice(cycle(first), ranks - len(held))]
-            yield _DealtBatches(padded, sum(sizes), is_last)
+            yield Round(padded, sum(sizes), is_last)
 
 
 def _cut(
-    whole: Any, count: int, part: int, more: Any, plan: ShardPlan, is_last: bool
-) -> _DealtBatches:
-    """Return parts of `part` items; `more` pads the last one if parts are to be even."""
+    kind: Kind,
+    batches: list[Any],
+    count: int,
+    part: int,
+    more: list[Any],
+    ranks: int,
+    is_last: bool,
+) -> Round:
+    """Return parts of `part` items of `count`; the items of `more` pad the last parts."""
     part = max(1, part)
-    full, real = part * plan.ranks, None
-    if 0 < count < full and plan.even:
-        real = count
+    full, real, whole = part * ranks, None, kind.join(batches)
+    if more and 0 < count < full:
+        real, padding = count, kind.join(more)
         while count < full:
-            added = _slice(more, 0, full - count)
-            count += _length(added)
-            whole = _join([whole, added])
-    parts = [_slice(whole, at, min(at + part, count)) for at in range(0, count, part)]
-    return _DealtBatches(parts, real, is_last)
-
-
-def _length(batch: Any) -> int:
-    """Return the number of items in a batch: the first dimension of its first tensor.
-
-    :raises TypeError: if it has no tensor with a dimension.
-    """
-    for _, leaf in named_leaves(batch):
-        if torch.is_tensor(leaf) and leaf.ndim:
-            return len(leaf)
-    raise TypeError("dispatch_batches cuts batches of tensors, and this one holds none")
+            added = kind.cut(padding, 0, full - count)
+            count += kind.length(added)
+            whole = kind.join([whole, added])
+    return Round(
+        [kind.cut(whole, i, min(i + part, count)) for i in range(0, count, part)], real, is_last
+    )
 
 
 def _slice(batch: Any, start: int, stop: int) -> Any:
     """Return some items of a batch: rows of its tensors, and of plain lists as long as those."""
-    count = _length(batch)
+    count = batch_length(batch)
 
     def cut(part: Any) -> Any:
         if torch.is_tensor(part):
@@ -434,3 +386,11 @@ def _is_plain_list(part: Any) -> bool:
     if not isinstance(part, list | tuple) or hasattr(part, "_fields"):
         return False
     return not any(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in part)
+
+
+_OF_INDICES = Kind(
+    lambda batch: len(batch) if _is_batch(batch) else 1,
+    lambda batch, start, stop: list(batch[start:stop]),
+    lambda batches: [index for batch in batches for index in batch],
+)
+_OF_TENSORS = Kind(batch_length, _slice, _join)

@@ -29,12 +29,14 @@ from .batch_shards import (
 from .sampling import (
     EpochSetter,
     SeedableRandomSampler,
-    SkippedBatches,
+    Skipped,
     SkippedItems,
     copy_sampler,
+    inner_sampler,
     is_sharded,
     samplers,
     seed_generators,
+    with_inner,
 )
 
 T = TypeVar("T")
@@ -474,12 +476,9 @@ def _make_seedable(sampler: Any, seed: int) -> Any:
         return SeedableRandomSampler(
             sampler.data_source, sampler.replacement, count, torch.Generator(), data_seed=seed
         )
-    inner = getattr(sampler, "sampler", None)
-    made = inner if inner is None else _make_seedable(inner, seed)
-    if made is not inner:
-        sampler = copy.copy(sampler)
-        sampler.sampler = made
-    return sampler
+    inner = inner_sampler(sampler)
+    seedable = inner if inner is None else _make_seedable(inner, seed)
+    return sampler if seedable is inner else with_inner(sampler, seedable)
 
 
 _KEPT = (
@@ -510,35 +509,16 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         view._skip += num_batches  # pyright: ignore[reportPrivateUsage]
         return view
     if not isinstance(loader, DataLoader):
-        return _Rest(loader, num_batches)
+        return Skipped(loader, num_batches)
     kind, options = _options(loader)
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers:
-            return _Rest(loader, num_batches)  # each worker has a stream of its own
+            return Skipped(loader, num_batches)  # each worker has a stream of its own
         items = SkippedItems(loader.dataset, num_batches * (loader.batch_size or 1))
         drop_last = {} if loader.batch_size is None else {"drop_last": loader.drop_last}
         return kind(items, batch_size=loader.batch_size, **drop_last, **options)
     if loader.batch_sampler is None:
-        sampler = SkippedBatches(loader.sampler, num_batches)
+        sampler = Skipped(loader.sampler, num_batches)
         return kind(loader.dataset, batch_size=None, sampler=sampler, **options)
-    rest = SkippedBatches(loader.batch_sampler, num_batches)
+    rest = Skipped(loader.batch_sampler, num_batches)
     return kind(loader.dataset, batch_sampler=rest, **options)
-
-
-class _Rest:
-    """Any iterable, without its first batches."""
-
-    def __init__(self, loader: Any, count: int) -> None:
-        self.loader = loader
-        self._count = count
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __len__(self) -> int:
-        return max(0, len(self.loader) - self._count)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.loader), self._count, None)

@@ -44,50 +44,47 @@ _SELF_CONTAINED = (
 )  # fmt: skip
 
 
-class SkippedBatches:
-    """A sampler without its first batches, or its first indices."""
+class Skipped:
+    """A sampler, a stream or a loader without its first items."""
 
-    def __init__(self, sampler: Any, count: int) -> None:
-        self.sampler = sampler
+    def __init__(self, whole: Any, count: int) -> None:
+        self.whole = whole
         self._count = count
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sampler":  # not set yet: the object is being copied
+        if name == "whole":  # not set yet: the object is being copied
             raise AttributeError(name)
-        return getattr(self.sampler, name)
+        return getattr(self.whole, name)
 
     def __len__(self) -> int:
-        return max(0, len(self.sampler) - self._count)
+        return max(0, len(self.whole) - self._count)
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self._count, None)
+        return islice(iter(self.whole), self._count, None)
 
 
-class SkippedItems(data.IterableDataset[Any]):
+class SkippedItems(Skipped, data.IterableDataset[Any]):
     """A stream without its first items."""
-
-    def __init__(self, dataset: Any, count: int) -> None:
-        self.dataset = dataset
-        self._count = count
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not set yet: the object is being copied
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return max(0, len(self.dataset) - self._count)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.dataset), self._count, None)
 
 
 def samplers(sampler: Any) -> Iterator[Any]:
     """Yield `sampler`, and the samplers that it batches, the outermost first."""
     while sampler is not None:
-        if type(sampler) is not SkippedBatches:
+        if not isinstance(sampler, Skipped):
             yield sampler
-        sampler = getattr(sampler, "sampler", None)
+        sampler = inner_sampler(sampler)
+
+
+def inner_sampler(sampler: Any) -> Any:
+    """Return the sampler inside of another one, or None."""
+    return getattr(sampler, "whole" if isinstance(sampler, Skipped) else "sampler", None)
+
+
+def with_inner(sampler: Any, inner: Any) -> Any:
+    """Return a copy of `sampler` with another sampler inside."""
+    changed = copy.copy(sampler)
+    setattr(changed, "whole" if isinstance(sampler, Skipped) else "sampler", inner)
+    return changed
 
 
 def is_sharded(sampler: Any) -> bool:
@@ -101,12 +98,10 @@ def copy_sampler(sampler: Any) -> Any:
     A sampler of the user's is returned itself, since the user may change it between epochs.
     """
     is_torchs = type(sampler).__module__ == data.Sampler.__module__
-    if not is_torchs and type(sampler) is not SkippedBatches:
+    if not is_torchs and not isinstance(sampler, Skipped):
         return sampler
-    mine = copy.copy(sampler)
-    if getattr(mine, "sampler", None) is not None:  # a batch sampler's
-        mine.sampler = copy_sampler(mine.sampler)
-    return mine
+    inner = inner_sampler(sampler)
+    return copy.copy(sampler) if inner is None else with_inner(sampler, copy_sampler(inner))
 
 
 class EpochSetter:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.checkpoint_worlds import Kept
 from support.file_faults import watched
 from support.malformed_checkpoints import malform
 from support.rank_worlds import Kind, Ranks
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from support.checkpoint_worlds import Alone
+
 SOAK = 100_000
 SHORT = 5_000
 PART = 250
@@ -31,53 +34,27 @@ def tiny() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, dtype=torch.float64))
 
 
-class Note:
-    """An object with a state of JSON only."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"a": [1, 2.5, None], "b": {"c": (1, 2)}}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 def objects() -> dict[str, Any]:
-    return {"model": tiny(), "note": Note()}
-
-
-def save_single(path: str) -> None:
-    save_model(tiny(), path)
-
-
-def save_shards(path: str) -> None:
-    save_model(tiny(), path, max_shard_size=30)
-
-
-def save_whole(path: str) -> None:
-    save_state(path, objects(), step=3, rng=False)
+    return {"model": tiny(), "note": Kept({"a": [1, 2.5, None], "b": {"c": (1, 2)}})}
 
 
 def load_weights(path: str) -> None:
     load_checkpoint_in_model(TARGET["model"], path)
 
 
-def load_whole(path: str) -> None:
-    load_state(path, TARGET, rng=False)
-
-
 TARGET = objects()
-WAYS: dict[str, tuple[Callable[[str], None], Callable[[str], None]]] = {
-    "single": (save_single, load_weights),
-    "shards": (save_shards, load_weights),
-    "state": (save_whole, load_whole),
+WAYS: dict[str, tuple[Callable[[str], object], Callable[[str], object]]] = {
+    "single": (lambda path: save_model(tiny(), path), load_weights),
+    "shards": (lambda path: save_model(tiny(), path, max_shard_size=30), load_weights),
+    "state": (
+        lambda path: save_state(path, objects(), step=3, rng=False),
+        lambda path: load_state(path, TARGET, rng=False),
+    ),
 }
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def refused(load: Callable[[str], None], folder: Path, name: str) -> bool:
+def refused(load: Callable[[str], object], folder: Path, name: str) -> bool:
     """Return whether it is refused with an error that names the file."""
     try:
         load(str(folder))
@@ -120,13 +97,9 @@ def break_everywhere(
 
 
 @each_way
-def test_flipped_bits_and_truncations_are_refused(
-    way: str, tmp_path: Path, meeting_place: Path
-) -> None:
-    ranks = Ranks(Kind("single", 1), meeting_place)
-    [(tried, passed)] = ranks.run(
-        lambda: break_everywhere(way, tmp_path / "it", slice(None, None, 3), None)
-    )
+def test_flipped_bits_and_truncations_are_refused(way: str, tmp_path: Path, alone: Alone) -> None:
+    found = alone(lambda: break_everywhere(way, tmp_path / "it", slice(None, None, 3), None))
+    tried, passed = found
     assert tried > 500
     assert not passed
 
@@ -184,34 +157,28 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, i
     return refused_, harmless
 
 
+def try_parts(way: str, parts: int, count: int, seed: int, folder: Path, alone: Alone) -> None:
+    """Try so many malformed checkpoints in each process, which must end within a minute."""
+    bad = harmless = 0
+    for part in range(parts):
+        (folder / str(part)).mkdir()
+        refused_, fine = alone(
+            lambda part=part: try_malformed(way, count, folder / str(part), seed + part)
+        )
+        bad, harmless = bad + refused_, harmless + fine
+    assert bad > parts * count * 0.9
+    print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")
+
+
 @each_way
 def test_malformed_checkpoints_are_refused_and_do_no_harm(
-    way: str, tmp_path: Path, meeting_place: Path
+    way: str, tmp_path: Path, alone: Alone
 ) -> None:
-    seed = 20261121
-
-    def some() -> tuple[int, int]:
-        return try_malformed(way, SHORT // len(WAYS) + 1, tmp_path, seed)
-
-    [(bad, harmless)] = Ranks(Kind("single", 1), meeting_place).run(some)
-    assert bad > SHORT // len(WAYS) * 0.9
-    print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")
+    try_parts(way, 1, SHORT // len(WAYS) + 1, 20261121, tmp_path, alone)
 
 
 @pytest.mark.soak
 @each_way
-def test_very_many_malformed_checkpoints(way: str, tmp_path: Path, meeting_place: Path) -> None:
+def test_very_many_malformed_checkpoints(way: str, tmp_path: Path, alone: Alone) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
-    ranks = Ranks(Kind("single", 1), meeting_place)
-    bad = harmless = 0
-    for part in range(SOAK // len(WAYS) // PART + 1):  # one process must end within a minute
-
-        def some(part: int = part) -> tuple[int, int]:
-            folder = tmp_path / str(part)
-            folder.mkdir()
-            return try_malformed(way, PART, folder, seed + part)
-
-        [(refused_, fine)] = ranks.run(some)
-        bad, harmless = bad + refused_, harmless + fine
-    assert bad > SOAK // len(WAYS) * 0.9
-    print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")
+    try_parts(way, SOAK // len(WAYS) // PART + 1, PART, seed, tmp_path, alone)

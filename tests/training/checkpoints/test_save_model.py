@@ -13,11 +13,11 @@ import torch
 from conftest import in_processes, several
 from safetensors import safe_open
 from support import warm_torch  # noqa: F401
-from support.checkpoint_worlds import on_some
+from support.checkpoint_worlds import Alone, on_some
 from torch import nn
 
 import syncprims as sp
-from syncprims.accelerate import Accelerator
+from syncprims import accelerate
 from syncprims.training import (
     load_checkpoint_in_model,
     load_state,
@@ -102,10 +102,8 @@ def test_a_model_of_all_kinds_of_tensors_comes_back_bit_for_bit(
 @pytest.mark.parametrize("first", LAYOUTS)
 @pytest.mark.parametrize("second", LAYOUTS)
 def test_the_newest_model_loads_whatever_was_there(
-    first: str, second: str, tmp_path: Path, meeting_place: Path
+    first: str, second: str, tmp_path: Path, alone: Alone, meeting_place: Path
 ) -> None:
-    from support.rank_worlds import Kind, Ranks
-
     def program() -> bool:
         tmp_path.joinpath("config.json").write_text("{}")
         tmp_path.joinpath("notes.safetensors").write_text("mine")
@@ -115,7 +113,7 @@ def test_the_newest_model_loads_whatever_was_there(
         load_checkpoint_in_model(loaded, tmp_path)
         return same(new, loaded)
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+    assert alone(program)
     found = {path.name for path in tmp_path.iterdir() if path != meeting_place}
     assert {"config.json", "notes.safetensors"} <= found
     weights = {name for name in found if name.startswith(("model", "pytorch_model", "."))}
@@ -127,15 +125,13 @@ def test_the_newest_model_loads_whatever_was_there(
         assert weights == {index, *placed.values()}
 
 
-def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, meeting_place: Path) -> None:
-    from support.rank_worlds import Kind, Ranks
-
+def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, alone: Alone) -> None:
     def program() -> set[int]:
         os.umask(0o027)
         save_model(nn.Linear(2, 2), tmp_path / "m", max_shard_size=8)
         return {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "m").iterdir()}
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [{0o640}]
+    assert alone(program) == {0o640}
 
 
 @several(2, 4)
@@ -188,11 +184,9 @@ def test_ranks_with_other_models_are_told_so(world: Ranks, tmp_path: Path) -> No
     assert not (tmp_path / "m").exists()
 
 
-def test_the_file_is_one_that_others_read(tmp_path: Path, meeting_place: Path) -> None:
-    from support.rank_worlds import Kind, Ranks
-
+def test_the_file_is_one_that_others_read(tmp_path: Path, alone: Alone) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    alone(lambda: save_model(model, tmp_path / "m"))
     with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         assert file.metadata()["format"] == "pt"
@@ -204,11 +198,9 @@ def test_the_file_is_one_that_others_read(tmp_path: Path, meeting_place: Path) -
 
 
 @pytest.fixture
-def saved(tmp_path: Path, meeting_place: Path) -> tuple[nn.Module, Path]:
-    from support.rank_worlds import Kind, Ranks
-
+def saved(tmp_path: Path, alone: Alone) -> tuple[nn.Module, Path]:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    alone(lambda: save_model(model, tmp_path / "m"))
     return model, tmp_path / "m"
 
 
@@ -259,12 +251,10 @@ def test_meta_models_get_their_weights_where_the_map_says(saved: tuple[nn.Module
 
 
 def test_buffers_that_no_checkpoint_has_are_told_where_they_are_without_values(
-    tmp_path: Path, meeting_place: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, alone: Alone, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from support.rank_worlds import Kind, Ranks
-
     model = Odd(1)
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    alone(lambda: save_model(model, tmp_path / "m"))
     load_checkpoint_in_model(Odd(2), tmp_path / "m")
     assert not caplog.text
     load_checkpoint_in_model(empty := Odd(2).to("meta"), tmp_path / "m")
@@ -284,13 +274,9 @@ def test_a_map_that_leaves_a_parameter_out_is_refused(saved: tuple[nn.Module, Pa
     assert same(model, other)
 
 
-def test_a_map_covers_tied_parameters_by_one_of_their_names(
-    tmp_path: Path, meeting_place: Path
-) -> None:
-    from support.rank_worlds import Kind, Ranks
-
+def test_a_map_covers_tied_parameters_by_one_of_their_names(tmp_path: Path, alone: Alone) -> None:
     model, other = Odd(1), Odd(2)
-    Ranks(Kind("single", 1), meeting_place).run(lambda: save_model(model, tmp_path / "m"))
+    alone(lambda: save_model(model, tmp_path / "m"))
     parts = {name.split(".")[0]: "cpu" for name in model.state_dict()}
     for left_out in ("head", "embed"):
         covering = {name: device for name, device in parts.items() if name != left_out}
@@ -300,8 +286,9 @@ def test_a_map_covers_tied_parameters_by_one_of_their_names(
 
 def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module, Path]) -> None:
     model, path = saved
+    load_in_model = accelerate.load_checkpoint_in_model
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    load_checkpoint_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
+    load_in_model(other, path, None, None, torch.float64, offload_state_dict=False)
     assert {p.dtype for p in other.parameters()} == {torch.float64}
     fresh: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     for asked in (
@@ -313,9 +300,9 @@ def test_what_accelerates_function_takes_is_taken_or_told(saved: tuple[nn.Module
         {"broadcast_from_rank0": True},
     ):
         with pytest.raises(TypeError, match=r"is not offered; instead: (leave|cast)"):
-            load_checkpoint_in_model(fresh, path, **asked)
+            load_in_model(fresh, path, **asked)
     with pytest.raises(TypeError, match="unexpected keyword argument 'ofload_folder'"):
-        load_checkpoint_in_model(fresh, path, ofload_folder=None)
+        load_in_model(fresh, path, ofload_folder=None)
     assert not same(model, fresh), "it was refused, and loaded all the same"
 
 
@@ -329,10 +316,8 @@ def test_an_optimizer_still_owns_what_was_loaded(saved: tuple[nn.Module, Path]) 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_compiled_and_wrapped_models_have_the_names_of_plain_ones(
-    tmp_path: Path, meeting_place: Path
+    tmp_path: Path, alone: Alone
 ) -> None:
-    from support.rank_worlds import Kind, Ranks
-
     def program() -> list[bool]:
         plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         layer: Any = torch.compile(nn.Linear(3, 4))
@@ -350,7 +335,7 @@ def test_compiled_and_wrapped_models_have_the_names_of_plain_ones(
             fine.append(torch.equal(next(plain.parameters()), next(model.parameters())))
         return fine
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [[True] * 6]
+    assert alone(program) == [True] * 6
 
 
 def test_links_are_refused_unless_they_are_allowed(
@@ -368,10 +353,8 @@ def test_links_are_refused_unless_they_are_allowed(
 
 
 def test_what_is_above_a_link_is_where_others_find_it(
-    tmp_path: Path, meeting_place: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from support.rank_worlds import Kind, Ranks
-
     (tmp_path / "other" / "inner").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to("../other/inner")
@@ -383,11 +366,11 @@ def test_what_is_above_a_link_is_where_others_find_it(
         load_checkpoint_in_model(other, "link/../out")
         save_state("link/../state", {"model": model})
         load_state("link/../state", {"model": other})
-        Accelerator().save(model.state_dict(), "link/../one.bin")
+        accelerate.Accelerator().save(model.state_dict(), "link/../one.bin")
         torch.load("link/../one.bin", weights_only=True)
         return torch.equal(model.weight, other.weight)
 
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [True]
+    assert alone(program)
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["link"]
     found = {path.name for path in (tmp_path / "other").iterdir()}
     assert found == {"inner", "one.bin", "out", "state"}

@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import in_processes, several
 from support import warm_torch  # noqa: F401
-from support.checkpoint_worlds import Kept, on_some
-from support.rank_worlds import Kind, Ranks, environment
+from support.checkpoint_worlds import Alone, Kept, on_some
+from support.rank_worlds import Ranks, environment
 from torch import nn
 
 import syncprims as sp
@@ -131,7 +131,7 @@ def test_steps_are_kept_found_and_continued(world: Ranks, tmp_path: Path) -> Non
                     "step-11"}  # fmt: skip
 
 
-def test_a_damaged_step_names_an_older_one(tmp_path: Path, meeting_place: Path) -> None:
+def test_a_damaged_step_names_an_older_one(tmp_path: Path, alone: Alone) -> None:
     def program() -> str:
         steps, it = Checkpoints(tmp_path / "run"), Kept(torch.ones(3))
         for step in (1, 2, 3):
@@ -141,26 +141,9 @@ def test_a_damaged_step_names_an_older_one(tmp_path: Path, meeting_place: Path) 
             steps.load({"it": it})
         return str(caught.value)
 
-    [said] = Ranks(Kind("single", 1), meeting_place).run(program)
+    said = alone(program)
     assert "step-3/it.state.safetensors" in said
     assert said.endswith("step-2.")
-
-
-def test_hooks_run_before_and_can_be_removed(tmp_path: Path, meeting_place: Path) -> None:
-    def program() -> list[str]:
-        steps, seen = Checkpoints(tmp_path / "run"), list[str]()
-        saving = steps.before_save(lambda path, objects: seen.append(f"save {Path(path).name}"))
-        loading = steps.before_load(lambda path, objects: objects.update(more=Kept()))
-        more = steps.before_save(lambda path, objects: objects.update(more=Kept(1)))
-        steps.save(1, {"it": Kept(1)})
-        steps.load({"it": Kept()})
-        for hook in (saving, more, loading, loading):
-            hook.remove()
-        steps.save(2, {"it": Kept(1)})
-        steps.load({"it": Kept()})
-        return seen
-
-    assert Ranks(Kind("single", 1), meeting_place).run(program) == [["save step-1"]]
 
 
 # -- preemption ---------------------------------------------------------------------------------
