@@ -298,8 +298,9 @@ class Board(ABC):
     #: begins.
     virtual_time: bool = False
     waiting_since: float = 0.0
-    #: Whether a barrier of one member is a round, too, as where a test observes every round.
-    posts_alone: bool = False
+    #: Whether something observes every round, as a test does: then a barrier of one member is a
+    #: round, too, and what observes them finds a deadlock without a timeout.
+    observed: bool = False
     #: Whether `syncprims who` can read it from outside: the warning of a long wait says so.
     seen_outside: bool = False
     #: Set by the core while it waits for the first of several notes, here or at other boards: the

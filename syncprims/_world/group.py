@@ -60,13 +60,8 @@ class Group:
         self._end = end  # None: it lasts as long as the world
         #: True for the only member of an open group: it waits for no other rank.
         self._alone = rounds is not None and len(self.ranks) == 1
-        # A plain barrier of one needs no round, in an open world. It does nothing, or calls this
-        # where rounds are traced.
-        self._silent = False
-        self._skip_barrier: Callable[[], None] | None = None
-        if rounds is not None and self._alone and not rounds.board.posts_alone:
-            self._silent = not rounds.traced
-            self._skip_barrier = rounds.skip_barrier if rounds.traced else None
+        # A plain barrier of one needs no round, in an open world where nothing observes rounds.
+        self._silent = rounds is not None and self._alone and not rounds.observed
 
     def __repr__(self) -> str:
         return f"<syncprims.Group of ranks {list(self.ranks)}>"
@@ -99,12 +94,8 @@ class Group:
         """As :func:`syncprims.barrier`, among the members."""
         if device:
             _wait_for_device()
-        if name is None and timeout is None:
-            if self._silent:
-                return
-            if self._skip_barrier is not None:
-                self._skip_barrier()
-                return
+        if self._silent and name is None and timeout is None:
+            return
         rounds = self._member or self._rounds
         timeout = self._timeout if timeout is None else seconds(timeout)
         rounds.meet(rounds.note("barrier", name), timeout)
@@ -258,7 +249,6 @@ def rounds_of(group: Group) -> Rounds:
 def close_group(group: Group, why: Callable[[], SyncError]) -> None:
     """Make every later call raise ``why()``: the world is closed, or this is a forked child."""
     group._alone = group._silent = False
-    group._skip_barrier = None
     if group._member is not None:
         group._member.close(why)
 

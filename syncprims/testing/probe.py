@@ -122,7 +122,7 @@ class ProbedBackend(Backend):
 class ProbedBoard(Board):
     """A board whose rounds are recorded."""
 
-    posts_alone = True
+    observed = True
 
     def __init__(self, inner: Board, probe: Probe) -> None:
         self.inner = inner  # the base is not initialised: all it keeps is read from `inner`

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims._protocol.trace_file import ROUND
+from syncprims.tracing.trace_file import ROUND
 from syncprims.errors import BackendUnavailable, ConfigurationError
 
 from .analysis import Analysis, seconds_text

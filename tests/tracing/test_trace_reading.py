@@ -14,7 +14,7 @@ import pytest
 from support.rank_environment import clean_environ
 from support.traces import SECOND, Planted
 
-from syncprims._protocol.trace_file import SEGMENT, START, Recorder
+from syncprims.tracing.trace_file import SEGMENT, START, Recorder
 from syncprims.cli.console import Style
 from syncprims.cli.trace import report
 from syncprims.errors import BackendUnavailable, ConfigurationError
@@ -509,7 +509,7 @@ def test_a_recorder_survives_threads(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    recorder.leave(None, each)
+    recorder.close(None, each)
     run = read_run(tmp_path / "run")
     assert run.complaints == []
     (trace,) = run.ranks
