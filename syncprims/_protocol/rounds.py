@@ -63,29 +63,23 @@ class RoundObserver(Protocol):
 
     def watch_meet(self, meet: Callable[..., Any]) -> Callable[..., Any]:
         """Return what is called instead of :meth:`Rounds.meet`; it calls `meet`."""
-        ...
 
     def watch_wait(
         self, attempt: Callable[[float], T | None], begin: float
     ) -> Callable[[float], T | None]:
         """Return what is called instead of `attempt` in a long wait that began at `begin`."""
-        ...
 
     def posting(self, note: Note, *, first: bool) -> None:
         """Take in that `note` is about to be posted; it is or is not the first of its call."""
-        ...
 
     def collecting(self, *, late: bool) -> None:
         """Take in that the oldest round is about to be collected; `late` if not at once."""
-        ...
 
     def collected(self, error: SyncError | None) -> None:
         """Take in that a round is collected; `error` is what a deferred one will raise."""
-        ...
 
     def call_failed(self, error: BaseException, before: int) -> None:
         """Take in that a call raises, which began after `before` rounds were posted."""
-        ...
 
 
 class Rounds:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims.tracing import trace_file
-from syncprims.tracing.trace_file import LEFT, POSTED, RESULT, ROUND, TEXT, WAITING
 from syncprims.errors import ConfigurationError, parse_ranks
 from syncprims.interface import Label
+from syncprims.tracing import trace_file
+from syncprims.tracing.trace_file import LEFT, POSTED, RESULT, ROUND, TEXT, WAITING
 
 T = TypeVar("T")
 

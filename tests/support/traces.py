@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncprims.tracing import trace_file
-from syncprims.tracing.trace_file import Recorder
 from syncprims.errors import format_ranks
 from syncprims.interface import Label, Topology
+from syncprims.tracing import trace_file
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
+from syncprims.tracing.trace_file import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,9 +18,9 @@ from support.rank_worlds import Kind, Ranks, Scripts, await_end
 from support.traces import Entry, Warnings, entries, only_run
 
 import syncprims as sp
-from syncprims.tracing.trace_file import ROUND, SEGMENT
 from syncprims.testing import explore, run_world
 from syncprims.tracing.reading import find_runs, read_run
+from syncprims.tracing.trace_file import ROUND, SEGMENT
 
 if TYPE_CHECKING:
     from pathlib import Path
