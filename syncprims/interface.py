@@ -5,8 +5,8 @@ A :class:`Board` is where one group meets: each rank *posts* a note for its next
 flags, failures, deadlines, diagnosis) is written once, on top of these two. Backends move bytes.
 They never see an object, a user's function or an environment variable.
 
-The module has four parts: the configuration that a backend is made from, the messages that ranks
-post, the contract itself, and the view from outside.
+The module has three parts: the configuration that a backend is made from, the messages that ranks
+post, and the contract itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 
 __all__ = [  # noqa: RUF022 - in the order of this file
     "UNKNOWN", "Topology", "Settings", "own_device_index",
     "Label", "MARKS", "Mark", "Note",
-    "State", "Status", "Window", "Engine", "DeviceEngine", "Board", "Backend",
-    "WaitView", "BoardView", "WorldView", "WorldReader",
+    "State", "Status", "Window", "WaitView", "Engine", "DeviceEngine", "Board", "Backend",
 ]  # fmt: skip
 
 
@@ -221,6 +220,15 @@ class Window(NamedTuple):
     memory: memoryview
     #: A memory barrier: orders the stores and loads before it before those after it.
     fence: Callable[[], object]
+
+
+class WaitView(NamedTuple):
+    """A wait of one member of a board."""
+
+    number: int  #: of the round; 0 if it does not wait
+    since: float = 0.0  #: as :func:`time.monotonic`
+    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
+    deadline: float = math.inf  #: in the board's time; readers from outside do not see it
 
 
 class Engine(ABC):
@@ -496,56 +504,3 @@ class Backend(ABC):
 
     def abandon(self) -> None:  # noqa: B027 - optional
         """Release everything, unnoticed by others: this process is a forked child, not a rank."""
-
-
-# -- the view from outside: optional, for programs that are no rank --------------------------------
-
-
-class WaitView(NamedTuple):
-    """A wait of one member of a board."""
-
-    number: int  #: of the round; 0 if it does not wait
-    since: float = 0.0  #: as :func:`time.monotonic`
-    for_data: bool = False  #: the notes of that round are up, and it waits for the call's data
-    deadline: float = math.inf  #: in the board's time; readers from outside do not see it
-
-
-class BoardView(NamedTuple):
-    """What a process outside of the run reads of a board, while its members go on."""
-
-    members: tuple[int, ...]  #: world ranks, ascending
-    statuses: Mapping[int, Status]  #: of each member
-    waits: Mapping[int, WaitView]  #: of members that wait; short waits are not seen
-    last_barrier: Label | None = None  #: with a name, that all have passed; if not too long ago
-
-    def status(self, rank: int) -> Status:
-        """Return what is known of member `rank`."""
-        return self.statuses[rank]
-
-
-class WorldView(NamedTuple):
-    """What a process outside of the run reads of a world, or of its part on this host."""
-
-    run_id: str
-    backend: str
-    world_size: int
-    boards: Sequence[BoardView]  #: that of all ranks first, once it is there
-    hosts: Mapping[int, str]  #: the name of each rank's host, if there are several
-    pids: Mapping[int, int]  #: of those that have joined and whose process the reader can see
-    states: Mapping[int, Status]  #: of the ranks of this host
-    announced: Mapping[int, bytes]  #: what the ranks of this host have announced
-    problem: str = ""  #: why the rest cannot be read, if it cannot
-
-
-class WorldReader(ABC):
-    """Reads one world from outside. It never writes, and takes no lock that a rank needs."""
-
-    path: str  #: of the directory in which the ranks meet
-
-    @abstractmethod
-    def read(self) -> WorldView | None:
-        """Return what can be read now; None once the world has ended and removed its files."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what is open."""

@@ -425,7 +425,8 @@ class Rounds:
                 if now >= deadline:
                     board.inform()
                 first_call = self.settings.first_call if number <= self._own else None
-                seen = Snapshot(board, self.rank, number, now - begin, self._own, first_call)
+                statuses = {member: board.status(member) for member in self.members}
+                seen = Snapshot(statuses, self.rank, number, now - begin, self._own, first_call)
                 error = self._explain(seen, now - begin, now >= deadline, at_board)
                 if error is None and obstacle is not None and (why := obstacle()):
                     cure = "Look at the network between them, then restart the run."

@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 from syncprims._protocol.deadlock import Wait, deadlock_error, find_cycle, find_stuck
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims.errors import name_ranks
-from syncprims.interface import BoardView, State, WorldView
+from syncprims.interface import State
+
+from .view import BoardView, WorldView
 
 #: Seconds of waiting from which on a verdict names who waits: less is part of any program.
 NOTABLE = 0.5
@@ -83,7 +85,7 @@ def judge(
         return Verdict("waiting", faults, text, waited, stuck)
     if long:
         rank, wait = max(long.items(), key=lambda item: item[1].seconds)
-        text = Snapshot(wait.board, rank, wait.number, wait.seconds, 0).warning
+        text = Snapshot(wait.board.statuses, rank, wait.number, wait.seconds, 0).warning
         others = [other for other in wait.board.members if other in doing and other not in long]
         activity = "".join(f"; rank {other} {doing[other]}" for other in others[:_MOST_NAMED])
         return Verdict("waiting", others, text + activity, waited, stuck)
@@ -109,7 +111,7 @@ def _first_absence(
             continue
         seen.add(place)
         own = own_rounds(view, wait.board)
-        error = Snapshot(wait.board, rank, wait.number, wait.seconds, own).absence()
+        error = Snapshot(wait.board.statuses, rank, wait.number, wait.seconds, own).absence()
         if error is not None and error.rank is not None:
             state: State = wait.board.statuses[error.rank].state
             if state in ("lost", "failed", "finished"):
@@ -127,8 +129,7 @@ def _end_of(view: WorldView, rank: int) -> str:
     status = view.states[rank]
     if status.state == "lost":
         return f"rank {rank} was lost: {status.detail}"
-    board = BoardView((rank,), {rank: status}, {})
-    return str(Snapshot(board, rank, 1, 0.0, 0).absence()).partition(",")[0]
+    return str(Snapshot({rank: status}, rank, 1, 0.0, 0).absence()).partition(",")[0]
 
 
 def _absent(
@@ -155,7 +156,7 @@ def _absent(
             f"{_subject(missing)} not come to {call}, where {_subject(those)} waited for "
             f"{seconds:.1f} s"
         )
-        snapshot = Snapshot(first.board, those[0], first.number, seconds, 0)
+        snapshot = Snapshot(first.board.statuses, those[0], first.number, seconds, 0)
         for rank in faults[:_MOST_NAMED]:
             line = snapshot.last_seen(rank)
             if str(first.board.statuses[rank].label) == _call(those[0], first):
