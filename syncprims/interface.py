@@ -290,33 +290,35 @@ class Board(ABC):
     """
 
     depth: int = 8
+
+    # Ability: shared memory.
     #: Memory that all members share from the start, if there is any: equal parts for two rounds in
-    #: turn, with at least a cache line for each member. Small values pass through it.
+    #: turn, with at least a cache line for each member. Small values pass through it; arrays pass
+    #: through :meth:`window`.
     small_window: Window | None = None
-    #: Carries bytes between all members, if there is no window. All members have one, or none.
+
+    # Ability: a bulk engine, of boards without shared memory.
+    #: Carries bytes between all members. All members have one, or none.
     engine: Engine | None = None
     #: Carries tensors between all members' devices; without it they pass through hosts' memory.
     device_engine: DeviceEngine | None = None
     #: Payloads of more bytes travel through the engine and not in a note. None on a board with a
     #: window, where two transfers of one call would use the same places.
     note_limit: int | None = None
-    #: Whether :attr:`now` stands still while any rank can go on, as in a test. Then `collect`
-    #: returns None only when its time is up or the round can never complete. The library does not
-    #: call it in between, and `timeout` may be infinite. It sets :attr:`waiting_since` when a wait
-    #: begins.
+
+    # Ability: virtual time, of the worlds of tests.
+    #: Whether :attr:`now` stands still while any rank can go on. Then `collect` returns None only
+    #: when its time is up or the round can never complete. The library does not call it in
+    #: between, and `timeout` may be infinite. It sets :attr:`waiting_since` when a wait begins.
     virtual_time: bool = False
     waiting_since: float = 0.0
-    #: Whether something observes every round, as a test does: then a barrier of one member is a
-    #: round, too, and what observes them finds a deadlock without a timeout.
+    #: Whether something observes every round: then a barrier of one member is a round, too, and
+    #: what observes them finds a deadlock without a timeout.
     observed: bool = False
-    #: Whether `syncprims who` can read it from outside: the warning of a long wait says so.
+
+    # Ability: being read from outside; see :meth:`publish_wait` and :meth:`Backend.announce`.
+    #: Whether `syncprims who` can read the board: the warning of a long wait says so.
     seen_outside: bool = False
-    #: Set by the core while it waits for the first of several notes, here or at other boards: the
-    #: call that waits.
-    waits_any: str = ""
-    #: Set by the core: how many rounds beyond :attr:`posted` this rank will post without another
-    #: call of the user, once there is room for them.
-    promised: int = 0
 
     def __init__(self, members: Sequence[int], name: str = "") -> None:
         self.members = tuple(members)  #: world ranks, ascending
@@ -448,13 +450,17 @@ class Backend(ABC):
         return False
 
     def wait_any(
-        self, boards: Sequence[Board], ready: Callable[[], bool], timeout: float | None = None
+        self,
+        boards: Sequence[Board],
+        ready: Callable[[], bool],
+        timeout: float | None = None,
+        call: str = "",
     ) -> bool:
         """Return whether ``ready()``, once it is or after `timeout` seconds.
 
-        `ready` reads the statuses of `boards`: so a rank waits for the first of several notes. It
-        may return False earlier, when a board of these is broken. Optional: by default this looks
-        again and again, with growing pauses.
+        `ready` reads the statuses of `boards`: so a rank waits for the first of several notes, in
+        `call` if the user has made one. It may return False earlier, when a board of these is
+        broken. Optional: by default this looks again and again, with growing pauses.
         """
         begin = time.monotonic()
         pause = 0.0

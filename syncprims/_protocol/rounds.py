@@ -130,7 +130,9 @@ class Rounds:
         self._observer = observer
         if observer is not None:  # without one, no barrier asks for it
             vars(self)["meet"] = observer.watch_meet(self.meet)
-        deadlocks.add(board)
+        #: Rounds that this rank will post without another call of the user, as room comes.
+        self.promised = 0
+        deadlocks.add(board, lambda: self.promised)
 
     def close(self, why: Callable[[], SyncError]) -> None:
         """Make every later call raise ``why()``, and release what was prepared."""

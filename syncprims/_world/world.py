@@ -274,14 +274,10 @@ def wait_any(
                 board.abort(errors.dump(found))
         return found is not None
 
-    for board in boards:
-        board.waits_any = call
     try:
-        return world._background.wait_any(boards, is_over, timeout) and found is None
+        return world._background.wait_any(boards, is_over, timeout, call) and found is None
     finally:
         deadlocks.end_wait()
-        for board in boards:
-            board.waits_any = ""
 
 
 def join_world(world: World) -> None:
