@@ -59,8 +59,9 @@ def _target(descriptor: Path) -> str:
     return ""
 
 
-# The first DataLoader with workers sets the handler of SIGCHLD, and keeps it.
-_KEPT = set(signal.Signals) - {signal.SIGCHLD}
+# The first DataLoader with workers sets the handler of SIGCHLD, and keeps it. SIGALRM belongs to
+# the time limit of each test.
+_KEPT = set(signal.Signals) - {signal.SIGCHLD, signal.SIGALRM}
 
 _own: dict[str, list[tuple[dict[str, object], str, object]]] = {}
 

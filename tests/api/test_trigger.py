@@ -25,20 +25,48 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_all_ranks_see_it_at_the_same_check_and_then_it_is_reset(world: Ranks, lag: int) -> None:
+def test_all_ranks_see_it_at_the_same_check_and_it_stays_set(world: Ranks, lag: int) -> None:
     def program() -> Any:
         stop = sp.Trigger("stop", lag=lag)
         seen = []
-        for step in range(6):
+        for step in range(9):
             if step == 2 and sp.is_last():
                 stop.set("converged")
                 stop.set("said twice")
             if stop.check():
                 seen.append((step, stop.ranks, stop.reason))
+            if step == 5:
+                stop.clear()
+                sp.barrier()
+                if sp.is_main():
+                    stop.set("again")
         return seen
 
-    expected = [(2 + lag, [world.ranks - 1], "converged")]
-    assert world.run(program) == [expected] * world.ranks
+    first = [(step, [world.ranks - 1], "converged") for step in range(2 + lag, 6)]
+    again = [(step, [0], "again") for step in range(6 + lag, 9)]
+    assert world.run(program) == [first + again] * world.ranks
+
+
+def test_a_set_trigger_needs_no_further_rounds(world: Ranks) -> None:
+    def program() -> Any:
+        stop = sp.Trigger("stop")
+        stop.set()
+        assert stop.check()
+        assert not sp.is_main() or all(stop.check() for _ in range(3))  # of this rank alone
+        stop.clear()
+        return sp.all_gather(stop.reason), stop.check()
+
+    assert world.run(program) == [([None] * world.ranks, False)] * world.ranks
+
+
+def test_a_trigger_is_no_bool() -> None:
+    with pytest.raises(TypeError, match=r"check\(\)"):
+        bool(sp.Trigger())
+
+
+def test_signals_are_for_the_main_thread() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="main thread"):
+        pool.submit(sp.Trigger().set_on_signal).result()
 
 
 @several(4)
@@ -69,9 +97,8 @@ def test_lagging_checks_mix_with_other_calls(world: Ranks) -> None:
             assert not any(trigger.check() for trigger in many)
         return answers
 
-    for answers in world.run(program):
-        assert [i for i, (a, _) in enumerate(answers) if a] == [4]
-        assert [i for i, (_, b) in enumerate(answers) if b] == [6]
+    expected = [(step >= 4, step >= 6) for step in range(12)]
+    assert world.run(program) == [expected] * world.ranks
 
 
 @several(2)
@@ -186,7 +213,9 @@ def test_signals_at_one_time_set_it_and_a_later_one_acts(world: Ranks) -> None:
         if sp.is_last():
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-        seen = stop.check(), stop.ranks, stop.reason, stop.check()
+        seen = stop.check(), stop.ranks, stop.reason
+        stop.clear()
+        assert not stop.check()
         if sp.is_last():
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 while True:
@@ -195,7 +224,7 @@ def test_signals_at_one_time_set_it_and_a_later_one_acts(world: Ranks) -> None:
         signal.signal(signal.SIGTERM, before)
         return seen
 
-    assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM", False)] * world.ranks
+    assert world.run(program) == [(True, [world.ranks - 1], "SIGTERM")] * world.ranks
 
 
 def test_a_second_signal_while_python_ends_is_the_same_one() -> None:
@@ -293,7 +322,7 @@ def test_none_is_lost_whenever_in_a_check_it_is_set() -> None:
             trigger = sp.Trigger()
             found, reached = check_interrupted(trigger, at, lambda: trigger.set("SIGTERM"))  # noqa: B023
             assert not found or trigger.reason == "SIGTERM"
-            assert [found, trigger.check()].count(True) == reached, at
+            assert (found or trigger.check()) == reached, at
             at += 1
         return at
 
