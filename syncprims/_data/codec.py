@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from syncprims.errors import EncodingError
 
 from .arrays import Spec, flat, on_host, own_device, raw, spec_of
+from .limits import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,12 +21,11 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
-_LARGE_HEADER = struct.Struct("<cQ?")
+_LARGE_HEADER = struct.Struct("<cQ")
 _DEEPEST = 200  # nested deeper, or in a cycle: left to pickle
 _MOST_REPEATS = 10_000
 _PICKLES = b"K"  # the first byte of an encoding with a pickle in it
 _OUT_OF_BAND = b"A"  # the tag of an array that travels by itself
-LARGE = 1536  #: bytes from which on an array may travel so: about what a small note holds
 
 _CONTAINERS: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z", dict: b"d"}
 _PATHS = {"PosixPath": b"p", "PurePosixPath": b"q"}
@@ -59,11 +59,6 @@ def encode(
     return _PICKLES + data if encoder.pickles else data
 
 
-def is_one_array(data: bytes) -> bool:
-    """Return whether :func:`encode` wrote these bytes for an array that travels out of band."""
-    return data[:1] == _OUT_OF_BAND
-
-
 def holds_pickle(data: bytes) -> bool:
     """Return whether :func:`encode` wrote these bytes with a pickle in them.
 
@@ -76,7 +71,6 @@ class LargeHeader(NamedTuple):
     """What is sent in place of an encoding that itself travels as an array of bytes."""
 
     size: int  #: of the encoding
-    has_arrays: bool  #: arrays of the object follow, out of band
 
     def encode(self) -> bytes:
         """Return it as bytes; no encoded object begins with the same tag."""

@@ -19,7 +19,7 @@ from syncprims._protocol.rounds import RoundSequence
 from syncprims.errors import RankMismatch
 from syncprims.interface import Note
 
-from . import codec, objects
+from . import codec, values
 from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def assert_same(
     try:
         mine = _Digest.of(value, allow_pickle=rounds.settings.pickle)
     except BaseException as error:  # an object's own code runs here: it may raise anything
-        objects.name_call(rounds, label, error)
+        values.name_call(rounds, label, error)
         rounds.fail(label, error)
         raise
     RoundSequence.run(
@@ -60,7 +60,7 @@ def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -
     if all(other == posted for other in seen):
         return
     text = sequence.attempt(lambda: _shorten(value))
-    shown = objects.gather_within(sequence, (text, mine.objects))
+    shown = values.gather_within(sequence, (text, mine.objects))
     equal = all(other[:_DIGEST_SIZE] == mine.fixed for other in seen) and sequence.attempt(
         lambda: _all_equal([found for _, found in shown])
     )

@@ -23,12 +23,10 @@ from .arrays import (
     is_array,
     is_computable,
     is_dict,
-    is_fillable,
     is_list_or_tuple,
     is_number,
     is_scalar,
     is_tensor,
-    spec_of,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def _check_array(array: Any, op: str, where: str) -> None:
     if masked or kind in "SUV":
         what = "masks some of its items" if masked else f"holds {array.dtype}"
         raise TypeError(f"{where} is an array that {what}; all_reduce takes arrays of numbers")
-    if op not in _OF_TIMES.get(kind, OPS):
+    if op not in _OF_TIMES.get(kind, (op,)):
         raise TypeError(f"{where} is an array of {array.dtype}, which op={op!r} cannot reduce")
 
 
@@ -238,30 +236,21 @@ def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
 
 def empty_result(value: Any, op: str) -> Any:
     """Return an array like `value` for the result of `op`, its contents not set."""
-    return empty_array(value, value.shape, result_dtype(value, op))
+    return empty_array(value, value.shape, result_dtype(value.dtype, op))
 
 
-def result_dtype(value: Any, op: str) -> Any:
-    """Return the dtype of the reduction of arrays like `value`."""
-    library: Any = sys.modules["numpy" if is_array(value) else "torch"]
-    result = value.dtype
-    if is_array(value):
-        is_whole, is_bool = result.kind in "biu", result.kind == "b"
-    else:
-        is_whole = not (result.is_floating_point or result.is_complex)
-        is_bool = result is library.bool
-    if op == "mean" and is_whole:
+def result_dtype(dtype: Any, op: str) -> Any:
+    """Return the dtype of the reduction of arrays of `dtype`."""
+    kind = getattr(dtype, "kind", None)  # None: of torch
+    library: Any = sys.modules["torch" if kind is None else "numpy"]
+    is_bool = dtype is library.bool if kind is None else kind == "b"
+    is_float = dtype.is_floating_point or dtype.is_complex if kind is None else kind not in "biu"
+    result = dtype
+    if op == "mean" and not is_float:
         result = library.float64
     elif op in ("sum", "prod") and is_bool:
         result = library.int64  # a count, not an OR
-    return library.dtype(result) if is_array(value) else result
-
-
-def fits_result(out: Any, value: Any, op: str) -> bool:
-    """Return whether the result of `op` on arrays like `value` can be written into `out`."""
-    if spec_of(out) is None or is_array(out) != is_array(value) or not is_fillable(out):
-        return False
-    return bool(out.dtype == result_dtype(value, op) and out.shape == value.shape)
+    return result if kind is None else library.dtype(result)
 
 
 def detached(value: Any) -> Any:
@@ -349,7 +338,7 @@ def _array_filler(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any]
             rest = parts[1:]
         for part in rest:
             function(total, part, out=total, casting="unsafe")
-        if op == "mean":
+        if op in ("mean", "floor_mean"):
             divide = numpy.floor_divide if kind in "iu" else numpy.true_divide
             divide(total, len(parts), out=total)
         if total is not out:

@@ -13,9 +13,8 @@ import sys
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
-from syncprims._data import objects, reduction
+from syncprims._data import reduction, values
 from syncprims._data.partition import split
-from syncprims._data.results import copy_into
 from syncprims._protocol.validation import seconds, whole_number
 
 from .sequential import InTurn, MainFirst
@@ -179,7 +178,7 @@ class Group:
         rounds = self._member or self._rounds
         limit = self._timeout if timeout is None else seconds(timeout)
         note = rounds.note("all_reduce", name, None, op)
-        return objects.all_reduce(rounds, note, value, op, out, limit)
+        return values.all_reduce(rounds, note, value, op, out, limit)
 
     def any_rank(self, flag: object, *, name: str | None = None, timeout: Seconds = None) -> bool:
         """As :func:`syncprims.any_rank`, among the members."""
@@ -296,10 +295,10 @@ def _broadcast(
     note = rounds.note(kind, name, src)
     limit = group._timeout if timeout is None else seconds(timeout)
     if group._alone:
-        objects.check(rounds, note.label, obj)
-        same: T = rounds.meet(note, None, lambda _: copy_into(rounds, out, obj))
+        values.check_encodable(rounds, note.label, obj)
+        same: T = rounds.meet(note, None, lambda _: values.copy_into(rounds, out, obj))
         return same
-    value: T = objects.broadcast(rounds, note, obj, src, out, limit)
+    value: T = values.broadcast(rounds, note, obj, src, out, limit)
     return value
 
 
@@ -311,10 +310,10 @@ def gather_as(
     note = rounds.note(kind, name)
     limit = group._seconds(timeout)
     if group._alone:
-        objects.check(rounds, note.label, obj)
+        values.check_encodable(rounds, note.label, obj)
         rounds.meet(note)
         return [obj]
-    return objects.gather(rounds, note, obj, limit)
+    return values.gather(rounds, note, obj, limit)
 
 
 def _has_flag(notes: Sequence[Note]) -> bool:

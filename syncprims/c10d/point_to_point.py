@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import Work
 
 from syncprims._data.arrays import raw
+from syncprims._data.limits import LARGE
 from syncprims._world.group import rounds_of
 from syncprims._world.world import background_of, close_rounds, open_rounds, wait_any
 from syncprims.errors import PeerLost, SyncError, dump
 from syncprims.interface import Label, Note
 
-from .tensors import OutputTensor, items_of
+from .tensors import OutputTensors, items_of
 from .torch_internals import BETWEEN, finished_work
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from syncprims._world.world import World
     from syncprims.interface import Window
 
-_INLINE = 1024  # bytes that travel in a note where there is a window
-_NOTE_LIMIT = 64 * 1024  # bytes of a piece where notes go through a store
 _MOST_NOTES = 4096
 
 
@@ -223,7 +222,7 @@ class Channel:
         if not self.sends:
             return transfer.note
         piece = transfer.piece(transfer.posted)
-        if self._window is None or len(piece) <= _INLINE:
+        if self._window is None or len(piece) < LARGE:
             return Note(transfer.note.label, payload=bytes(piece)) if len(piece) else transfer.note
         self._slot(self._window, number, len(piece))[:] = piece
         self._window.fence()
@@ -242,7 +241,7 @@ class Channel:
             notes = rounds.collect_deferred(pending)
             if not self.sends:
                 room = transfer.piece(transfer.collected)
-                if self._window is None or len(room) <= _INLINE:
+                if self._window is None or len(room) < LARGE:
                     room[:] = notes[self._source].payload
                 else:
                     self._window.fence()
@@ -295,7 +294,7 @@ class PointToPoint:
     def receive(self, tensor: torch.Tensor, src: int, tag: int, timeout: float | None) -> Any:
         """Receive from the group rank `src`."""
         if src == self.me:
-            return _SelfReceive(self._self_channel(tag), OutputTensor(tensor), tensor, src)
+            return _SelfReceive(self._self_channel(tag), OutputTensors(tensor), tensor, src)
         channel = self._channel(src, self.me, tag)
         return self.begin_receive(channel, channel.note_of(_describe(tensor)), tensor, src, timeout)
 
@@ -303,8 +302,8 @@ class PointToPoint:
         self, channel: Channel, note: Note, tensor: torch.Tensor, src: int, timeout: float | None
     ) -> _ReceiveWork:
         """Return the handle of a receive from the other rank of `channel`."""
-        place = OutputTensor(tensor)
-        transfer = channel.add(note, raw(place.items), timeout)
+        place = OutputTensors(tensor)
+        transfer = channel.add(note, raw(place.items[0]), timeout)
         return _ReceiveWork(self, transfer, place, tensor, src)
 
     def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: float | None) -> Any:
@@ -451,12 +450,12 @@ class _ReceiveWork(_SendWork):
         self,
         owner: PointToPoint,
         transfer: Transfer,
-        place: OutputTensor,
+        place: OutputTensors,
         tensor: torch.Tensor,
         src: int,
     ) -> None:
         super().__init__(owner, transfer, tensor)
-        self._place: OutputTensor | None = place
+        self._place: OutputTensors | None = place
         self._src = src
 
     def _finish(self, timeout: float | None) -> None:
@@ -520,7 +519,7 @@ class _AnyReceive(_TransferWork):
     def _receive_from(self, src: int, timeout: float | None) -> None:
         owner, tensor = self._owner, self._tensor
         if src == owner.me:
-            self._work = _SelfReceive(self._own, OutputTensor(tensor), tensor, src)
+            self._work = _SelfReceive(self._own, OutputTensors(tensor), tensor, src)
         else:
             note = self._notes[src]
             self._work = owner.begin_receive(self._channels[src], note, tensor, src, timeout)
@@ -577,7 +576,7 @@ class _SelfReceive(_TransferWork):
     """The handle of a receive from this very rank."""
 
     def __init__(
-        self, channel: _SelfChannel, place: OutputTensor, tensor: torch.Tensor, src: int
+        self, channel: _SelfChannel, place: OutputTensors, tensor: torch.Tensor, src: int
     ) -> None:
         super().__init__(tensor)
         self._channel, self._place, self._src = channel, place, src
@@ -592,7 +591,7 @@ class _SelfReceive(_TransferWork):
         return self._over
 
     def _fill(self, data: bytes) -> None:
-        room = raw(self._place.items)
+        room = raw(self._place.items[0])
         if len(room) != len(data):
             raise ValueError(
                 f"a rank sends itself {len(data)} bytes, and receives into {len(room)}; give "

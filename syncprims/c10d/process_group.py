@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 
-from syncprims._data import buffers, objects
-from syncprims._data.transport import Operand
+from syncprims._data import values
+from syncprims._data.arrays import empty_array
+from syncprims._data.reduction import combine
 from syncprims._world.runtime import find_world
 from syncprims._world.world import close_rounds, open_rounds
-from syncprims.errors import RankMismatch, SyncError, WorldClosed, name_ranks
+from syncprims.errors import SyncError, WorldClosed, name_ranks
 
+from .exchange import exchange
 from .group_world import GroupWorld, join_group_world
 from .point_to_point import PointToPoint
-from .tensors import OutputTensor, describe, items_of
+from .tensors import OutputTensors, describe, items_of
 from .torch_internals import (
     BETWEEN,
     NAME,
@@ -277,11 +279,6 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                     f"{'size and dtype' if sized else 'dtype'}",
                 )
 
-    def _check_op(self, note: Note, op: str, tensor: torch.Tensor) -> None:
-        """Accept an operation that can reduce the items of `tensor`."""
-        if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
-            self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
-
     def _check_whole(self, note: Note, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Accept a tensor `whole` that is as large as one like `part` for each rank."""
         size = len(self._ranks) * part.numel()
@@ -292,6 +289,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 f"{len(self._ranks)} ranks is {describe([whole])}; give one of {size} items of "
                 f"that dtype",
             )
+
+    def _op_for(self, note: Note, op: str, tensor: torch.Tensor) -> str:
+        """Return the reduction that keeps the dtype of `tensor`, as c10d does."""
+        if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
+            self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
+        if tensor.dtype is torch.bool:
+            return {"sum": "bor", "prod": "band"}.get(op, op)
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        return "floor_mean" if op == "mean" and whole else op
 
     def _by_index(self, of_ranks: Sequence[Any]) -> Sequence[Any]:
         """Return what is in the order of group ranks in the order of the board."""
@@ -319,17 +325,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Any:
         """Reduce each tensor in place."""
-        found = _listed(tensors)
         op = _op(opts if op is None else op)
-        self._reduce("all_reduce", found, found, op, self._limit(opts, timeout))
-        return finished_work(found)
+        return self._reduce("all_reduce", _listed(tensors), op, self._limit(opts, timeout))
 
     @_recorded("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """Reduce all tensors in place, in one call."""
-        found = _listed(tensors)
-        self._reduce("all_reduce_coalesced", found, found, _op(opts), self._limit(opts))
-        return finished_work(found)
+        """Reduce all tensors in place."""
+        limit = self._limit(opts)
+        return self._reduce("all_reduce_coalesced", _listed(tensors), _op(opts), limit)
 
     @_recorded("reduce")
     def reduce(
@@ -342,66 +345,53 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         root: int | None = None,
     ) -> Any:
         """Reduce each tensor into that of the root."""
-        found = _listed(tensors)
         root = _root(opts, root)
         op = _op(opts) if op is None else op
-        results = found if root == self._me else [one.detach().clone() for one in found]
-        self._reduce("reduce", found, results, op, self._limit(opts, timeout), root)
-        return finished_work(found)
+        return self._reduce("reduce", _listed(tensors), op, self._limit(opts, timeout), root)
 
     def _reduce(
         self,
         kind: str,
         tensors: list[torch.Tensor],
-        results: list[torch.Tensor],
         given: Any,
         timeout: float | None,
         root: int | None = None,
-    ) -> None:
+    ) -> Any:
         op, factor = reduction_of(given)
-        sparse = any(one.is_sparse for one in tensors)
-        what = ("sparse " if sparse else "") + describe(tensors)
-        note = self._note(kind, what, root, op)
-        for one in tensors:
-            self._check_op(note, op, one)
-        if sparse:
-            self._reduce_sparse(note, tensors, op, timeout)
-            return
-        if op == "premul_sum":
-            op, tensors = "sum", [one.detach() * factor for one in tensors]
-        places = [OutputTensor(one) for one in results]
-        operands = [
-            Operand(items_of(one), place.items) for one, place in zip(tensors, places, strict=True)
-        ]
-        buffers.reduce(self._rounds, note, operands, op, timeout)
-        for place in places:
-            place.finish()
-
-    def _reduce_sparse(
-        self, note: Note, tensors: list[torch.Tensor], op: str, timeout: float | None
-    ) -> None:
-        (tensor,) = tensors
-        total = objects.all_reduce(
-            self._rounds, note, tensor.detach().coalesce(), op, None, timeout
-        )
-        with torch.no_grad():  # a detached sparse tensor would keep its own indices
-            tensor.copy_(total.coalesce())
+        for tensor in tensors:
+            what = ("sparse " if tensor.is_sparse else "") + describe([tensor])
+            note = self._note(kind, what, root, op)
+            plain = tensor.detach()
+            if op == "premul_sum":
+                plain = plain * factor
+            ours = "sum" if op == "premul_sum" else self._op_for(note, op, tensor)
+            reduce = functools.partial(values.all_reduce, self._rounds, note)
+            if tensor.is_sparse:
+                total = reduce(plain.coalesce(), ours, None, timeout)
+                with torch.no_grad():  # a detached sparse tensor would keep its own indices
+                    tensor.copy_(total.coalesce())
+            elif root in (None, self._me):
+                with OutputTensors(tensor) as (out,):
+                    reduce(items_of(plain), ours, out, timeout)
+            else:
+                reduce(items_of(plain), ours, None, timeout)
+        return finished_work(tensors)
 
     @_recorded("broadcast")
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Any:
         """Fill the tensors with those of the root."""
-        found = _listed(tensors)
+        found, limit = _listed(tensors), self._limit(opts, timeout)
         root = _root(opts, root)
-        note = self._note("broadcast", describe(found), root)
-        sends = root == self._me
-        places = [] if sends else [OutputTensor(one) for one in found]
-        arrays = [items_of(one) for one in found] if sends else [one.items for one in places]
-        limit = self._limit(opts, timeout)
-        buffers.broadcast(self._rounds, note, arrays, self._index_of[root], limit)
-        for place in places:
-            place.finish()
+        for tensor in found:
+            note = self._note("broadcast", describe([tensor]), root)
+            send = functools.partial(values.broadcast, self._rounds, note)
+            if root == self._me:
+                send(items_of(tensor), self._ranks[root], None, limit)
+            else:
+                with OutputTensors(tensor) as (out,):
+                    send(None, self._ranks[root], out, limit)
         return finished_work(found)
 
     @_recorded("all_gather", 1)
@@ -426,18 +416,20 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self,
         note: Note,
         mine: torch.Tensor,
-        rooms: Sequence[torch.Tensor] | None,
+        outputs: Sequence[torch.Tensor] | None,
         timeout: float | None,
     ) -> None:
-        count = len(self._ranks)
-        places: list[OutputTensor] = []
-        if rooms is not None:
-            self._check(note, mine, rooms)
-            places = [OutputTensor(room) for room in rooms]
-        items = [place.items for place in places] or [None] * count
-        buffers.gather(self._rounds, note, items_of(mine), self._by_index(items), timeout)
-        for place in places:
-            place.finish()
+        if outputs is None:  # they are wanted elsewhere
+            self._gather_items(note, mine, [None] * len(self._ranks), timeout)
+        else:
+            self._check(note, mine, outputs)
+            with OutputTensors(*outputs) as items:
+                self._gather_items(note, mine, items, timeout)
+
+    def _gather_items(
+        self, note: Note, mine: torch.Tensor, outs: list[Any], timeout: float | None
+    ) -> None:
+        values.gather(self._rounds, note, items_of(mine), timeout, self._by_index(outs))
 
     @_recorded("_all_gather_base", 1)
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:
@@ -458,10 +450,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, note: Note, output: torch.Tensor, mine: torch.Tensor, opts: Any
     ) -> None:
         self._check_whole(note, mine, output)
-        place, size = OutputTensor(output), mine.numel()
-        rooms = [place.items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
-        buffers.gather(self._rounds, note, items_of(mine), self._by_index(rooms), self._limit(opts))
-        place.finish()
+        with OutputTensors(output) as (items,):
+            self._gather_items(note, mine, self._parts(items), self._limit(opts))
+
+    def _parts(self, items: Any) -> list[Any]:
+        """Return the items of each rank, which all have the same number."""
+        size = len(items) // len(self._ranks)
+        return [items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
 
     @_recorded("gather", 1)
     def gather(
@@ -495,21 +490,15 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         root = _root(opts, root)
         (output,) = _listed(outputs)
         note = self._note("scatter", describe([output]), root)
-        parts: list[Any] = []
+        nothing = output.new_empty(0)
+        parts = [nothing] * len(self._ranks)
         if root == self._me:
-            given = _nested(inputs)
-            self._check(note, output, given)
-            parts = [items_of(one) for one in given]
-        place = OutputTensor(output)
-        buffers.scatter(
-            self._rounds,
-            note,
-            self._by_index(parts) if parts else parts,
-            place.items,
-            self._index_of[root],
-            self._limit(opts, timeout),
-        )
-        place.finish()
+            parts = _nested(inputs)
+            self._check(note, output, parts)
+        with OutputTensors(output) as (out,):
+            rooms = [items_of(nothing)] * len(self._ranks)
+            rooms[root] = out
+            self._exchange(note, [items_of(i) for i in parts], rooms, self._limit(opts, timeout))
         return finished_work(outputs)
 
     @_recorded("reduce_scatter", 1)
@@ -552,8 +541,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         op, factor = reduction_of(_op(opts))
         note = self._note(kind, describe([mine]), None, op)
         self._check_whole(note, output, mine)
-        items, size = items_of(mine), output.numel()
-        parts = [items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
+        parts = self._parts(items_of(mine))
         self._reduce_scatter(note, output, parts, op, factor, self._limit(opts))
 
     def _reduce_scatter(
@@ -565,12 +553,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         factor: Any,
         timeout: float | None,
     ) -> None:
-        self._check_op(note, op, output)
-        place = OutputTensor(output)
         if op == "premul_sum":
             op, parts = "sum", [part * factor for part in parts]
-        buffers.reduce_scatter(self._rounds, note, self._by_index(parts), place.items, op, timeout)
-        place.finish()
+        op = self._op_for(note, op, output)
+        own = parts[self._me]
+        rooms = [empty_array(own, len(own), own.dtype) for _ in parts]
+        self._exchange(note, parts, rooms, timeout)
+        with OutputTensors(output) as (out,):
+            combine(self._by_index(rooms), op, out)
 
     # -- all-to-all -----------------------------------------------------------------------------
 
@@ -589,14 +579,13 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         note = self._note("all_to_all_single", str(mine.dtype)[6:])
         if output.dtype != mine.dtype:
             self._refuse(note, f"the output is of {str(output.dtype)[6:]}; give one of that dtype")
-        place, items = OutputTensor(output), items_of(mine)
-        try:
-            parts = _split(items, mine, input_sizes, len(self._ranks), "input")
-            rooms = _split(place.items, output, output_sizes, len(self._ranks), "output")
-        except ValueError as error:
-            self._refuse(note, str(error))
-        self._exchange(note, parts, rooms, self._limit(opts, timeout))
-        place.finish()
+        with OutputTensors(output) as (items,):
+            try:
+                parts = _split(items_of(mine), mine, input_sizes, len(self._ranks), "input")
+                rooms = _split(items, output, output_sizes, len(self._ranks), "output")
+            except ValueError as error:
+                self._refuse(note, str(error))
+            self._exchange(note, parts, rooms, self._limit(opts, timeout))
         return finished_work([output])
 
     @_recorded("all_to_all", 1)
@@ -605,34 +594,14 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         note = self._note("all_to_all", str(inputs[0].dtype)[6:])
         for tensors in inputs, outputs:
             self._check(note, inputs[0], tensors, of_size=())
-        places = [OutputTensor(one) for one in outputs]
-        rooms, limit = [one.items for one in places], self._limit(opts, timeout)
-        self._exchange(note, [items_of(i) for i in inputs], rooms, limit)
-        for place in places:
-            place.finish()
+        with OutputTensors(*outputs) as rooms:
+            self._exchange(note, [items_of(i) for i in inputs], rooms, self._limit(opts, timeout))
         return finished_work(outputs)
 
     def _exchange(
         self, note: Note, parts: Sequence[Any], rooms: Sequence[Any], timeout: float | None
     ) -> None:
-        members, count = self._rounds.members, len(self._ranks)
-
-        def refuse(sizes: Sequence[Sequence[int]]) -> None:
-            for i, row in enumerate(sizes):
-                for j, other in enumerate(sizes):
-                    sent, room = row[j], other[count + i]
-                    if sent != room:
-                        raise RankMismatch(
-                            f"{note.label}: rank {members[i]} sends {sent} bytes to rank "
-                            f"{members[j]}, which has room for {room}; let the split sizes of both "
-                            f"agree",
-                            rank=self._rounds.rank,
-                            call=str(note.label),
-                            arrived=list(members),
-                        )
-
-        parts, rooms = self._by_index(parts), self._by_index(rooms)
-        buffers.exchange(self._rounds, note, parts, rooms, refuse, timeout)
+        exchange(self._rounds, note, self._by_index(parts), self._by_index(rooms), timeout)
 
     # -- point to point -------------------------------------------------------------------------
 

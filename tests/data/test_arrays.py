@@ -19,7 +19,7 @@ from conftest import several
 from support.rank_worlds import Kind, Ranks
 
 import syncprims as sp
-from syncprims._data import codec, shared_memory
+from syncprims._data import codec, transport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,7 +184,7 @@ def test_arrays_of_mixed_sizes_keep_out_of_each_others_way(world: Ranks) -> None
         rank, n = sp.get_rank(), sp.get_world_size()
         dice = np.random.default_rng(5)  # the same on all
         slow = np.random.default_rng([9, rank])
-        piece: Any = shared_memory._Piece  # pyright: ignore[reportPrivateUsage]
+        piece: Any = transport._Piece  # pyright: ignore[reportPrivateUsage]
         read = piece.read_others
 
         def read_slowly(self: Any, half: int) -> None:

@@ -398,8 +398,8 @@ def test_a_slow_reader_never_reads_the_next_call(world: Ranks) -> None:
         trigger = sp.Trigger(lag=1)
         for layout in (layouts.NumberLayout, layouts.ArrayLayout):
             _delay(layout, "read", slow)
-        for reducer in (layouts.NumberLayout, layouts.ArrayReducer):
-            _delay(reducer, "reduce", slow)
+        _delay(layouts.NumberLayout, "_reduce", slow)
+        _delay(layouts.ArrayLayout, "_rows_at", slow)
         for step in range(60):
             size = dice.choice([1, 100, 500, 3000, 40_000, 150_000])
             kind, src = dice.choice(["float", "sum", "from", "number", "flag"]), dice.randrange(n)

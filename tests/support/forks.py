@@ -27,8 +27,7 @@ def prepare_forks() -> None:
     """
     for backend in ("file", "torch"):
         load_backend(backend)
-    for module in ("comparison", "shared_memory"):
-        importlib.import_module(f"syncprims._data.{module}")
+    importlib.import_module("syncprims._data.comparison")
     version()
     # The limit of a test's time is a handler of SIGALRM, and not for the processes that it starts.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-CHUNK = 4 << 20  #: bytes per write: what was just hashed is then still in the processor's cache
 LOG = logging.getLogger("syncprims")
 _LONGEST = 512 << 20  # bytes of a file that is read as a whole
 _WRITEBACK = 16 << 20  # bytes after which the kernel is asked to start writing to the disk

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
@@ -19,12 +19,13 @@ from syncprims import CheckpointError
 from . import filesystem
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
+
+T = TypeVar("T")
 
 SEAL = "syncprims.seal"  #: the field with the digest
 BLANK = "0" * 32  #: what is in it while the digest is computed
-CHUNK = 4 << 20  #: bytes that each digest in a chunked digest covers. Part of the format
-TRIES = 5  #: to read a checkpoint that another program replaces meanwhile
+_TRIES = 5  # to read a checkpoint that another program replaces meanwhile
 _FIELD = f'"{SEAL}":"'.encode()
 
 
@@ -40,13 +41,25 @@ def refusal(path: str, what: str, expected: object, found: object) -> Checkpoint
     )
 
 
-def replaced_while_read(path: str) -> CheckpointError:
-    """Return the error for a checkpoint that other programs replace again and again."""
-    return CheckpointError(
-        f"{path}: another program saves there, and has replaced the checkpoint each time it was "
-        f"read. Load it when that program has ended, or save to another directory.",
-        path=path,
-    )
+def read_current(path: str, read: Callable[[], T], was_replaced: Callable[[], bool]) -> T:
+    """Return ``read()``, and call it again if another program has replaced what it was reading.
+
+    :raises CheckpointError: as ``read()``, or if this happens again and again.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return read()
+        except CheckpointError as error:
+            if not was_replaced():
+                raise
+            if not left:
+                raise CheckpointError(
+                    f"{path}: another program saves there, and has replaced the checkpoint each "
+                    f"time it was read. Load it when that program has ended, or let it save to "
+                    f"another directory.",
+                    path=path,
+                ) from error
+    raise AssertionError("the last try returns or raises")
 
 
 def _shorten(value: object) -> str:
@@ -93,40 +106,6 @@ def check_file_name(path: str, name: Any) -> str:
 def digest(data: bytes | memoryview) -> str:
     """Return the XXH3-128 digest of some bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-class ChunkedDigest:
-    """The digest of a file whose bytes come in pieces: XXH3-128 of the digests of its chunks.
-
-    A chunk is :data:`CHUNK` bytes; the last one may be shorter. So a reader can compute the
-    digests of the chunks in parallel.
-    """
-
-    def __init__(self) -> None:
-        self._total = xxhash.xxh3_128()
-        self._chunk = xxhash.xxh3_128()
-        self._left = CHUNK
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Append some data."""
-        data = memoryview(data)
-        while data:
-            some, data = data[: self._left], data[self._left :]
-            self._chunk.update(some)
-            self._left -= len(some)
-            if not self._left:
-                self._end_chunk()
-
-    def _end_chunk(self) -> None:
-        self._total.update(self._chunk.digest())
-        self._chunk.reset()
-        self._left = CHUNK
-
-    def hexdigest(self) -> str:
-        """Return the digest. Nothing can be appended afterwards."""
-        if self._left < CHUNK:
-            self._end_chunk()
-        return self._total.hexdigest()
 
 
 # -- JSON with a digest ---------------------------------------------------------------------------
@@ -215,7 +194,7 @@ def parse(path: str, data: bytes) -> dict[str, Any]:
 
 def digest_of(file: filesystem.ExistingFile) -> str:
     """Return the digest of all bytes of a file."""
-    hashed, buffer = ChunkedDigest(), memoryview(bytearray(1 << 20))
+    hashed, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
     for start in range(0, file.size, len(buffer)):
         some = buffer[: file.size - start]
         file.read_into(some, start)

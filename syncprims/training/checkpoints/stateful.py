@@ -7,9 +7,7 @@ Types are kept exactly. A value that only code could make again is refused when 
 
 from __future__ import annotations
 
-import base64
 import re
-import struct
 import sys
 from collections import Counter, OrderedDict, deque
 from pathlib import Path, PurePosixPath
@@ -108,30 +106,27 @@ def check_fits(path: str, name: str, thing: Stateful, state: Any) -> None:
     if not isinstance(thing, nn.Module):
         return
     own: dict[str, Any] = state_of(thing)
-    saved: dict[Any, Any] = state if isinstance(state, dict) else {type(state).__name__: state}
-    if own.keys() != saved.keys():
-        lacking = sorted(own.keys() - saved.keys())
-        extra = sorted(saved.keys() - own.keys(), key=repr)  # of another object, or made up
-        raise CheckpointError(
-            f"{path}: object {name!r} is of another model: expected {lacking[:5]}, which it lacks, "
-            f"and found {extra[:5]}, which the model lacks. Load it into the model that was saved.",
-            path=path,
-        )
-    for key, value in own.items():
-        found = saved[key]
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.is_meta:
+    saved: dict[Any, Any] = state if isinstance(state, dict) else {"state": state}
+    for key in {**own, **saved}:
+        value, expected, found = own.get(key), _shape(own, key), _shape(saved, key)
+        if isinstance(value, torch.Tensor) and value.is_meta:
             raise CheckpointError(
                 f"{path}: object {name!r}: the model's {key!r} is on the meta device: it has no "
                 f"place for values. Call model.to_empty(device=...) first, or load the weights of "
                 f"a saved model with load_checkpoint_in_model().",
                 path=path,
             )
-        if not isinstance(found, torch.Tensor) or found.shape != value.shape:
-            what = f"object {name!r}: {key!r}"
-            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            raise refusal(path, what, f"the model's shape {tuple(value.shape)}", str(shape))
+        if expected != found and (isinstance(value, torch.Tensor) or None in (expected, found)):
+            what = f"object {name!r} is of another model: {key!r}"
+            raise refusal(path, what, f"{expected or 'nothing'}, as in the model", found or "none")
+
+
+def _shape(values: Mapping[Any, Any], key: Any) -> str | None:
+    """Return the shape of one of these values, or its type if it is not a tensor."""
+    value = values.get(key)
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape))
+    return type(value).__name__ if key in values else None
 
 
 def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
@@ -150,23 +145,6 @@ def dtensors_of(thing: Stateful) -> Mapping[str, Any]:
 # -- a state as JSON and tensors ----------------------------------------------------------------
 
 
-def _to_text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _from_text(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _to_bits(value: float) -> str:
-    return struct.pack("<d", value).hex()
-
-
-def _from_bits(bits: str) -> float:
-    (value,) = struct.unpack("<d", bytes.fromhex(bits))
-    return float(value)
-
-
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
@@ -177,10 +155,10 @@ def _torch_dtype(name: str) -> torch.dtype:
 #: Of each other type: its kind, a simpler value that stands for it, and the way back.
 _SIMPLER: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: ("int", hex, lambda text: int(text, 16)),
-    float: ("float", _to_bits, _from_bits),
+    float: ("float", float.hex, float.fromhex),
     complex: ("complex", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    bytes: ("bytes", _to_text, _from_text),
-    bytearray: ("bytearray", _to_text, lambda text: bytearray(_from_text(text))),
+    bytes: ("bytes", bytes.hex, bytes.fromhex),
+    bytearray: ("bytearray", bytearray.hex, bytearray.fromhex),
     tuple: ("tuple", list, tuple),
     set: ("set", list, set),
     frozenset: ("frozenset", list, frozenset),
@@ -192,7 +170,7 @@ _SIMPLER: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
     type(Path()): ("path", str, Path),
     # As arrays, these would lose NULs at their ends.
     np.str_: ("str_", str.__str__, np.str_),
-    np.bytes_: ("bytes_", _to_text, lambda text: np.bytes_(_from_text(text))),
+    np.bytes_: ("bytes_", bytes.hex, lambda text: np.bytes_(bytes.fromhex(text))),
 }
 _FROM_SIMPLER = {kind: restore for kind, _, restore in _SIMPLER.values()}
 
@@ -300,11 +278,11 @@ class _Splitter:
         spelled = ".".join(key_path)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
             raise self._cannot(value, key_path)
-        check_storable(spelled, value)
         same = storage_key(value)
         key = self._seen.get(same)
         if key is None:
             key = self._unused(spelled)
+            check_storable(key, value)
             self.tensors[key] = value.detach()
             if same is not None:
                 self._seen[same] = key

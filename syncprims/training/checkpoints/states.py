@@ -20,8 +20,8 @@ from . import filesystem, integrity, stateful
 from .async_save import Saving, finish_earlier, start_save
 from .commit import FilePlan, Plan, Save, planned, split_by_size, with_unused_names
 from .coordination import Team, check_equal, coordinate, directory_path
-from .integrity import TRIES, check_file_name, refusal, replaced_while_read
-from .safetensors_file import SafetensorsFile, byte_size, write_safetensors
+from .integrity import check_file_name, refusal
+from .safetensors_file import SafetensorsFile, StoredTensor, byte_size, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _LARGE = 64 << 20  # bytes from which on the tensors of an object are worth spli
 _LARGEST = 5_000_000_000  # bytes in a file
 #: How a state's files end. A model that is saved to the same directory has no such file.
 _ENDING = ".state.safetensors"
-_ENDINGS = r"\.state(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetensors"
+_STATE_FILE = re.compile(r".+\.state(?:-\d{5,}-of-\d{5,})?(?:\.v\d+)?\.safetensors")
 
 
 # -- the manifest ---------------------------------------------------------------------------------
@@ -192,18 +192,12 @@ def _plan_state(
         files[mine] = files[mine]._replace(tensors=own.tensors)
         used = {name for _, names in rank_states for name in names}
         files = [*files[:count], *(file for file in files[count:] if file.name in used)]
-        older: set[str] = set()
-        if team.leads and not place.is_new:
-            with contextlib.suppress(CheckpointError):
-                older = {*read_manifest(place.path).files}
-        stems = "|".join([*map(re.escape, states), r"rank-\d{5,}"])
-        ours = re.compile(f"(?:{stems}){_ENDINGS}")
         return Save(
             doing, team, place, files,
             lambda path, tensors: write_safetensors(path, tensors, {}),
             (MANIFEST,), MANIFEST,
             lambda digests: Manifest(step, objects, rank_states, digests).dump(),
-            lambda name: name in older or ours.fullmatch(name) is not None,
+            lambda name: _STATE_FILE.fullmatch(name) is not None,
         )  # fmt: skip
 
     return Plan([*states], groups, [json.dumps(own.tree), bool(own.tensors)], complete)
@@ -250,7 +244,9 @@ def load_state(
     finish_earlier()
     team = Team.meet(doing)
 
-    def read() -> tuple[dict[str, Any], Any]:
+    saved = Manifest(None, {}, [], {})
+
+    def read_states() -> tuple[dict[str, Any], Any]:
         here, count = len(team.ranks), len(saved.ranks)
         if count != here and not any_world_size:
             file = f"{path}/{MANIFEST}"
@@ -268,24 +264,22 @@ def load_state(
             own_states, rng_state = reader.rank_states(own, team.number, rng)
             return {**states, **own_states}, rng_state
 
-    for left in reversed(range(TRIES)):
+    def read() -> tuple[dict[str, Any], Any]:
+        nonlocal saved
         saved, digests = coordinate(
             doing, lambda: read_manifest(path), lambda manifest: integrity.digest(manifest.dump())
         )
-        try:
-            check_equal(
-                doing, team.ranks, digests, "have found a different checkpoint",
-                "Every rank loads the same one: pass the same directory, and the same step; where "
-                "hosts have disks of their own, copy the checkpoint to each.",
-            )  # fmt: skip
-            (states, rng_state), _ = coordinate(doing, read, lambda _: None)
-            break
-        except CheckpointError as error:  # on all ranks
-            _, replaced = coordinate(doing, lambda saved=saved: read_manifest(path) != saved)
-            if not any(replaced):
-                raise
-            if not left:
-                raise replaced_while_read(path) from error
+        check_equal(
+            doing, team.ranks, digests, "have found a different checkpoint",
+            "Every rank loads the same one: pass the same directory, and the same step; where "
+            "hosts have disks of their own, copy the checkpoint to each.",
+        )  # fmt: skip
+        return coordinate(doing, read_states, lambda _: None)[0]
+
+    def was_replaced() -> bool:  # all ranks ask: an error is one of all
+        return any(coordinate(doing, lambda: read_manifest(path) != saved)[1])
+
+    states, rng_state = integrity.read_current(path, read, was_replaced)
     coordinate(doing, lambda: _load_into(path, {**objects, **own}, states, rng_state))
     return Loaded(path, saved.step, len(saved.ranks))
 
@@ -294,22 +288,18 @@ def _load_into(
     path: str, objects: Mapping[str, Stateful], states: dict[str, Any], rng_state: Any
 ) -> None:
     """Load the states into the objects, and the random numbers last."""
-    for name, state in states.items():
-        try:
-            stateful.load_into(objects[name], state)
-        except Exception as error:
-            raise CheckpointError(
-                f"{path}: object {name!r} refuses its state: {type(error).__name__}: "
-                f"{error}. Objects before it have been loaded: do not go on with them.",
-                path=path,
-            ) from error
+    what = ""
     try:
+        for name, state in states.items():
+            what = f"object {name!r} refuses its state"
+            stateful.load_into(objects[name], state)
+        what = "the random numbers cannot be restored"
         if rng_state is not None:
             restore_rng(rng_state)
     except Exception as error:
         raise CheckpointError(
-            f"{path}: the random numbers cannot be restored: {type(error).__name__}: {error}. "
-            f"The objects have been loaded.",
+            f"{path}: {what}: {type(error).__name__}: {error}. Objects before it have been loaded: "
+            f"do not go on with them.",
             path=path,
         ) from error
 
@@ -372,10 +362,12 @@ class _StateReader(NamedTuple):
         return self.files[name]
 
     def _state(self, name: str, saved: SavedState, targets: Mapping[str, Any]) -> Any:
-        where = {key: file for file in map(self._file, saved.files) for key in file.entries}
+        stored: dict[str, StoredTensor] = {}
+        for file in saved.files:
+            stored |= self._file(file).tensors
 
         def load_tensor(key: str) -> torch.Tensor:
-            tensor = where[key].read_tensor(key)
+            tensor = stored[key].load()
             # A state of an optimizer is distributed as its parameter is.
             target = targets.get(key, targets.get(".".join(key.split(".")[:2])))
             is_alike = target is not None and target.shape == tensor.shape

@@ -12,7 +12,7 @@ from . import filesystem
 from .async_save import finish_earlier
 from .commit import final_name, new_token, temporary
 from .coordination import Team, coordinate, directory_path
-from .integrity import TRIES, replaced_while_read
+from .integrity import read_current
 from .states import MANIFEST, Loaded, load_state, save_to
 
 if TYPE_CHECKING:
@@ -56,20 +56,18 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Not collective."""
-        step = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
-        complete: set[int] = set()
-        for _ in range(TRIES):
+        pattern = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
+        steps: list[int] = []
+        for _ in range(3):
             names = filesystem.names(self.directory)
-            matches = [match for match in map(step.fullmatch, names) if match]
-            complete = {
-                int(match[1])
-                for match in matches
-                if filesystem.exists(f"{self.directory}/{match[0]}/{MANIFEST}")
-            }
-            # Another program may have replaced all that were listed by later ones.
-            if len(complete) == len(matches) or names == filesystem.names(self.directory):
-                break
-        return sorted(complete)
+            matches = [match for match in map(pattern.fullmatch, names) if match]
+            steps = sorted(int(match[1]) for match in matches if self._is_complete(match[0]))
+            if names == filesystem.names(self.directory):
+                break  # else another program may have replaced all of these
+        return steps
+
+    def _is_complete(self, name: str) -> bool:
+        return filesystem.exists(f"{self.directory}/{name}/{MANIFEST}")
 
     def latest(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None. Not collective."""
@@ -105,26 +103,31 @@ class Checkpoints:
             message then names an older one, which is not loaded automatically.
         """
         doing = f"Checkpoints.load from {self.directory}"
-        for left in reversed(range(TRIES)):
+        steps: list[int] = []
+        chosen = -1
+
+        def load() -> Loaded:
+            nonlocal steps, chosen
             steps = agreed_steps(self, doing)
-            chosen = max(steps, default=None) if step is None else step
-            if chosen is None:
+            if step is None and not steps:
                 raise CheckpointError(
                     f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
                     f"expected one, found none. Save one, or start from the beginning.",
                     path=self.directory,
                 )
-            try:
-                return load_state(self.path(chosen), objects, **options)
-            except CheckpointError as error:
-                if step is not None or chosen in agreed_steps(self, doing):
-                    older = [other for other in steps if other < chosen]
-                    if older:
-                        error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
-                    raise
-                if not left:  # it was removed, as the latest one was each time
-                    raise replaced_while_read(self.directory) from error
-        raise AssertionError("the last try returns or raises")
+            chosen = max(steps) if step is None else step
+            return load_state(self.path(chosen), objects, **options)
+
+        def was_replaced() -> bool:
+            return step is None and bool(steps) and chosen not in agreed_steps(self, doing)
+
+        try:
+            return read_current(self.directory, load, was_replaced)
+        except CheckpointError as error:
+            older = [other for other in steps if other < chosen]
+            if older:
+                error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
+            raise
 
     def _prune(self, saved: int) -> None:
         """Remove the oldest steps, and what killed saves of such steps left; log failures."""

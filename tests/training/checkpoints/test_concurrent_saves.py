@@ -336,5 +336,5 @@ def test_a_load_during_saves_of_another_program_is_of_one_of_them_or_names_them(
 
     [once] = run_world(lambda: {load(first, 40, 1) for first in range(40)}, 1)
     assert once <= {0, -1}
-    [always] = run_world(lambda: [load(first, 3, 10**6) for first in range(3)], 1)
+    [always] = run_world(lambda: [load(first, 7, 10**6) for first in range(7)], 1)
     assert all(isinstance(one, int) or "another program saves there" in one for one in always)

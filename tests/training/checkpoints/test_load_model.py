@@ -209,14 +209,15 @@ def test_a_state_is_given_back_only_once_it_has_been_read(tmp_path: Path, alone:
 
 
 def meddle(path: Path, how: Callable[[Path], object]) -> Callable[[int, str, Any], None]:
-    """Do something to a file once it has been proved: before the last but one look at it."""
-    seen = list[str]()
+    """Do something to a file once it has been checked: before something is read once more."""
+    seen = set[int]()
 
     def at(number: int, name: str, args: tuple[Any, ...]) -> None:
         if name == "preadv":
-            seen.append(name)
-            if len(seen) == 4:  # length, header, the data's proof; now the first tensor
+            if args[2] in seen:
+                seen.clear()
                 how(path)
+            seen.add(args[2])
 
     return at
 

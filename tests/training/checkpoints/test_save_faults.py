@@ -19,7 +19,7 @@ SHORT = [
     ("single-1", False, 5), ("single-1", True, 3), ("shards-1", True, 3), ("to-shards-1", True, 3),
     ("from-shards-1", True, 3), ("state-1", False, 7), ("state-1", True, 7),
     ("shards-2", True, 7), ("state-2", False, 13), ("state-2", True, 13),
-    ("state-behind-2", True, 17), ("state-4", True, 31), ("object-1", True, 7),
+    ("state-behind-2", True, 17), ("state-4", True, 23), ("object-1", True, 7),
     ("safe-object-1", True, 5),
 ]  # fmt: skip
 LONG = [(name, overwrite, 1) for name in SETUPS for overwrite in (False, True)]

@@ -1,0 +1,678 @@
+"""Values between ranks: gather, broadcast and all-reduce, for all values and all backends.
+
+A value takes one of three ways, as :mod:`syncprims._data.plane` decides. One with slots takes one
+round. A single large array is described in the label of a first round, and then goes through the
+transport. Any other value is encoded into the notes of a round, and large arrays in it follow
+through the transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from syncprims._protocol.rounds import RoundSequence
+from syncprims.errors import EncodingError, RankMismatch
+from syncprims.interface import Label, Note
+
+from . import codec, reduction
+from .arrays import Spec, is_array, is_tensor, library_of, mark_written, may_fill
+from .codec import LargeHeader, holds_pickle
+from .layouts import ArrayLayout, Layout
+from .plane import DataPlane
+from .transport import Operand
+
+if TYPE_CHECKING:
+    from syncprims._protocol.rounds import Rounds
+
+#: What a call makes its first round of: the arguments of :meth:`Rounds.meet`.
+_FirstRound = tuple[
+    Note, float | None, Callable[[Sequence[Note]], Any], Callable[[], object] | None
+]
+
+#: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
+_NO_RESULT = (TypeError, ValueError, LookupError, OverflowError, ArithmeticError)
+
+
+# -- a call with a layout, prepared once for each call site ----------------------------------------
+
+
+class _PreparedCall:
+    """What is the same in all calls of one site with values of one layout."""
+
+    def __init__(
+        self, plane: DataPlane, layout: Layout, note: Note, *, own_slot: bool = True
+    ) -> None:
+        """Prepare the calls whose plain note is `note`; each rank has a slot, or only the source.
+
+        :raises OSError: if there is no space for the slots.
+        """
+        self.note = note
+        self.layout = layout
+        # Not the plane, which has the call: its memory is free at once when the group is closed.
+        self._rounds, self._board = plane.rounds, plane.board
+        self._window = plane.window_of(layout)
+        if self._window is not None:
+            self._memory, self._fence = self._window
+            self._half = plane.half(self._window)
+        self._index, self._end = plane.index, plane.count * layout.stride
+        self._own_at = plane.index * layout.stride if own_slot else 0
+        self._in_slots = plane.takes_one_round(layout)
+        plain = note.label
+        label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
+        #: The note, with the description of the value.
+        self.header = note._replace(label=label)
+
+    def write(self, packed: Any) -> None:
+        """Write this rank's slot for the round that it posts next."""
+        at = self._half * (self._board.posted + 1 & 1)
+        self.layout.write(self._memory, at + self._own_at, packed)
+        self._fence()
+
+    def _begin_reading(self) -> int:
+        """Return where the slots of the round begin that was collected last."""
+        self._fence()
+        return self._half * (self._board.collected & 1)
+
+    def _is_in_all(self, notes: Sequence[Note]) -> bool:
+        """Return whether the values of all members have this layout."""
+        header, data = self.header, self.layout.data
+        for other in notes:  # noqa: SIM110 - faster than `all`
+            if other is not header and other.label.data != data:
+                return False
+        return True
+
+
+def _prepared_call(
+    kind: Callable[..., _PreparedCall], rounds: Rounds, note: Note, value: Any, *more: Any
+) -> tuple[Any, Any] | None:
+    """Return the call that is prepared for a value, and the value packed; None for any other."""
+    plane: DataPlane = rounds.data or DataPlane.of(rounds)
+    found = plane.find(note, value)
+    if found is None:
+        return None
+    layout, packed, call = found
+    if call is None:
+        call = plane.keep((id(note), id(layout)), kind(plane, layout, note, *more))
+    return call, packed
+
+
+# -- any object, encoded ---------------------------------------------------------------------------
+
+
+def check_encodable(rounds: Rounds, label: Label, obj: object) -> None:
+    """Accept an object that could travel, in a world where it need not.
+
+    :raises EncodingError: as where it does.
+    """
+    _encode(rounds, label, obj, out_of_band=[])
+
+
+def _encode(rounds: Rounds, label: Label, obj: object, **options: Any) -> bytes:
+    """Return `obj` as bytes; an error names the call."""
+    try:
+        return codec.encode(obj, allow_pickle=rounds.settings.pickle, **options)
+    except EncodingError as error:
+        name_call(rounds, label, error)
+        raise
+
+
+def name_call(rounds: Rounds, label: Label, error: BaseException, about: str = "") -> None:
+    """Add the call, and what it is about, to an error that says why an object cannot travel."""
+    if isinstance(error, EncodingError):
+        error.call, error.rank = str(label), rounds.rank
+        error.args = (f"{label}: {about}{error}",)
+
+
+def _decode(
+    rounds: Rounds,
+    label: Label,
+    src: int,
+    payload: bytes,
+    out_of_band: Callable[[Spec], Any] | None = None,
+) -> Any:
+    """Return the object that rank `src` has sent; an error names the call and that rank."""
+    try:
+        return codec.decode(
+            payload,
+            allow_pickle=rounds.settings.pickle,
+            out_of_band=out_of_band,
+            local_rank=rounds.local_rank,
+        )
+    except EncodingError as error:
+        name_call(rounds, label, error, f"what rank {src} has sent: ")
+        raise
+
+
+def _pack(rounds: Rounds, label: Label, obj: object) -> tuple[bytes, list[Any]]:
+    """Return `obj` as bytes, and the arrays in it that follow through the transport."""
+    arrays: list[Any] = []
+    payload = _encode(rounds, label, obj, out_of_band=arrays)
+    if arrays and DataPlane.of(rounds).transport() is None:
+        return _encode(rounds, label, obj), []
+    return payload, arrays
+
+
+def _is_large(rounds: Rounds, payload: bytes) -> bool:
+    """Return whether `payload` itself travels as an array."""
+    limit = rounds.board.note_limit
+    return limit is not None and len(payload) > limit and rounds.board.engine is not None
+
+
+def _broadcast_large(
+    sequence: RoundSequence, src: int, size: int, payload: bytes | None = None
+) -> bytes:
+    """Return the bytes that member number `src` sends, as its `payload`."""
+    plane = DataPlane.of(sequence.rounds)
+
+    def make() -> Any:
+        import numpy
+
+        if payload is not None:
+            return numpy.frombuffer(bytearray(payload), numpy.uint8)
+        return numpy.empty(size, numpy.uint8)
+
+    array = sequence.attempt(make)
+    plane.needed_transport().broadcast(sequence, [array], src)
+    return array.tobytes() if payload is None else payload
+
+
+def _values_of(
+    rounds: Rounds,
+    label: Label,
+    notes: Sequence[Note],
+    out_of_band: Callable[[], Any],
+    without: int | None = None,
+) -> list[Any]:
+    """Return the values that came with the notes of the last round.
+
+    A large array is what ``out_of_band()(spec)`` returns; the first call is made for each member.
+    That number `without` gets None.
+    """
+    plane = DataPlane.of(rounds)
+    values: list[Any] = []
+    for index, (rank, note) in enumerate(zip(rounds.members, notes, strict=True)):
+        layout = plane.described(note.label.data) if note.label.data else None
+        if index == without:
+            values.append(None)
+        elif layout is None:
+            values.append(_decode(rounds, label, rank, note.payload, out_of_band()))
+        elif isinstance(layout, ArrayLayout) and not plane.is_small(layout):
+            values.append(out_of_band()(layout.spec))
+        else:
+            window = plane.window_of(layout)
+            assert window is not None, "all members have the small window"
+            window.fence()
+            at = plane.half(window) * (rounds.board.collected & 1)
+            values.append(layout.read(window.memory, at + index * layout.stride))
+    return values
+
+
+# -- all-gather ------------------------------------------------------------------------------------
+
+
+class _Gather(_PreparedCall):
+    """An ``all_gather`` of values of one layout; other members may bring another one."""
+
+    def first_round(self, packed: Any, obj: Any, outs: Any, timeout: float | None) -> _FirstRound:
+        """Return the round that gathers `obj`."""
+        write = partial(self.write, packed) if self._in_slots else None
+        return self.header, timeout, partial(self._read, timeout, obj, outs), write
+
+    def _read(self, timeout: float | None, obj: Any, outs: Any, notes: Sequence[Note]) -> list[Any]:
+        if not (self._in_slots and self._is_in_all(notes)):
+            sequence = RoundSequence(self._rounds, self.note, timeout)
+            return _gather_any(sequence, obj, None, outs, notes)
+        memory, read, begin = self._memory, self.layout.read, self._begin_reading()
+        values = [obj] * len(notes)
+        for index, at in enumerate(range(begin, begin + self._end, self.layout.stride)):
+            if outs is not None:
+                values[index] = None if outs[index] is None else read(memory, at, outs[index])
+            elif index != self._index:
+                values[index] = read(memory, at)
+        self._fence()  # read before this rank says so
+        return values
+
+
+def gather(
+    rounds: Rounds,
+    note: Note,
+    obj: Any,
+    timeout: float | None,
+    outs: Sequence[Any | None] | None = None,
+) -> list[Any]:
+    """Return every member's object, in the order of ranks; one's own is the very object.
+
+    With `outs`, all members have such an array as `obj`: fill ``outs[i]``, contiguous, with that of
+    member number i, where it is not None.
+    """
+    try:
+        first = _first_of_gather(rounds, note, obj, outs, timeout)
+    except BaseException as error:
+        rounds.fail(note.label, error)
+        raise
+    return rounds.meet(*first)
+
+
+def _first_of_gather(
+    rounds: Rounds, note: Note, obj: Any, outs: Any, timeout: float | None
+) -> _FirstRound:
+    found = _prepared_call(_Gather, rounds, note, obj)
+    if found is not None:
+        call, packed = found
+        first: _FirstRound = call.first_round(packed, obj, outs, timeout)
+        return first
+    posted, payload = _encoded(rounds, note, obj)
+
+    def read(notes: Sequence[Note]) -> list[Any]:
+        return _gather_any(RoundSequence(rounds, note, timeout), obj, payload, outs, notes)
+
+    return posted, timeout, read, None
+
+
+def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
+    """Return every member's object as :func:`gather`, as a part of another call."""
+    note = sequence.note
+    posted, payload = sequence.attempt(lambda: _encoded(sequence.rounds, note, obj))
+    return _gather_any(sequence, obj, payload, None, sequence.meet(posted))
+
+
+def _encoded(rounds: Rounds, note: Note, obj: Any) -> tuple[Note, bytes]:
+    """Return the note of an encoded object, and the encoding; it follows later if it is large."""
+    payload = _encode(rounds, note.label, obj)
+    large = _is_large(rounds, payload)
+    return note._replace(payload=LargeHeader(len(payload)).encode() if large else payload), payload
+
+
+def _gather_any(
+    sequence: RoundSequence, obj: Any, payload: bytes | None, outs: Any, notes: Sequence[Note]
+) -> list[Any]:
+    """Return all members' objects of all kinds; `payload` is this rank's, if it is encoded."""
+    rounds, me = sequence.rounds, sequence.index
+    plane = DataPlane.of(rounds)
+    datas = [note.label.data for note in notes]
+    layouts = [plane.described(data) if data else None for data in datas]
+    if any(layout is not None and not plane.is_small(layout) for layout in layouts):
+        arrays = [layout.spec for layout in layouts if isinstance(layout, ArrayLayout)]
+        transport = sequence.attempt(plane.needed_transport)
+        if len(arrays) < len(layouts) or not (transport.sizes_may_differ or len(set(datas)) == 1):
+            return gather_within(sequence, obj)
+        rooms = outs
+        if rooms is None:
+            rooms = sequence.attempt(
+                lambda: [None if i == me else spec.make() for i, spec in enumerate(arrays)]
+            )
+        transport.gather(sequence, obj, rooms)
+        return [obj if i == me else room for i, room in enumerate(rooms)]
+    sent = list(notes)
+    for member, note in enumerate(notes):  # large encodings, one after the other
+        header = None if note.label.data else LargeHeader.decode(note.payload)
+        if header is not None:
+            mine = payload if member == me else None
+            sent[member] = note._replace(
+                payload=_broadcast_large(sequence, member, header.size, mine)
+            )
+
+    def read() -> list[Any]:
+        values = _values_of(rounds, sequence.note.label, sent, lambda: None, without=me)
+        values[me] = obj
+        for out, value in zip(outs or (), values, strict=False):
+            if out is not None:
+                out[...] = value
+        return values
+
+    return sequence.agree(read) if any(holds_pickle(note.payload) for note in sent) else read()
+
+
+# -- broadcast -------------------------------------------------------------------------------------
+
+
+class _Broadcast(_PreparedCall):
+    """A ``broadcast`` of values of one layout.
+
+    A receiver makes it from what the last call of its site brought. Then all notes are equal, which
+    the board proves with one comparison. It may be another value this time: the source's note
+    decides.
+    """
+
+    def __init__(self, plane: DataPlane, layout: Layout, note: Note) -> None:
+        super().__init__(plane, layout, note, own_slot=False)
+
+    def first_round(self, packed: Any, obj: Any, out: Any, timeout: float | None) -> _FirstRound:
+        """Return the source's round."""
+        rounds = self._rounds
+        if DataPlane.of(rounds).reaches_all(self.layout):
+            write = partial(self.write, packed)
+            return self.header, timeout, lambda _: copy_into(rounds, out, obj), write
+        sequence = partial(RoundSequence, rounds, self.note, timeout)
+
+        def send(_: Sequence[Note]) -> Any:
+            _send_arrays(sequence(), [obj])
+            return copy_into(rounds, out, obj)
+
+        return self.header._replace(flag=True), timeout, send, None
+
+    def brings(self, note: Note) -> bool:
+        """Return whether what came with the source's note has this layout."""
+        return note is self.header or note.label.data == self.layout.data
+
+    def read(self, out: Any) -> Any:
+        """Return the value in the source's slot: in `out`, if that fits."""
+        layout = self.layout
+        place = out if out is not None and layout.fits(out) else None
+        value = layout.read(self._memory, self._begin_reading(), place)
+        self._fence()  # read before this rank says so
+        if value is out:
+            mark_written(out)
+        return copy_into(self._rounds, out, value)
+
+
+def broadcast(
+    rounds: Rounds, note: Note, obj: Any, src: int, out: Any, timeout: float | None
+) -> Any:
+    """Return `src`'s object on every member, an array in `out` where that fits."""
+    if src != rounds.rank:
+        return _receive(rounds, note, src, out, timeout)
+    try:
+        found = _prepared_call(_Broadcast, rounds, note, obj)
+        if found is not None:
+            call, packed = found
+            first: _FirstRound = call.first_round(packed, obj, out, timeout)
+        else:
+            first = _first_of_any(rounds, note, obj, out, timeout)
+    except BaseException as error:
+        rounds.fail(note.label, error)
+        raise
+    return rounds.meet(*first)
+
+
+def _first_of_any(
+    rounds: Rounds, note: Note, obj: Any, out: Any, timeout: float | None
+) -> _FirstRound:
+    """Return the source's first round for any object."""
+    payload, arrays = _pack(rounds, note.label, obj)
+    large = _is_large(rounds, payload)
+    if large and arrays:
+        payload, arrays = _encode(rounds, note.label, obj), []
+
+    def send(_: Sequence[Note]) -> Any:
+        sequence = RoundSequence(rounds, note, timeout)
+        if large:
+            _broadcast_large(sequence, sequence.index, len(payload), payload)
+        if arrays:
+            _send_arrays(sequence, arrays)
+        elif holds_pickle(payload):
+            sequence.meet()  # have all been able to make the object?
+        return copy_into(rounds, out, obj)
+
+    posted = LargeHeader(len(payload)).encode() if large else payload
+    return Note(note.label, bool(arrays), posted), timeout, send, None
+
+
+def _send_arrays(sequence: RoundSequence, arrays: Sequence[Any]) -> None:
+    plane = DataPlane.of(sequence.rounds)
+    plane.needed_transport().broadcast(sequence, arrays, sequence.index)
+    plane.window_is_shared = True
+
+
+def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | None) -> Any:
+    """Return what `src` sends; most likely it is like the last object that came to this site."""
+    plane: DataPlane = rounds.data or DataPlane.of(rounds)
+    expected: _Broadcast | None = plane.calls.get(id(note))
+
+    def read(notes: Sequence[Note]) -> Any:
+        sent = notes[rounds.members.index(src)]
+        if sent.flag or not sent.label.data:
+            return _receive_any(RoundSequence(rounds, note, timeout), sent, src, out)
+        call = expected
+        if call is None or not call.brings(sent):
+            call = _Broadcast(plane, plane.described(sent.label.data), note)
+            plane.keep(id(note), call)
+        return call.read(out)
+
+    return rounds.meet(note if expected is None else expected.header, timeout, read)
+
+
+def _receive_any(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any:
+    """Return what follows the first note of `src`, or is in it."""
+    rounds, label = sequence.rounds, sequence.note.label
+    plane, index = DataPlane.of(rounds), rounds.members.index(src)
+    payload = sent.payload
+    arrays: list[Any] = []
+
+    def make(spec: Spec) -> Any:
+        arrays.append(spec.make(rounds.local_rank))
+        return arrays[-1]
+
+    def decode() -> Any:
+        if not sent.label.data:
+            return _decode(rounds, label, src, payload, make)
+        layout: Any = plane.described(sent.label.data)  # of a single array
+        if not layout.fits(out):
+            return make(layout.spec)
+        arrays.append(out)
+        return out
+
+    if sent.flag:
+        transport = sequence.attempt(plane.needed_transport)
+        value = sequence.attempt(decode)
+        transport.broadcast(sequence, arrays, index)
+        plane.window_is_shared = True
+        if value is out:
+            mark_written(out)
+    else:
+        header = LargeHeader.decode(payload)
+        if header is not None:
+            payload = _broadcast_large(sequence, index, header.size)
+        value = sequence.agree(decode) if holds_pickle(payload) else decode()
+    return copy_into(rounds, out, value)
+
+
+# -- all-reduce ------------------------------------------------------------------------------------
+
+
+class _Reduction(_PreparedCall):
+    """An ``all_reduce`` of values of one layout."""
+
+    def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Any, op: str) -> None:
+        reduction.check_value(value, op)
+        super().__init__(plane, layout, note)
+        self._op = op
+        self._place_for, self._reduce = layout.reducer(op)
+
+    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
+        """Return the round that reduces `value`."""
+        write = partial(self.write, packed) if self._in_slots else None
+        return self.header, timeout, partial(self._read, timeout, value, out), write
+
+    def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
+        if not self._is_in_all(notes):
+            sequence = RoundSequence(self._rounds, self.note, timeout)
+            return _reduce_any(sequence, notes, None, value, self._op, out)
+        if self._in_slots:
+            result = self._reduce(self._memory, self._begin_reading(), out)
+            self._fence()  # read before this rank says so
+        else:
+            sequence = RoundSequence(self._rounds, self.note, timeout)
+            fits = out is None or may_fill(out, value)
+            result = sequence.attempt(lambda: self._place_for(out if fits else None))
+            transport = DataPlane.of(self._rounds).needed_transport()
+            transport.reduce(sequence, [Operand(value, result)], self._op)
+            mark_written(result)
+        return copy_into(self._rounds, out, result)
+
+
+def all_reduce(
+    rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
+) -> Any:
+    """Return the reduction over all members, an array in `out` where that fits."""
+    try:
+        grad = getattr(value, "requires_grad", None)  # None: `value` is no tensor
+        if grad is not None and (grad or library_of(value) is None):
+            value = value.detach()  # so a parameter is a plain tensor, frozen or not
+        found = _prepared_call(_Reduction, rounds, note, value, value, op)
+        if found is not None:
+            call, packed = found
+            first: _FirstRound = call.first_round(packed, value, out, timeout)
+        else:
+            first = _first_of_reduction(rounds, note, value, op, out, timeout)
+    except BaseException as error:
+        rounds.fail(note.label, error)
+        raise
+    return rounds.meet(*first)
+
+
+def _first_of_reduction(
+    rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
+) -> _FirstRound:
+    """Return the first round of the reduction of any value."""
+    reduction.check_value(value, op)
+    value = reduction.detached(value)
+    if len(rounds.members) == 1:
+        check_encodable(rounds, note.label, value)
+
+        def reduce_own(_: Sequence[Note]) -> Any:
+            sequence = RoundSequence(rounds, note, timeout)
+            return copy_into(rounds, out, _reduce(sequence, [value], op, _itself))
+
+        return note, timeout, reduce_own, None
+    payload, arrays = _pack(rounds, note.label, value)
+    # The flag says that a round follows, in which all learn if one member cannot go on.
+    more = bool(arrays) or holds_pickle(payload)
+
+    def read(notes: Sequence[Note]) -> Any:
+        return _reduce_any(RoundSequence(rounds, note, timeout), notes, arrays, value, op, out)
+
+    return Note(note.label, more, payload), timeout, read, None
+
+
+def _reduce_any(
+    sequence: RoundSequence,
+    notes: Sequence[Note],
+    arrays: list[Any] | None,
+    value: Any,
+    op: str,
+    out: Any,
+) -> Any:
+    """Return the reduction of values that may differ in kind, or raise how they differ.
+
+    `arrays` are those of this rank that follow; None if it has not encoded its value.
+    """
+    rounds, label = sequence.rounds, sequence.note.label
+    mine = [value] if arrays is None else arrays
+    operands: list[Operand] = []
+
+    def add_operand(placeholders: list[reduction.Placeholder]) -> Any:
+        """Return the array that the reduction of these will be in."""
+        own = mine[placeholders[sequence.index].number]
+        operands.append(Operand(own, reduction.empty_result(own, op)))
+        return operands[-1].result
+
+    def combine() -> Any:
+        values = _values_of(rounds, label, notes, reduction.number_arrays)
+        return _reduce(sequence, values, op, add_operand)
+
+    more = any(note.flag for note in notes)
+    result = sequence.attempt(combine) if more else combine()
+    if operands:
+        DataPlane.of(rounds).needed_transport().reduce(sequence, operands, op)
+    elif more:
+        sequence.meet()
+    return copy_into(rounds, out, result)
+
+
+def _reduce(
+    sequence: RoundSequence,
+    values: list[Any],
+    op: str,
+    out_of_band: Callable[[list[reduction.Placeholder]], Any],
+) -> Any:
+    """Return the reduction of `values`; an error is the same on all ranks, and names the call."""
+    rounds, here = sequence.rounds, str(sequence.note.label)
+    try:
+        return reduction.reduce(values, op, rounds.members, out_of_band)
+    except (RankMismatch, *_NO_RESULT) as error:
+        if not _is_of_reduction(error):
+            raise  # on this rank alone
+        own: Exception
+        if isinstance(error, RankMismatch):
+            arrived = list(rounds.members)
+            own = RankMismatch(f"{here}: {error}", rank=rounds.rank, call=here, arrived=arrived)
+            cause = None
+        else:
+            # The builtin one: numpy's own cannot be made from a text.
+            kind = next(one for one in _NO_RESULT if one in type(error).__mro__)
+            own, cause = kind(f"{here}: these values have no {op}: {error}"), error
+        rounds.in_step = own
+        raise own from cause
+
+
+def _is_of_reduction(error: BaseException) -> bool:
+    """Return whether the reduction itself has raised `error`, and not a signal handler in it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = str(trace.tb_frame.f_globals.get("__name__")) if trace is not None else ""
+    return module.partition(".")[0] in ("syncprims", "numpy", "torch")
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+# -- the caller's own array ------------------------------------------------------------------------
+
+
+def copy_into(rounds: Rounds, out: Any, value: Any) -> Any:
+    """Return `out`, now holding `value`; or `value`, if `out` is None or has been filled.
+
+    That `out` does not fit is this rank's own error: the call itself has succeeded.
+
+    :raises TypeError, ValueError: if `out` cannot hold it.
+    :raises RuntimeError: if torch cannot write it there, as into a sparse tensor.
+    """
+    if out is None or out is value:
+        return value
+    try:
+        _check_out(out, value)
+        if is_array(out):
+            out[...] = value
+        else:
+            out.detach().copy_(value)
+    except Exception as error:
+        rounds.in_step = error
+        raise
+    return out
+
+
+def _check_out(out: Any, value: Any) -> None:
+    """Accept an `out` that can hold `value`.
+
+    :raises TypeError: if `out` is neither a numpy array nor a tensor, or `value` is no array.
+    :raises ValueError: if its shape or dtype differs, it is read-only, has no memory, or items of
+        it share memory.
+    """
+    if not (is_array(out) or is_tensor(out)):
+        kind = type(out).__name__
+        raise TypeError(f"out is a {kind}; it takes a numpy array or a torch tensor")
+    if not (is_array(value) or is_tensor(value)):
+        raise TypeError(f"out was given, and what arrived is a {type(value).__name__}, no array")
+    alike = is_array(out) == is_array(value) and out.dtype == value.dtype
+    if not alike or out.shape != value.shape:
+        raise ValueError(f"out is {_with_article(out)}; what arrived is {_with_article(value)}")
+    if is_array(out):
+        if not out.flags.writeable:
+            raise ValueError("out is read-only; give an array that can be written to")
+        steps = out.strides
+    else:
+        if out.is_meta:
+            raise ValueError("out is on the meta device; give a tensor that has memory")
+        steps = out.stride() if str(out.layout) == "torch.strided" else ()
+    if any(step == 0 and size > 1 for step, size in zip(steps, out.shape, strict=False)):
+        raise ValueError("items of out share memory; give an array that is not expanded")
+
+
+def _with_article(value: Any) -> str:
+    text = reduction.describe(value)
+    return f"{'an' if text[0] in 'aeiou' else 'a'} {text}"
