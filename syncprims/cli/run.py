@@ -40,7 +40,7 @@ _NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backe
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     parser.usage = "syncprims run -n RANKS [flags] [-m] SCRIPT [ARGS...]"
-    parser.rewrite = accelerate_config.translate
+    parser.set_defaults(explain_flag=accelerate_config.explain_flag)
     add_options(parser)
 
 
@@ -80,7 +80,7 @@ def _check_script(script: str, shared: bool) -> None:
     hint = f"; is it a module, -m {script}?"
     if script.startswith("python"):
         hint = ": name the script without Python, which starts it in any case"
-    elif Path(script).suffix == ".py":
+    elif script.endswith(".py"):
         hint = ""
         with contextlib.suppress(FileNotFoundError):  # the directory has been removed
             hint = f" in {Path.cwd()}"

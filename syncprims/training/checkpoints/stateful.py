@@ -278,11 +278,11 @@ class _Splitter:
         spelled = ".".join(key_path)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
             raise self._cannot(value, key_path)
-        check_storable(spelled, value)
         same = storage_key(value)
         key = self._seen.get(same)
         if key is None:
             key = self._unused(spelled)
+            check_storable(key, value)
             self.tensors[key] = value.detach()
             if same is not None:
                 self._seen[same] = key
@@ -348,6 +348,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its shards. Collective for a DTensor."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the CPU's memory, as it can be sent to another rank."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu()
 
 
 def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
