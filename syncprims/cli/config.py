@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import json
 import sys
@@ -29,8 +28,6 @@ examples:
 
 All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
 
-_OUTPUT = "--output", "FILE"
-_OWN_FLAGS = {"-o": _OUTPUT, "--output": _OUTPUT, "--force": ("--force", None)}
 #: The module and its function that parse a file with this suffix; imported when it is read.
 _PARSERS = {
     ".yaml": ("yaml", "safe_load"),
@@ -53,7 +50,7 @@ QUESTIONS = (
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     parser.usage = "syncprims config [-o FILE] [--force] [flags of run] [SCRIPT [ARGS...]]"
-    parser.rewrite = functools.partial(accelerate_config.translate, more=_OWN_FLAGS)
+    parser.set_defaults(explain_flag=accelerate_config.explain_flag)
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="run.yaml",
         help="*.yaml, *.toml, or - for the standard output (default: run.yaml)",

@@ -30,7 +30,6 @@ class Option(NamedTuple):
     metavar: str | None = None  #: None: it is a switch
     short: tuple[str, ...] = ()
     also: tuple[str, ...] = ()  #: flags of accelerate launch with the same meaning
-    choices: tuple[str, ...] | None = None
     note: str = ""  #: why it changes nothing here
     example: str = "false"  #: how a file shows it while it is not set
 
@@ -133,6 +132,13 @@ def address(value: object) -> tuple[str, int]:
     return host, int(port)
 
 
+def no_compiler(value: object) -> str:
+    """Read ``no``: any other compiler belongs in the script."""
+    if str(value).lower() != "no":
+        raise InvalidValue(f"{value!r}: write `model = torch.compile(model)` in the script")
+    return "no"
+
+
 # -- the table ---------------------------------------------------------------------------------
 
 
@@ -171,7 +177,7 @@ class Options:
         "N", also=("--num-cpu-threads-per-process",), example="4")
     mixed_precision: str | None = _option(one_of("no", "bf16", "fp16"), SCRIPT_ENVIRONMENT,
         "what syncprims.training computes in: no, bf16 or fp16 ($SYNCPRIMS_MIXED_PRECISION)",
-        "MODE", choices=("no", "bf16", "fp16"), example='"bf16"')
+        "MODE", example='"bf16"')
     serve_torch: bool = _option(switch, SCRIPT_ENVIRONMENT,
         "serve the script's torch.distributed, whatever backend it asks for: calls that differ and "
         "ranks that are lost raise errors that name them ($SYNCPRIMS_SERVE_TORCH)")
@@ -198,7 +204,9 @@ class Options:
     main_process_port: int | None = _option(integer(0, "a port"), ACCELERATE,
         "the port in --rendezvous", "PORT")
     rdzv_backend: str | None = _option(one_of("static", "c10d"), ACCELERATE,
-        "static needs --node-rank, c10d does not", "NAME", choices=("static", "c10d"))
+        "static needs --node-rank, c10d does not", "NAME")
+    dynamo_backend: str | None = _option(no_compiler, ACCELERATE, "changes nothing: only no",
+        "NAME", note="the script compiles its model, if any")
     debug: bool = _option(switch, ACCELERATE, "changes nothing",
         note="shapes and calls are compared on every run")
     quiet: bool = _option(switch, ACCELERATE, "changes nothing", short=("-q",),
@@ -231,24 +239,29 @@ def plain_value(key: str, value: Any) -> Any:
 
 def add_options(parser: CommandParser) -> None:
     """Add all options of a run, and the script at the end."""
-    parser.add_argument(
-        "--config", metavar="FILE", help="read options from a file: *.yaml, *.toml, *.json"
-    )
+    action = parser.add_argument(
+        "--config", "--config-file", "--config_file", metavar="FILE",
+        help="read options from a file: *.yaml, *.toml, *.json",
+    )  # fmt: skip
+    action.option_strings = ["--config"]
     groups: dict[str, Any] = {}
     for option in FLAG_OPTIONS:
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
         about: dict[str, Any] = {"action": "store_true"}
         if option.metavar is not None:
-            about = {"metavar": option.metavar, "type": option.read, "choices": option.choices}
-        groups[option.section].add_argument(
-            *option.short,
-            option.flag,
+            about = {"metavar": option.metavar, "type": option.read}
+        names = [*option.short, option.flag, *option.also]
+        underscored = [f"--{name[2:].replace('-', '_')}" for name in names if "-" in name[2:]]
+        action = groups[option.section].add_argument(
+            *names,
+            *underscored,
             dest=option.key,
             default=argparse.SUPPRESS,
             help=option.help.replace("%", "%%"),
             **about,
         )
+        action.option_strings = [*option.short, option.flag]  # the help shows our spelling only
     parser.add_argument(
         "line",
         nargs=argparse.REMAINDER,

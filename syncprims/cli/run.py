@@ -40,7 +40,7 @@ _NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backe
 def add_arguments(parser: CommandParser) -> None:
     """Add the arguments of the command."""
     parser.usage = "syncprims run -n RANKS [flags] [-m] SCRIPT [ARGS...]"
-    parser.rewrite = accelerate_config.translate
+    parser.set_defaults(explain_flag=accelerate_config.explain_flag)
     add_options(parser)
 
 

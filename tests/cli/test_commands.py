@@ -217,9 +217,9 @@ def test_the_page_has_every_command_and_flag() -> None:
     for option in OPTIONS:
         named = (option.flag, f"`{option.key}`", f"--{option.key}")
         assert any(name in page for name in named), option.key
-    for family, _ in REFUSED:
-        spelled = (f"--{family[0]}", f"--{family[0].rstrip('_')}", f"--{family[0]}*", family[0])
-        assert any(name in page for name in spelled), family
+    for names, _ in REFUSED:
+        first = names.split()[0]
+        assert any(name in page for name in (f"--{first}", f"--{first.rstrip('_')}", first)), first
 
 
 @pytest.mark.parametrize("line", ["run.yaml", "-n 2 other.toml --lr 0.1"])

@@ -287,7 +287,7 @@ def test_a_full_disk_behind_the_launcher_stops_nobody_and_is_told(
         )  # fmt: skip
     assert (ended.returncode, done.read_text()) == (1, "..")
     if stream == "stdout":
-        told = "the ranks ended well, and what they wrote is lost: No space left on device"
+        told = "all ranks succeeded, but their output is lost: No space left on device"
         assert ended.stderr.decode() == f"syncprims: [Errno 28] {told}\n"
 
 

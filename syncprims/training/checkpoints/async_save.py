@@ -173,7 +173,7 @@ class _BackgroundSaving(Saving):
         if not save.team.leads:
             if outcome.exception() is not None and not _is_awaited(save):
                 return None  # the leading rank has failed, and removed what this one wrote to
-            _report(save, _message(outcome))
+            _report(save, message_of(outcome))
         return outcome.result()
 
     def _commit(self, outcome: Future[Any]) -> None:
@@ -181,17 +181,13 @@ class _BackgroundSaving(Saving):
         if not save.team.leads:
             return
         try:
-            reports = _collect_reports(save, _message(outcome), self._cancelled)
+            reports = _collect_reports(save, message_of(outcome), self._cancelled)
             written = combine(save.doing, reports, outcome.exception())
         except BaseException:
             self._abandoned = True
             save.abandon()
             raise
         save.commit(written)
-
-
-def _message(outcome: Future[Any]) -> dict[str, Any]:
-    return message_of(outcome, None if outcome.exception() else outcome.result())
 
 
 def _is_awaited(save: Save) -> bool:
@@ -255,14 +251,10 @@ def _collect_reports(
 def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return copies in host memory: pinned, if they come from a GPU."""
     copies: dict[str, torch.Tensor] = {}
-    devices: set[torch.device] = set()
     for name, tensor in tensors.items():
         pin = tensor.is_cuda
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
-        copies[name] = copy if pin else in_huge_pages(copy)
-        copy.copy_(tensor, non_blocking=pin)
-        if pin:
-            devices.add(tensor.device)
-    for device in devices:
+        copies[name] = (copy if pin else in_huge_pages(copy)).copy_(tensor, non_blocking=pin)
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
     return copies

@@ -84,14 +84,14 @@ def attempt(part: Callable[[], T], done: Future[T] | None = None) -> Future[T]:
     return done
 
 
-def message_of(own: Future[Any], summary: Any) -> dict[str, Any]:
-    """Return what the other ranks receive of this rank's part: the summary, or the error."""
-    error = own.exception()
+def message_of(outcome: Future[Any]) -> dict[str, Any]:
+    """Return what the other ranks receive of this rank's part: what it returned, or the error."""
+    error = outcome.exception()
     path, number = getattr(error, "filename", None), getattr(error, "errno", None)
     return {
         "rank": get_rank(),
         "failure": None if error is None else list(Failure.of(get_rank(), error)),
-        "summary": summary,
+        "summary": None if error is not None else outcome.result(),
         "path": None if path is None else str(path),
         "errno": number if isinstance(number, int) else None,
     }
@@ -111,16 +111,16 @@ def coordinate(
 
     :raises CheckpointError: the same on all ranks, if `part` raised on any.
     """
+    results: list[T] = []
 
-    def both() -> tuple[T, Any]:
-        result = part()
-        return result, summarize(result)
+    def both() -> Any:
+        results.append(part())
+        return summarize(results[0])
 
-    own = attempt(both)
-    result, summary = (None, None) if own.exception() else own.result()
-    message = message_of(own, summary)
-    messages = gather_as(get_active_group(), call or _call_name(doing), message)
-    return cast("T", result), combine(doing, messages, own.exception())
+    outcome = attempt(both)
+    messages = gather_as(get_active_group(), call or _call_name(doing), message_of(outcome))
+    summaries = combine(doing, messages, outcome.exception())
+    return results[0], summaries
 
 
 def combine(

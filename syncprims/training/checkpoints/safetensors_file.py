@@ -63,11 +63,18 @@ _HUGE = 4 << 20  # bytes: less memory may contain no whole huge page
 # -- tensors --------------------------------------------------------------------------------------
 
 
-def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise if the format cannot hold a tensor.
+def check_storable(name: Any, tensor: Any) -> None:
+    """Raise if the format cannot hold a value under a name.
 
     :raises TypeError: in that case.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{name!r} is of type {type(tensor).__name__}: a weights file holds tensors only; "
+            f"save_state saves the rest, too"
+        )
+    if not isinstance(name, str) or name == METADATA:
+        raise TypeError(f"a tensor is called {name!r}: it takes a str, and not {METADATA!r}")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in _CODES:
         raise TypeError(
             f"tensor {name!r} is {tensor.dtype}, {tensor.layout}: safetensors holds dense tensors "

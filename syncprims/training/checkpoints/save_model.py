@@ -11,23 +11,10 @@ import torch
 
 from syncprims.training.preparation import unwrap_model
 
-from . import filesystem
-from .commit import (
-    FilePlan,
-    Place,
-    Plan,
-    Save,
-    commit,
-    final_name,
-    new_token,
-    planned,
-    split_by_size,
-    temporary,
-    with_unused_names,
-)
+from . import commit, filesystem
 from .coordination import Team, attempt, combine, directory_path, message_of
 from .integrity import BLANK, SEAL, digest_of, dump, put_seal
-from .safetensors_file import METADATA, byte_size, check_storable, write_safetensors
+from .safetensors_file import byte_size, check_storable, write_safetensors
 from .stateful import portable_name, storage_key
 
 if TYPE_CHECKING:
@@ -72,10 +59,10 @@ def save_model(
     team = Team.meet(doing, path)
     first_file = _SAFETENSORS if safe_serialization else _TORCH
 
-    def plan() -> Plan:
+    def plan() -> commit.Plan:
         return _plan_model(doing, team, model, most, first_file)
 
-    with planned(doing, team, path, plan, "have different models") as save:
+    with commit.planned(doing, team, path, plan, "have different models") as save:
         save.run()
 
 
@@ -112,23 +99,14 @@ def _tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
     # Names that the model declares as copies come last, so that the other name is kept.
     for name in sorted(state, key=is_declared):
         tensor = state[name]
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{name!r} in the model's state is a {type(tensor).__name__}: a weights file "
-                f"holds tensors only; save_state saves the rest, too"
-            )
         key = portable_name(name)
-        if key == METADATA:
-            raise TypeError(
-                f"a tensor of the model is called {METADATA!r}, as is a file's own part"
-            )
+        check_storable(key, tensor)
         same = storage_key(tensor)
         if same in seen:
             others[key] = seen[same]
             continue
         if same is not None:
             seen[same] = key
-        check_storable(key, tensor)
         kept[key] = tensor
     order = [portable_name(name) for name in state]
     return {name: kept[name] for name in order if name in kept}, others
@@ -139,22 +117,24 @@ def _is_model_file(name: str) -> bool:
     return name in FIRST_FILES or _SHARD.fullmatch(name) is not None
 
 
-def _plan_model(doing: str, team: Team, model: nn.Module, most: int, first_file: str) -> Plan:
+def _plan_model(
+    doing: str, team: Team, model: nn.Module, most: int, first_file: str
+) -> commit.Plan:
     tensors, ties = _tensors_of(model)
-    groups = split_by_size(tensors, most)
+    groups = commit.split_by_size(tensors, most)
 
     def write_file(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
         names = {other: name for other, name in ties.items() if name in tensors}
         write = write_safetensors if first_file == _SAFETENSORS else _write_torch
         return write(path, tensors, names)
 
-    def complete(files: list[FilePlan], _: list[Any], place: Place) -> Save:
+    def complete(files: list[commit.FilePlan], _: list[Any], place: commit.Place) -> commit.Save:
         several = len(files) > 1
         head = first_file + INDEX if several else first_file
         if several:
-            files = with_unused_names(files, place)
+            files = commit.with_unused_names(files, place)
         elif not place.is_new:
-            files = [files[0]._replace(name=temporary(head, place.token))]
+            files = [files[0]._replace(name=commit.temporary(head, place.token))]
 
         def list_files(digests: Digests) -> bytes:
             metadata = {SEAL: BLANK, "total_size": byte_size(tensors.values()), SHARDS: digests}
@@ -162,9 +142,11 @@ def _plan_model(doing: str, team: Team, model: nn.Module, most: int, first_file:
             return put_seal(dump({"metadata": metadata, "weight_map": file_of}))
 
         index = list_files if several else None
-        return Save(doing, team, place, files, write_file, FIRST_FILES, head, index, _is_model_file)
+        return commit.Save(
+            doing, team, place, files, write_file, FIRST_FILES, head, index, _is_model_file
+        )
 
-    return Plan(ties, {first_file: groups}, None, complete)
+    return commit.Plan(ties, {first_file: groups}, None, complete)
 
 
 # -- a single object ------------------------------------------------------------------------------
@@ -185,40 +167,27 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
         raise TypeError(f"f={path!r}: it takes a str, a path or an opened file")
     target = filesystem.absolute(given)
     outcome = attempt(lambda: _write_object(obj, target, safe))
-    combine(f"save to {target}", [message_of(outcome, None)], outcome.exception())
+    combine(f"save to {target}", [message_of(outcome)], outcome.exception())
 
 
 def _write_object(obj: Any, target: str, safe: bool) -> None:
     target = filesystem.resolve_target(target)
     folder, name = os.path.split(target)
-    waiting = f"{folder}/{temporary(name, new_token())}"
+    waiting = f"{folder}/{commit.temporary(name, commit.new_token())}"
 
     def prepare() -> None:
-        if safe:
-            write_safetensors(waiting, _check_tensors(obj), {})
-        else:
+        if not safe:
             _write_torch_object(waiting, obj)
+            return
+        if not isinstance(obj, dict):
+            raise TypeError(f"a safetensors file holds a dict of tensors, and this is {type(obj)}")
+        for key, tensor in obj.items():
+            check_storable(key, tensor)
+        write_safetensors(waiting, obj, {})
 
-    commit(prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
+    commit.commit(prepare, waiting, target, lambda: filesystem.remove_or_log(waiting))
     # A killed save may have left some:
-    filesystem.remove_each_or_log(folder, lambda entry: final_name(entry) == name)
-
-
-def _check_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
-    """Return `obj` if a safetensors file can hold it.
-
-    :raises TypeError: if it cannot.
-    """
-    if not isinstance(obj, dict):
-        raise TypeError(f"safetensors files hold a dict of tensors, and this is {type(obj)}")
-    for name, tensor in obj.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or name == METADATA:
-            raise TypeError(
-                f"safetensors files hold tensors by name, but none named {METADATA!r}: "
-                f"{name!r} is {type(tensor)}"
-            )
-        check_storable(name, tensor)
-    return obj
+    filesystem.remove_each_or_log(folder, lambda entry: commit.final_name(entry) == name)
 
 
 # -- torch's own files ----------------------------------------------------------------------------

@@ -278,11 +278,11 @@ class _Splitter:
         spelled = ".".join(key_path)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
             raise self._cannot(value, key_path)
-        check_storable(spelled, value)
         same = storage_key(value)
         key = self._seen.get(same)
         if key is None:
             key = self._unused(spelled)
+            check_storable(key, value)
             self.tensors[key] = value.detach()
             if same is not None:
                 self._seen[same] = key

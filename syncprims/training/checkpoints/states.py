@@ -288,22 +288,18 @@ def _load_into(
     path: str, objects: Mapping[str, Stateful], states: dict[str, Any], rng_state: Any
 ) -> None:
     """Load the states into the objects, and the random numbers last."""
-    for name, state in states.items():
-        try:
-            stateful.load_into(objects[name], state)
-        except Exception as error:
-            raise CheckpointError(
-                f"{path}: object {name!r} refuses its state: {type(error).__name__}: "
-                f"{error}. Objects before it have been loaded: do not go on with them.",
-                path=path,
-            ) from error
+    what = ""
     try:
+        for name, state in states.items():
+            what = f"object {name!r} refuses its state"
+            stateful.load_into(objects[name], state)
+        what = "the random numbers cannot be restored"
         if rng_state is not None:
             restore_rng(rng_state)
     except Exception as error:
         raise CheckpointError(
-            f"{path}: the random numbers cannot be restored: {type(error).__name__}: {error}. "
-            f"The objects have been loaded.",
+            f"{path}: {what}: {type(error).__name__}: {error}. Objects before it have been loaded: "
+            f"do not go on with them.",
             path=path,
         ) from error
 
