@@ -474,7 +474,7 @@ class _Reduction(_PreparedCall):
         reduction.check_value(value, op)
         super().__init__(plane, layout, note)
         self._op = op
-        self._place_for, self._reduce = layout.reducer(op)
+        self._reduce = layout.reducer(op)
 
     def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
         """Return the round that reduces `value`."""
@@ -490,8 +490,9 @@ class _Reduction(_PreparedCall):
             self._fence()  # read before this rank says so
         else:
             sequence = RoundSequence(self._rounds, self.note, timeout)
-            fits = out is None or may_fill(out, value)
-            result = sequence.attempt(lambda: self._place_for(out if fits else None))
+            layout: Any = self.layout  # of an array
+            place = None if out is None or not may_fill(out, value) else out
+            result = sequence.attempt(lambda: layout.room_for(self._op, place))
             transport = DataPlane.of(self._rounds).needed_transport()
             transport.reduce(sequence, [Operand(value, result)], self._op)
             mark_written(result)
