@@ -46,15 +46,15 @@ class InvalidValue(argparse.ArgumentTypeError, ValueError):
     """What was written is not a value of the option; argparse shows the text."""
 
 
-def integer(least: int, what: str) -> Callable[[object], int]:
-    """Return a reader of whole numbers from `least` up."""
+def number(kind: type[int] | type[float], least: float, what: str) -> Callable[[object], Any]:
+    """Return a reader of numbers from `least` up."""
 
-    def read(value: object) -> int:
+    def read(value: object) -> int | float:
         try:
-            number = int(str(value))
+            number = kind(str(value))
         except ValueError:
             number = least - 1
-        if number < least:
+        if not number >= least:
             raise InvalidValue(f"{value!r} is not {what} from {least} up")
         return number
 
@@ -65,10 +65,10 @@ def one_of(*choices: str) -> Callable[[object], str]:
     """Return a reader of one of these words."""
 
     def read(value: object) -> str:
-        word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
-        if word not in choices:
+        choice = "no" if value is False else str(value)  # YAML reads a bare `no` as false
+        if choice not in choices:
             raise InvalidValue(f"{value!r} is not one of {', '.join(choices)}")
-        return word
+        return choice
 
     return read
 
@@ -97,17 +97,6 @@ def switch(value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidValue(f"{value!r} is neither true nor false")
     return value
-
-
-def seconds(value: object) -> float:
-    """Read a number of seconds above 0."""
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise InvalidValue(f"{value!r} is not a number of seconds above 0")
-    return number
 
 
 def device_ids(value: object) -> tuple[str, ...]:
@@ -139,6 +128,9 @@ def no_compiler(value: object) -> str:
     return "no"
 
 
+SECONDS = number(float, 1e-3, "a number of seconds")
+
+
 # -- the table ---------------------------------------------------------------------------------
 
 
@@ -152,26 +144,23 @@ class Options:
     """The values of a run's options, from flags or a file; None: not set."""
 
     # fmt: off
-    ranks: int | None = _option(integer(1, "a number of ranks"), RANKS,
+    ranks: int | None = _option(number(int, 1, "a number of ranks"), RANKS,
         "how many ranks to start; with several nodes, on each (default: one for each of --gpus)",
         "N", ("-n",), example="4")
-    oversubscribe: bool = _option(switch, RANKS,
-        "start as many ranks as asked for; otherwise more than 64 are refused if there are also "
-        "more than 4 for each processor")
-    max_restarts: int | None = _option(integer(0, "a number of restarts"), RANKS,
+    max_restarts: int | None = _option(number(int, 0, "a number of restarts"), RANKS,
         "how often to start all ranks again after one has failed (default: 0)", "N", example="0")
     backend: str | None = _option(word, BACKEND,
         "where the ranks meet: file (shared memory of one host, no torch), torch, gloo, nccl, "
         "single, or a plug-in's (default: $SYNCPRIMS_BACKEND, else nccl with --gpus, else torch "
         "with several nodes, else file)", "NAME", example='"file"')
-    timeout: float | None = _option(seconds, BACKEND,
+    timeout: float | None = _option(SECONDS, BACKEND,
         "seconds after which waiting for other ranks is an error ($SYNCPRIMS_TIMEOUT)",
         "SECONDS", example="600")
     gpus: tuple[str, ...] | None = _option(device_ids, DEVICES,
         "CUDA devices that the ranks see, as 0,1 or all; at least one for each rank "
         "($CUDA_VISIBLE_DEVICES)", "IDS", also=("--gpu-ids",), example='"0,1"')
     cpu: bool = _option(switch, DEVICES, "hide all CUDA devices from the ranks")
-    threads: int | None = _option(integer(1, "a number of threads"), DEVICES,
+    threads: int | None = _option(number(int, 1, "a number of threads"), DEVICES,
         "threads of the math libraries in each rank (default: $OMP_NUM_THREADS, else the "
         "processors divided by the ranks)",
         "N", also=("--num-cpu-threads-per-process",), example="4")
@@ -184,9 +173,9 @@ class Options:
     trace: str | None = _option(word, SCRIPT_ENVIRONMENT,
         "record every round of every rank in this directory ($SYNCPRIMS_TRACE)", "DIR",
         example='"trace"')
-    nodes: int | None = _option(integer(1, "a number of nodes"), NODES,
+    nodes: int | None = _option(number(int, 1, "a number of nodes"), NODES,
         "number of machines; run the command on each", "N", also=("--num-machines",), example="2")
-    node_rank: int | None = _option(integer(0, "a number of a node"), NODES,
+    node_rank: int | None = _option(number(int, 0, "a number of a node"), NODES,
         "which of them this is, from 0 (default: torchrun numbers them as they join)", "K",
         also=("--machine-rank",), example="0")
     rendezvous: tuple[str, int] | None = _option(address, NODES,
@@ -197,11 +186,11 @@ class Options:
         example='"train.py"')
     args: tuple[str, ...] = _option(words, SCRIPT, "the arguments of the script", "ARGS",
         example='["--lr", "0.1"]')
-    num_processes: int | None = _option(integer(1, "a number of ranks"), ACCELERATE,
+    num_processes: int | None = _option(number(int, 1, "a number of ranks"), ACCELERATE,
         "ranks on all nodes together", "N")
     multi_gpu: bool = _option(switch, ACCELERATE, "the same as --gpus all")
     main_process_ip: str | None = _option(word, ACCELERATE, "the host in --rendezvous", "HOST")
-    main_process_port: int | None = _option(integer(0, "a port"), ACCELERATE,
+    main_process_port: int | None = _option(number(int, 0, "a port"), ACCELERATE,
         "the port in --rendezvous", "PORT")
     rdzv_backend: str | None = _option(one_of("static", "c10d"), ACCELERATE,
         "static needs --node-rank, c10d does not", "NAME")

@@ -80,7 +80,7 @@ def _check_script(script: str, shared: bool) -> None:
     hint = f"; is it a module, -m {script}?"
     if script.startswith("python"):
         hint = ": name the script without Python, which starts it in any case"
-    elif Path(script).suffix == ".py":
+    elif script.endswith(".py"):
         hint = ""
         with contextlib.suppress(FileNotFoundError):  # the directory has been removed
             hint = f" in {Path.cwd()}"

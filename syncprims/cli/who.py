@@ -15,7 +15,7 @@ from syncprims.who.observation import Observation, RankReport, WorldReport, expl
 from syncprims.who.processes import find_py_spy
 
 from .console import CommandParser, Style, table
-from .options import seconds
+from .options import SECONDS
 
 HELP = """Show what every rank of a running job does, and who waits for whom.
 Read the worlds that run on this host from outside. Nothing has to be switched on in the job, and it
@@ -45,13 +45,13 @@ def add_arguments(parser: CommandParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--watch",
-        type=seconds,
+        type=SECONDS,
         metavar="SECONDS",
         help="look again, with this pause, until it ends",
     )
     parser.add_argument("--json", action="store_true", help="for programs: a line for each world")
     parser.add_argument(
-        "--stuck-after", type=seconds, default=30.0, metavar="S",
+        "--stuck-after", type=SECONDS, default=30.0, metavar="S",
         help="how long a rank may wait until the exit code is 3 (default: 30)",
     )  # fmt: skip
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +13,8 @@ from support import ROOT
 from support.rank_environment import clean_environ
 from support.rank_worlds import CLOSING
 
-from syncprims import ConfigurationError
 from syncprims._world.host import free_port
-from syncprims.cli import COMMANDS, config, main, parser
+from syncprims.cli import COMMANDS, main, parser
 from syncprims.cli.accelerate_config import REFUSED
 from syncprims.cli.options import OPTIONS
 
@@ -49,7 +46,7 @@ def test_a_run_that_was_written_down_starts(tmp_path: Path, clean: dict[str, str
     assert wrote.stdout == "wrote run.toml; start it with: syncprims run --config run.toml\n"
     again = call("config", "-o", "run.toml", "-n", "3", env=clean, cwd=tmp_path)
     assert again.returncode == 2
-    assert "run.toml exists" in again.stderr
+    assert "run.toml exists and is not overwritten" in again.stderr
     done = call("run", "--config", "run.toml", env=clean, cwd=tmp_path)
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {r}] ['--lr', '0.1'] 3  bf16" for r in range(2)
@@ -86,50 +83,12 @@ def test_a_script_for_one_rank_only_is_refused(tmp_path: Path, clean: dict[str, 
         assert f"syncprims: {script} is the standard input" in done.stderr
 
 
-def test_config_asks_on_a_terminal_only(tmp_path: Path, clean: dict[str, str]) -> None:
-    refused = call("config", env=clean, cwd=tmp_path, stdin=subprocess.DEVNULL)
-    assert refused.returncode == 2
-    assert "nothing to write: give flags" in refused.stderr
-    ours, theirs = pty.openpty()
-    try:
-        os.write(ours, b"1\n2\n\nbf16\n\ntrain.py\n")
-        asked = call("config", env=clean, cwd=tmp_path, stdin=theirs)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert asked.returncode == 0, asked.stderr
-    assert "How many ranks on each machine" in asked.stdout
-    pytest.importorskip("yaml")
-    assert config.read(str(tmp_path / "run.yaml")) == {
-        "nodes": 1, "ranks": 2, "mixed_precision": "bf16", "script": "train.py",
-    }  # fmt: skip
-
-
-def test_questions_are_asked_until_they_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[str] = []
-
-    def replies(*lines: str) -> Any:
-        left = iter(lines)
-
-        def reply(question: str) -> str:
-            asked.append(question)
-            try:
-                return next(left)
-            except StopIteration:
-                raise EOFError from None
-
-        return reply
-
-    defaults = {"nodes": 1, "ranks": 8, "gpus": ("0", "1"), "mixed_precision": "no"}
-    said = config.ask(defaults, replies("2", "", "node0:29500", "zero", "4", "", "", "3", ""))
-    assert said == {
-        "nodes": 2, "rendezvous": ("node0", 29500), "ranks": 4, "gpus": ("0", "1"),
-        "mixed_precision": "no", "threads": 3,
-    }  # fmt: skip
-    assert "'zero' is not a number of ranks" in capsys.readouterr().err
-    assert any(question.endswith("[0,1]: ") for question in asked)
-    with pytest.raises(ConfigurationError, match="nothing was written"):
-        config.ask(defaults, replies("1"))
+def test_config_without_flags_writes_a_file_to_fill_in(
+    tmp_path: Path, clean: dict[str, str]
+) -> None:
+    done = call("config", "-o", "-", env=clean, cwd=tmp_path)
+    assert "\n#ranks: 4\n" in done.stdout
+    assert "\n#mixed_precision: " in done.stdout
 
 
 # -- several nodes -----------------------------------------------------------------------------
@@ -267,7 +226,7 @@ def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path: Path, clean: dict[st
         (["env"], [1], 0, ""),
         (["--version"], [1], 0, ""),
         (["env", "--json"], [0, 1, 2], 0, ""),
-        (["config"], [0], 2, "nothing to write"),
+        (["config", "-o", "x.ini"], [0], 2, "*.yaml or *.toml"),
         (["trace", "nowhere"], [2], 2, ""),
     ],
     ids=str,
@@ -293,19 +252,11 @@ def test_what_an_output_cannot_spell_is_escaped(tmp_path: Path, clean: dict[str,
 
 
 def test_an_interrupt_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(question: str) -> str:
+    def interrupt(environ: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("builtins.input", interrupted)
-    monkeypatch.setattr("sys.stdin", Terminal())
-    assert main(["config"]) == 130
+    monkeypatch.setattr("syncprims.cli.env.preview", interrupt)
+    assert main(["env"]) == 130
     assert capsys.readouterr().err == "syncprims: interrupted\n"
-    assert not any(tmp_path.iterdir())
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True

@@ -206,7 +206,7 @@ def test_a_rank_that_cannot_be_started_is_told_with_the_limit(launches: Launches
 def test_a_signal_counts_while_ranks_are_started(launches: Launches) -> None:
     launches.write("while True: time.sleep(9)\n")
     launcher = subprocess.Popen(
-        command("-n", "2000", "--oversubscribe", str(launches.script)), env=launches.environ,
+        command("-n", "2000", str(launches.script)), env=launches.environ,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     with launcher:
