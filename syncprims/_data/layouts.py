@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import struct
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
 from syncprims.errors import EncodingError
@@ -33,6 +34,10 @@ from .limits import LONGEST_DESCRIPTION
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence
+
+    #: ``reduce(memory, at, out)`` returns the reduction, in the order of ranks, of slots of which
+    #: the first is at `at`. An array is in `out`, if it fits.
+    Reducer = Callable[[memoryview, int, Any], Any]
 
 _MOST_PARTS = 64  # of one container
 #: How `struct` writes a number, by its kind, in 8 bytes: kinds that mix have slots of one size.
@@ -153,22 +158,41 @@ class _Container:
         return dict(zip(self._keys, parts, strict=True)) if self._keys else self._kind(parts)
 
 
-class Reducer(NamedTuple):
-    """How the values in all slots become one, for one layout and one `op`."""
+class Layout(ABC):
+    """The slots of all members, for values of one shape."""
 
-    #: ``place_for(out)`` returns the array for the result: `out` if it fits. None for numbers.
-    place_for: Callable[[Any], Any]
-    #: ``reduce(memory, at, out)`` returns the reduction, in rank order, of slots of which the first
-    #: is at `at`. An array is in `out`, if it fits.
-    reduce: Callable[[memoryview, int, Any], Any]
+    data: bytes  #: what the value is: a part of the label of a note
+    stride: int  #: bytes from one slot to the next
+    #: Returns what :meth:`write` writes; None if this value does not fit.
+    pack: Callable[[Any], Any]
+
+    def spread(self, stride: int) -> None:
+        """Set the bytes from one slot to the next."""
+        self.stride = stride
+
+    @abstractmethod
+    def write(self, memory: memoryview, at: int, packed: Any) -> None:
+        """Write the slot at `at`."""
+
+    @abstractmethod
+    def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
+        """Return the value in the slot at `at`: in `out`, if that is an array."""
+
+    def fits(self, out: Any) -> bool:
+        """Return whether :meth:`read` can fill `out`; else it makes the value."""
+        return False
+
+    @abstractmethod
+    def reducer(self, op: str) -> Reducer:
+        """Return what reduces all slots with `op`."""
 
 
-class NumberLayout:
+class NumberLayout(Layout):
     """A number of at most 64 bits, or a flat dict, list or tuple of numbers."""
 
     def __init__(self, outline: Any, members: int) -> None:
         """`outline` is such a value of zeros."""
-        self.data = codec.encode(outline)  #: what the value is, for the label of a note
+        self.data = codec.encode(outline)
         is_alone = _is_number(type(outline))
         container = _Container([outline] if is_alone else outline)
         self._build = itemgetter(0) if is_alone else container.build
@@ -186,7 +210,7 @@ class NumberLayout:
 
     def spread(self, stride: int) -> None:
         """Set the bytes from one slot to the next."""
-        self.stride = stride  #: bytes from one slot to the next
+        super().spread(stride)
         gap = f"{stride - self._slot.size}x"
         self._slots = struct.Struct(f"<{gap.join([self._contents] * self._members)}")
 
@@ -221,10 +245,6 @@ class NumberLayout:
         """Write the slot at `at`."""
         memory[at : at + len(packed)] = packed
 
-    def fits(self, out: Any) -> bool:
-        """Return False: numbers are in no array."""
-        return False
-
     def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
         """Return the value in the slot at `at`."""
         numbers = self._unpack(self._one, self._slot, memory, at)
@@ -235,32 +255,38 @@ class NumberLayout:
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`."""
-        return Reducer(_no_array, partial(self._reduce, op))
+        return partial(self._reduce, op)
 
     def _reduce(self, op: str, memory: memoryview, at: int, _: Any) -> Any:
         numbers, width = self._unpack(self._all, self._slots, memory, at), self._width
         if not self._are_pythons:
-            kinds = enumerate(self._kinds)
-            return self._build(
-                [reduction.reduce_kind(kind, numbers[i::width], op) for i, kind in kinds]
-            )
+            parts = [(kind, numbers[i::width]) for i, kind in enumerate(self._kinds)]
+            return self._build([_reduce_kind(kind, part, op) for kind, part in parts])
         if self._is_alone:
             return reduction.reduce_numbers(numbers, op)
         return self._build([reduction.reduce_numbers(numbers[i::width], op) for i in range(width)])
 
 
-class ArrayLayout:
+def _reduce_kind(kind: Any, numbers: Sequence[Any], op: str) -> Any:
+    if kind in _PYTHONS:
+        return reduction.reduce_numbers(numbers, op)
+    return reduction.reduce_scalars([kind(number) for number in numbers], op)
+
+
+class ArrayLayout(Layout):
     """An array, or a tensor in the memory of its host."""
 
     def __init__(self, spec: Spec, members: int) -> None:
         self.spec = spec
-        self.data = codec.encode(spec)  #: what the value is, for the label of a note
-        self.stride = up_to_line(spec.nbytes)  #: bytes from one slot to the next
+        self.data = codec.encode(spec)
+        self.stride = up_to_line(spec.nbytes)
         self._members = members
         self._dtype = spec.loaded_dtype
         self._library: Any = sys.modules[spec.library]
         self._is_tensor = spec.library == "torch"
         self._kind = self._library.Tensor if self._is_tensor else self._library.ndarray
+        device = {"device": "cpu"} if self._is_tensor else {}
+        self._empty = partial(self._library.empty, spec.shape, **device)
         self._slots: dict[int, Any] = {}  # the items of one slot, by where it begins
         self._rows: dict[int, list[Any]] = {}  # and of those of all members
         #: Returns the items of an array: the very memory, where that is contiguous.
@@ -273,10 +299,6 @@ class ArrayLayout:
             self.pack = flat if self._is_known else _octets
             self._slot_dtype = known or numpy_dtype(self._library.uint8)
             self._slot_shape = (spec.nbytes // int(self._slot_dtype.itemsize),)
-
-    def spread(self, stride: int) -> None:
-        """Set the bytes from one slot to the next."""
-        self.stride = stride
 
     def _slot_at(self, memory: memoryview, at: int) -> Any:
         """Return the items in one slot, of the kind that :attr:`pack` returns."""
@@ -310,50 +332,52 @@ class ArrayLayout:
         return value
 
     def fits(self, out: Any) -> bool:
-        """Return whether :meth:`read` can fill `out`."""
+        """Return whether `out` is such an array, and can be written to."""
         return self._can_fill(self._dtype, out)
 
     def _can_fill(self, dtype: Any, out: Any) -> bool:
-        """Return whether `out` is such an array, but of `dtype`, and can be written to."""
         if type(out) is not self._kind or out.dtype != dtype or out.shape != self.spec.shape:
             return False
         if not self._is_tensor:
             return bool(out.flags.carray)
         return bool(out.is_cpu and out.layout is self._library.strided and is_fillable(out))
 
+    def room_for(self, op: str, out: Any) -> Any:
+        """Return an array for the result of `op`: `out`, if it fits."""
+        return self._room_of(reduction.result_dtype(self._dtype, op), out)
+
+    def _room_of(self, dtype: Any, out: Any) -> Any:
+        return out if out is not None and self._can_fill(dtype, out) else self._empty(dtype=dtype)
+
     def reducer(self, op: str) -> Reducer:
-        """Return what reduces all slots with `op`, into a new array or into the caller's."""
-        dtype = reduction.result_dtype(self._dtype, op)
-        device = {"device": "cpu"} if self._is_tensor else {}
-        empty = partial(self._library.empty, self.spec.shape, dtype=dtype, **device)
+        """Return what reduces all slots with `op`, into a new array or into `out`."""
         items_of = flat if self._is_tensor else _flattened
-        combine: Callable[[Sequence[Any], Any], object]
+        dtype = reduction.result_dtype(self._dtype, op)
         if self._is_known:
             items_dtype = numpy_dtype(dtype) if self._is_tensor else dtype
             combine = reduction.array_combiner(op, items_dtype, self._slot_dtype)
         else:
-            combine = partial(_combine, op)
 
-        def place_for(out: Any) -> Any:
-            return out if out is not None and self._can_fill(dtype, out) else empty()
+            def combine(parts: Sequence[Any], out: Any) -> None:
+                reduction.combine(parts, op, out)
 
         def reduce(memory: memoryview, at: int, out: Any) -> Any:
-            result = place_for(out)
+            result = self._room_of(dtype, out)
             combine(self._rows_at(memory, at), items_of(result))
             if self._is_tensor:
                 mark_written(result)
             return result
 
-        return Reducer(place_for, reduce)
+        return reduce
 
 
-class TreeLayout:
+class TreeLayout(Layout):
     """A flat dict, list or tuple of small arrays and numbers: a part of the slot for each."""
 
     def __init__(self, outline: Any, members: int) -> None:
         """`outline` is such a container of zeros and specs."""
-        self.data = codec.encode(outline)  #: what the value is, for the label of a note
-        self.stride = 0  #: bytes from one slot to the next
+        self.data = codec.encode(outline)
+        self.stride = 0
         self._container = container = _Container(outline)
         self._parts: list[tuple[int, Layout]] = []  # each with where it begins in a slot
         for part in container.parts(outline):
@@ -363,7 +387,7 @@ class TreeLayout:
 
     def spread(self, stride: int) -> None:
         """Set the bytes from one slot to the next."""
-        self.stride = stride
+        super().spread(stride)
         for _, layout in self._parts:
             layout.spread(stride)
 
@@ -378,10 +402,6 @@ class TreeLayout:
         for (begin, layout), part in zip(self._parts, packed, strict=True):
             layout.write(memory, at + begin, part)
 
-    def fits(self, out: Any) -> bool:
-        """Return False: a container is no array."""
-        return False
-
     def read(self, memory: memoryview, at: int, out: Any = None) -> Any:
         """Return the value in the slot at `at`."""
         parts = [layout.read(memory, at + begin) for begin, layout in self._parts]
@@ -389,20 +409,13 @@ class TreeLayout:
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`, part by part."""
-        reducers = [(begin, layout.reducer(op).reduce) for begin, layout in self._parts]
+        reducers = [(begin, layout.reducer(op)) for begin, layout in self._parts]
 
         def reduce(memory: memoryview, at: int, _: Any) -> Any:
             parts = [reduce_part(memory, at + begin, None) for begin, reduce_part in reducers]
             return self._container.build(parts)
 
-        return Reducer(_no_array, reduce)
-
-
-Layout = NumberLayout | ArrayLayout | TreeLayout
-
-
-def _combine(op: str, parts: Sequence[Any], items: Any) -> None:
-    reduction.combine(parts, op, items)
+        return reduce
 
 
 def _octets(tensor: Any) -> Any:
@@ -413,10 +426,6 @@ def _octets(tensor: Any) -> Any:
 
 def _flattened(array: Any) -> Any:
     return array if array.ndim == 1 else array.reshape(-1)
-
-
-def _no_array(out: Any) -> None:
-    """Return None: numbers are made."""
 
 
 def _itself(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import limits
 from .arrays import LINE
 from .layouts import ArrayLayout, Layout, key_of, make_layout, read_layout
-from .transport import DeviceTransport, EngineTransport, SharedMemoryTransport, Transport
+from .transport import EngineTransport, SharedMemoryTransport, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -71,13 +71,11 @@ class DataPlane:
         :raises OSError: if there is no space for a window.
         """
         if self._transport is None:
-            host: Transport | None = None
-            self._window = self.board.window()
+            self._window, engine = self.board.window(), self.board.engine
             if self._window is not None:
-                host = SharedMemoryTransport(self._window)
-            elif self.board.engine is not None:
-                host = EngineTransport(self.board.engine)
-            self._transport = host and DeviceTransport(host, self.board.device_engine)
+                self._transport = SharedMemoryTransport(self._window, self.board.device_engine)
+            elif engine is not None:
+                self._transport = EngineTransport(engine, self.board.device_engine)
         return self._transport
 
     def needed_transport(self) -> Transport:

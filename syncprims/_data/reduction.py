@@ -10,8 +10,6 @@ import functools
 import itertools
 import math
 import sys
-from contextvars import Context
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from syncprims.errors import RankMismatch
@@ -198,7 +196,7 @@ def describe(value: Any) -> str:
 
 def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
     if all(is_scalar(value) and value.dtype == values[0].dtype for value in values):
-        return _reduce_scalars(values, op)
+        return reduce_scalars(values, op)
     return reduce_numbers([value.item() if is_scalar(value) else value for value in values], op)
 
 
@@ -214,18 +212,12 @@ def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
     return total / len(numbers) if op == "mean" else total
 
 
-def reduce_kind(kind: Any, numbers: Sequence[Any], op: str) -> Any:
-    """Return the reduction of numbers of one kind, one per rank, which may be of numpy."""
-    if kind.__module__ != "numpy":
-        return reduce_numbers(numbers, op)
-    return _reduce_scalars([kind(number) for number in numbers], op)
-
-
-def _reduce_scalars(values: Sequence[Any], op: str) -> Any:
+def reduce_scalars(values: Sequence[Any], op: str) -> Any:
+    """Return the reduction of numpy's numbers of one kind, one per rank."""
     import numpy
 
     if values[0].dtype.kind in "iu" and op in ("sum", "prod"):
-        exact = _reduce_numbers([int(value) for value in values], op)
+        exact = reduce_numbers([int(value) for value in values], op)
         bounds = numpy.iinfo(values[0].dtype)
         return values[0].dtype.type(exact) if bounds.min <= exact <= bounds.max else exact
     arrays = [numpy.asarray(value) for value in values]
@@ -283,49 +275,16 @@ def combine(parts: Sequence[Any], op: str, out: Any) -> None:
         array_combiner(op, out.dtype, parts[0].dtype)(parts, out)
 
 
-def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], object]:
+@functools.cache
+def array_combiner(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], None]:
     """Return :func:`combine` for numpy arrays of dtype `of`, and a result of `dtype`.
 
-    It has no numpy warnings: as everywhere, an overflow is an infinity. It must not be called by
-    two threads at a time.
+    It has no numpy warnings: as everywhere, an overflow is an infinity.
     """
-    fill = _array_filler(op, dtype, of)
-    if dtype.kind not in "fc":
-        return fill
-    context = _context_without_warnings()
-    if context is None:
-        return partial(_without_warnings, fill)
-    run: Any = context.copy().run
-    return partial(run, fill)
-
-
-@functools.cache
-def _context_without_warnings() -> Context | None:
-    """Return a context in which numpy does not warn. None can be entered twice at a time.
-
-    To use it is faster than `numpy.errstate`. None for numpy 1, where these settings are in the
-    thread.
-    """
-    numpy: Any = sys.modules["numpy"]
-    if numpy.__version__.startswith("1."):
-        return None
-    context = Context()
-    context.run(numpy.seterr, all="ignore")
-    return context
-
-
-def _without_warnings(fill: Callable[..., None], parts: Sequence[Any], out: Any) -> None:
-    with sys.modules["numpy"].errstate(all="ignore"):
-        fill(parts, out)
-
-
-@functools.cache
-def _array_filler(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any], None]:
     numpy: Any = sys.modules["numpy"]
     function = getattr(numpy, _FUNCTIONS.get(op, "add"))
-    kind, wide = dtype.kind, dtype
-    if kind == "f" and dtype.itemsize == 2:
-        wide = numpy.dtype("f4")
+    kind = dtype.kind
+    wide = numpy.dtype("f4") if kind == "f" and dtype.itemsize == 2 else dtype
     direct = of == wide
 
     def fill(parts: Sequence[Any], out: Any) -> None:
@@ -344,7 +303,11 @@ def _array_filler(op: str, dtype: Any, of: Any) -> Callable[[Sequence[Any], Any]
         if total is not out:
             out[...] = total
 
-    return fill
+    def fill_without_warnings(parts: Sequence[Any], out: Any) -> None:
+        with numpy.errstate(all="ignore"):
+            fill(parts, out)
+
+    return fill_without_warnings if kind in "fc" else fill
 
 
 def _combine_tensors(parts: Sequence[Any], op: str, out: Any) -> None:

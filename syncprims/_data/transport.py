@@ -34,20 +34,58 @@ class Transport(ABC):
     #: Whether the arrays of :meth:`gather` may differ in size, if each member has room for all.
     sizes_may_differ = False
 
-    @abstractmethod
+    def __init__(self, device_engine: DeviceEngine | None) -> None:
+        """Let `device_engine`, if there is one, carry arrays from device to device.
+
+        All other arrays of devices pass through the hosts' memory.
+        """
+        self._device_engine = device_engine
+
     def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
+        if rest := [array for array in arrays if not self._engine_for(array)]:
+            sends = src == sequence.index
+            here = [on_host(array) if sends else _host_room(array) for array in rest]
+            self._broadcast(sequence, here, src)
+            if not sends:
+                _copy_back(rest, here)
+        direct = [(array, engine) for array in arrays if (engine := self._engine_for(array))]
+        if direct:
+            sequence.meet()  # all are here, and alive: what is queued now will not wait for long
+        for array, engine in direct:
+            engine.broadcast(array.detach().contiguous(), src)
 
-    @abstractmethod
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
 
         Members reduce one part each, in the order of ranks: as one rank alone would have.
         """
+        if rest := [one for one in operands if not self._engine_for(one.mine, op)]:
+            here = [Operand(on_host(one.mine), _host_room(one.result)) for one in rest]
+            self._reduce(sequence, here, op)
+            _copy_back([one.result for one in rest], [one.result for one in here])
+        direct = [(one, engine) for one in operands if (engine := self._engine_for(one.mine, op))]
+        if direct:
+            sequence.meet()
+        for one, engine in direct:
+            one.result.copy_(one.mine)
+            engine.all_reduce(one.result, op)
+
+    def _engine_for(self, array: Any, op: str | None = None) -> DeviceEngine | None:
+        engine = self._device_engine
+        return engine if engine and is_on_device(array) and engine.takes(array, op) else None
+
+    @abstractmethod
+    def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
+        """Broadcast arrays of the hosts' memory."""
+
+    @abstractmethod
+    def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Reduce arrays of the hosts' memory."""
 
     @abstractmethod
     def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
-        """Fill ``rooms[i]``, contiguous, with the `mine` of member number i.
+        """Fill ``rooms[i]``, contiguous, with the `mine` of member number i, in hosts' memory.
 
         What a member has no room for, it leaves.
         """
@@ -66,6 +104,17 @@ class Transport(ABC):
         """
 
 
+def _host_room(target: Any) -> Any:
+    """Return `target`, or, for one on a device, an array for it in this host's memory."""
+    return target.new_empty(target.shape, device="cpu") if is_on_device(target) else target
+
+
+def _copy_back(targets: Sequence[Any], here: Sequence[Any]) -> None:
+    for target, arrived in zip(targets, here, strict=True):
+        if arrived is not target:
+            target.detach().copy_(arrived)
+
+
 class SharedMemoryTransport(Transport):
     """Carries arrays of the hosts' memory through a window, a piece at a time.
 
@@ -76,12 +125,12 @@ class SharedMemoryTransport(Transport):
 
     sizes_may_differ = True
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Window, device_engine: DeviceEngine | None) -> None:
+        super().__init__(device_engine)
         self._window = window
         self._half = len(window.memory) // 2 // LINE * LINE
 
-    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
+    def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         for array in arrays:
             data = raw(flat(array))
             part = [(0, data)]
@@ -90,8 +139,8 @@ class SharedMemoryTransport(Transport):
                 sequence, writes, reads, len(data), _piece_size(len(data), self._half)
             )
 
-    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
-        """Fill the results of all operands, with the same bits on all members.
+    def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
+        """Reduce the operands piece by piece.
 
         In the round of piece k, members say that their items of it are there, and that they have
         reduced their part of piece k - 1.
@@ -270,12 +319,11 @@ class EngineTransport(Transport):
     would wait for a dead peer forever.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, device_engine: DeviceEngine | None) -> None:
+        super().__init__(device_engine)
         self._engine = engine
 
-    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
-
+    def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         def carry() -> None:
             for array in arrays:
                 data = raw(flat(array))
@@ -284,16 +332,14 @@ class EngineTransport(Transport):
 
         self._between_rounds(sequence, carry)
 
-    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
-        """Fill the results of all operands, with the same bits on all members."""
-
+    def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         def carry() -> None:
             for operand in operands:
                 mine, result = flat(operand.mine), flat(operand.result)
                 most = max(1, ENGINE_PIECE // mine.itemsize)
                 for begin in range(0, len(mine), most):
                     piece = Operand(mine[begin : begin + most], result[begin : begin + most])
-                    self._reduce(piece, op, sequence.index, len(sequence.rounds.members))
+                    self._reduce_piece(piece, op, sequence.index, len(sequence.rounds.members))
 
         self._between_rounds(sequence, carry)
 
@@ -352,7 +398,7 @@ class EngineTransport(Transport):
         sequence.run_watched(carry, self._engine.close, self._engine.obstacle)
         sequence.meet()
 
-    def _reduce(self, piece: Operand, op: str, index: int, members: int) -> None:
+    def _reduce_piece(self, piece: Operand, op: str, index: int, members: int) -> None:
         """Reduce a piece: exchange parts, combine one's own, and gather the combined ones."""
         mine, result = piece
         part = -(-len(mine) // members)
@@ -368,75 +414,3 @@ class EngineTransport(Transport):
         whole = empty_array(result, part * members, result.dtype)
         self._engine.gather(raw(combined), raw(whole))
         result[:] = whole[: len(result)]
-
-
-class DeviceTransport(Transport):
-    """Carries arrays of hosts and of devices: from device to device where an engine can.
-
-    All others pass through the hosts' memory, and `host` carries them there.
-    """
-
-    def __init__(self, host: Transport, engine: DeviceEngine | None) -> None:
-        self._host = host
-        self._engine = engine
-
-    def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
-        """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
-        if rest := [array for array in arrays if not self._engine_for(array)]:
-            sends = src == sequence.index
-            here = [on_host(array) if sends else _host_room(array) for array in rest]
-            self._host.broadcast(sequence, here, src)
-            if not sends:
-                _copy_back(rest, here)
-        direct = [(array, engine) for array in arrays if (engine := self._engine_for(array))]
-        if direct:
-            sequence.meet()  # all are here, and alive: what is queued now will not wait for long
-        for array, engine in direct:
-            engine.broadcast(array.detach().contiguous(), src)
-
-    def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
-        """Fill the results of all operands, with the same bits on all members."""
-        if rest := [one for one in operands if not self._engine_for(one.mine, op)]:
-            here = [Operand(on_host(one.mine), _host_room(one.result)) for one in rest]
-            self._host.reduce(sequence, here, op)
-            _copy_back([one.result for one in rest], [one.result for one in here])
-        direct = [(one, engine) for one in operands if (engine := self._engine_for(one.mine, op))]
-        if direct:
-            sequence.meet()
-        for one, engine in direct:
-            one.result.copy_(one.mine)
-            engine.all_reduce(one.result, op)
-
-    def gather(self, sequence: RoundSequence, mine: Any, rooms: Sequence[Any | None]) -> None:
-        """Fill ``rooms[i]`` with the `mine` of member number i, through the hosts' memory."""
-        here = [None if room is None else _host_room(room) for room in rooms]
-        self._host.gather(sequence, on_host(mine), here)
-        pairs = [(r, h) for r, h in zip(rooms, here, strict=True) if r is not None]
-        _copy_back([room for room, _ in pairs], [arrived for _, arrived in pairs])
-
-    def exchange(
-        self,
-        sequence: RoundSequence,
-        parts: Sequence[Any],
-        rooms: Sequence[Any],
-        sizes: Sequence[Sequence[int]],
-    ) -> None:
-        """Fill ``rooms[i]`` with the part that member i has, through the hosts' memory."""
-        here = [_host_room(room) for room in rooms]
-        self._host.exchange(sequence, [on_host(part) for part in parts], here, sizes)
-        _copy_back(rooms, here)
-
-    def _engine_for(self, array: Any, op: str | None = None) -> DeviceEngine | None:
-        engine = self._engine
-        return engine if engine and is_on_device(array) and engine.takes(array, op) else None
-
-
-def _host_room(target: Any) -> Any:
-    """Return `target`, or, for one on a device, an array for it in this host's memory."""
-    return target.new_empty(target.shape, device="cpu") if is_on_device(target) else target
-
-
-def _copy_back(targets: Sequence[Any], here: Sequence[Any]) -> None:
-    for target, arrived in zip(targets, here, strict=True):
-        if arrived is not target:
-            target.detach().copy_(arrived)

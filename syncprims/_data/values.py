@@ -179,27 +179,20 @@ def _broadcast_large(
 
 
 def _values_of(
-    rounds: Rounds,
-    label: Label,
-    notes: Sequence[Note],
-    out_of_band: Callable[[], Any],
-    without: int | None = None,
+    rounds: Rounds, notes: Sequence[Note], decode: Callable[[int, bytes], Any]
 ) -> list[Any]:
     """Return the values that came with the notes of the last round.
 
-    A large array is what ``out_of_band()(spec)`` returns; the first call is made for each member.
-    That number `without` gets None.
+    Those that are encoded, ``decode(rank, payload)`` makes. A large array is a placeholder.
     """
     plane = DataPlane.of(rounds)
     values: list[Any] = []
     for index, (rank, note) in enumerate(zip(rounds.members, notes, strict=True)):
         layout = plane.described(note.label.data) if note.label.data else None
-        if index == without:
-            values.append(None)
-        elif layout is None:
-            values.append(_decode(rounds, label, rank, note.payload, out_of_band()))
+        if layout is None:
+            values.append(decode(rank, note.payload))
         elif isinstance(layout, ArrayLayout) and not plane.is_small(layout):
-            values.append(out_of_band()(layout.spec))
+            values.append(reduction.Placeholder(layout.spec, 0))
         else:
             window = plane.window_of(layout)
             assert window is not None, "all members have the small window"
@@ -289,9 +282,9 @@ def _gather_any(
     sequence: RoundSequence, obj: Any, payload: bytes | None, outs: Any, notes: Sequence[Note]
 ) -> list[Any]:
     """Return all members' objects of all kinds; `payload` is this rank's, if it is encoded."""
-    rounds, me = sequence.rounds, sequence.index
+    rounds, me, note = sequence.rounds, sequence.index, sequence.note
     plane = DataPlane.of(rounds)
-    datas = [note.label.data for note in notes]
+    datas = [other.label.data for other in notes]
     layouts = [plane.described(data) if data else None for data in datas]
     if any(layout is not None and not plane.is_small(layout) for layout in layouts):
         arrays = [layout.spec for layout in layouts if isinstance(layout, ArrayLayout)]
@@ -306,23 +299,25 @@ def _gather_any(
         transport.gather(sequence, obj, rooms)
         return [obj if i == me else room for i, room in enumerate(rooms)]
     sent = list(notes)
-    for member, note in enumerate(notes):  # large encodings, one after the other
-        header = None if note.label.data else LargeHeader.decode(note.payload)
+    for member, other in enumerate(notes):  # large encodings, one after the other
+        header = LargeHeader.decode(other.payload)
         if header is not None:
             mine = payload if member == me else None
-            sent[member] = note._replace(
-                payload=_broadcast_large(sequence, member, header.size, mine)
-            )
+            data = _broadcast_large(sequence, member, header.size, mine)
+            sent[member] = other._replace(payload=data)
+
+    def decode(rank: int, payload: bytes) -> Any:
+        return obj if rank == rounds.rank else _decode(rounds, note.label, rank, payload)
 
     def read() -> list[Any]:
-        values = _values_of(rounds, sequence.note.label, sent, lambda: None, without=me)
+        values = _values_of(rounds, sent, decode)
         values[me] = obj
         for out, value in zip(outs or (), values, strict=False):
             if out is not None:
                 out[...] = value
         return values
 
-    return sequence.agree(read) if any(holds_pickle(note.payload) for note in sent) else read()
+    return sequence.agree(read) if any(holds_pickle(n.payload) for n in sent) else read()
 
 
 # -- broadcast -------------------------------------------------------------------------------------
@@ -479,7 +474,7 @@ class _Reduction(_PreparedCall):
         reduction.check_value(value, op)
         super().__init__(plane, layout, note)
         self._op = op
-        self._place_for, self._reduce = layout.reducer(op)
+        self._reduce = layout.reducer(op)
 
     def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
         """Return the round that reduces `value`."""
@@ -495,8 +490,9 @@ class _Reduction(_PreparedCall):
             self._fence()  # read before this rank says so
         else:
             sequence = RoundSequence(self._rounds, self.note, timeout)
-            fits = out is None or may_fill(out, value)
-            result = sequence.attempt(lambda: self._place_for(out if fits else None))
+            layout: Any = self.layout  # of an array
+            place = None if out is None or not may_fill(out, value) else out
+            result = sequence.attempt(lambda: layout.room_for(self._op, place))
             transport = DataPlane.of(self._rounds).needed_transport()
             transport.reduce(sequence, [Operand(value, result)], self._op)
             mark_written(result)
@@ -569,8 +565,16 @@ def _reduce_any(
         operands.append(Operand(own, reduction.empty_result(own, op)))
         return operands[-1].result
 
+    decoded: dict[bytes, Any] = {}
+
+    def decode(rank: int, payload: bytes) -> Any:
+        if payload not in decoded:  # equal bytes are decoded once
+            numbered = reduction.number_arrays()
+            decoded[payload] = _decode(rounds, label, rank, payload, numbered)
+        return decoded[payload]
+
     def combine() -> Any:
-        values = _values_of(rounds, label, notes, reduction.number_arrays)
+        values = _values_of(rounds, notes, decode)
         return _reduce(sequence, values, op, add_operand)
 
     more = any(note.flag for note in notes)

@@ -39,8 +39,7 @@ def exchange(
         rounds.fail(note.label, error)
         raise
 
-    def call(sequence: RoundSequence) -> None:
-        notes = sequence.meet(posted)
+    def read(notes: Sequence[Note]) -> None:
         sizes = [head.unpack_from(other.payload) for other in notes]
         _check_sizes(rounds, note, sizes)
         if transport is None or all(other.flag for other in notes):
@@ -48,9 +47,10 @@ def exchange(
                 begin = head.size + sum(row[:me])
                 raw(flat(room))[:] = other.payload[begin : begin + row[me]]
         else:
+            sequence = RoundSequence(rounds, note, timeout)
             transport.exchange(sequence, parts, rooms, [row[:count] for row in sizes])
 
-    RoundSequence.run(rounds, note, timeout, call)
+    rounds.meet(posted, timeout, read)
 
 
 def _check_sizes(rounds: Rounds, note: Note, sizes: Sequence[Sequence[int]]) -> None:

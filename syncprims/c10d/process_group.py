@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
@@ -33,7 +33,7 @@ from .torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from syncprims.interface import Note
 
@@ -72,20 +72,61 @@ def _count(world: Any, key: tuple[tuple[int, ...], str]) -> int:
     return counts[key] - 1
 
 
-def _recorded(title: str, argument: int = 0) -> Callable[[M], M]:
-    """Show a method to the profilers of torch, with the shapes of one of its arguments.
+class _Options(NamedTuple):
+    """What a call says beside its tensors."""
 
-    The compiler of torch does not trace it.
+    op: Any
+    root: Any
+    timeout: Any
+
+    @classmethod
+    def of(cls, given: Iterable[Any]) -> _Options:
+        """Return what c10d gives: objects with options, or single values, in any order."""
+        op = root = timeout = None
+        for value in given:
+            if isinstance(value, timedelta):
+                timeout = value
+            elif isinstance(value, int):
+                root = value
+            elif hasattr(value, "timeout"):
+                op, root = getattr(value, "reduceOp", op), getattr(value, "rootRank", root)
+                timeout = timeout or value.timeout
+            elif value is not None:
+                op = value
+        return cls(dist.ReduceOp.SUM if op is None else op, root, timeout)
+
+
+def _collective(title: str, tensors: int = 1, shown: int = 0) -> Callable[[M], M]:
+    """Make a method of ``(options, *arguments)`` that of a collective, which returns its `Work`.
+
+    The first arguments, so many as `tensors`, are given as they are. Profilers see the method with
+    the shapes of argument number `shown`.
     """
+
+    def decorate(method: M) -> M:
+        @_recorded(title, shown)
+        @functools.wraps(method)
+        def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
+            options = _Options.of((*args[tensors:], *named.values()))
+            method(self, options, *args[:tensors])
+            return finished_work(_listed(args[0]) if tensors else None)
+
+        return cast("M", call)
+
+    return decorate
+
+
+def _recorded(title: str, shown: int = 0) -> Callable[[M], M]:
+    """Show a method to the profilers of torch; the compiler of torch does not trace it."""
 
     def decorate(method: M) -> M:
         @keep_from_compiler
         @functools.wraps(method)
-        def call(self: SyncProcessGroup, *args: Any, **options: Any) -> Any:
+        def call(self: SyncProcessGroup, *args: Any, **named: Any) -> Any:
             if not is_profiling():
-                return method(self, *args, **options)
-            with recorded(f"{self.served_as}:{title}", _flattened(args[argument])):
-                return method(self, *args, **options)
+                return method(self, *args, **named)
+            with recorded(f"{self.served_as}:{title}", _flattened([*args[shown : shown + 1]])):
+                return method(self, *args, **named)
 
         return cast("M", call)
 
@@ -230,10 +271,9 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return None
         return seconds
 
-    def _limit(self, options: Any, timeout: timedelta | None = None) -> float | None:
-        """Return the timeout of one call, which its options or an argument give."""
-        given = getattr(options, "timeout", options) if timeout is None else timeout
-        seconds = self._seconds(given) if isinstance(given, timedelta) else None
+    def _limit(self, options: _Options) -> float | None:
+        """Return the timeout of one call, by default that of the group."""
+        seconds = None if options.timeout is None else self._seconds(options.timeout)
         return self._timeout if seconds is None else seconds
 
     def _note(
@@ -294,6 +334,8 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Return the reduction that keeps the dtype of `tensor`, as c10d does."""
         if op in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
             self._refuse(note, "it works on the bits of integers and bools; give tensors of those")
+        if op == "premul_sum":
+            return "sum"
         if tensor.dtype is torch.bool:
             return {"sum": "bor", "prod": "band"}.get(op, op)
         whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -310,271 +352,180 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+    @_collective("barrier", 0)
+    def barrier(self, options: _Options) -> None:
         """Return when every member has come."""
-        self._rounds.meet(self._note("barrier"), self._limit(opts, timeout))
-        return finished_work()
+        self._rounds.meet(self._note("barrier"), self._limit(options))
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    @_collective("monitored_barrier", 0)
+    def monitored_barrier(self, options: _Options) -> None:
         """Return when every member has come; all missing ones are named in any case."""
-        limit = self._timeout if timeout is None else self._seconds(timeout)
-        self._rounds.meet(self._note("monitored_barrier"), limit)
+        self._rounds.meet(self._note("monitored_barrier"), self._limit(options))
 
-    @_recorded("all_reduce")
-    def allreduce(
-        self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> Any:
+    @_collective("all_reduce")
+    def allreduce(self, options: _Options, tensors: Tensors) -> None:
         """Reduce each tensor in place."""
-        op = _op(opts if op is None else op)
-        return self._reduce("all_reduce", _listed(tensors), op, self._limit(opts, timeout))
+        self._reduce("all_reduce", options, tensors, None)
 
-    @_recorded("all_reduce")
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """Reduce all tensors in place."""
-        limit = self._limit(opts)
-        return self._reduce("all_reduce_coalesced", _listed(tensors), _op(opts), limit)
+    @_collective("all_reduce")
+    def allreduce_coalesced(self, options: _Options, tensors: Tensors) -> None:
+        """Reduce each tensor in place."""
+        self._reduce("all_reduce_coalesced", options, tensors, None)
 
-    @_recorded("reduce")
-    def reduce(
-        self,
-        tensors: Tensors,
-        opts: Any = None,
-        op: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> Any:
+    @_collective("reduce")
+    def reduce(self, options: _Options, tensors: Tensors) -> None:
         """Reduce each tensor into that of the root."""
-        root = _root(opts, root)
-        op = _op(opts) if op is None else op
-        return self._reduce("reduce", _listed(tensors), op, self._limit(opts, timeout), root)
+        self._reduce("reduce", options, tensors, options.root)
 
-    def _reduce(
-        self,
-        kind: str,
-        tensors: list[torch.Tensor],
-        given: Any,
-        timeout: float | None,
-        root: int | None = None,
-    ) -> Any:
-        op, factor = reduction_of(given)
-        for tensor in tensors:
+    def _reduce(self, kind: str, options: _Options, tensors: Tensors, root: int | None) -> None:
+        op, factor = reduction_of(options.op)
+        for tensor in _listed(tensors):
             what = ("sparse " if tensor.is_sparse else "") + describe([tensor])
             note = self._note(kind, what, root, op)
             plain = tensor.detach()
             if op == "premul_sum":
                 plain = plain * factor
-            ours = "sum" if op == "premul_sum" else self._op_for(note, op, tensor)
-            reduce = functools.partial(values.all_reduce, self._rounds, note)
+            ours, limit = self._op_for(note, op, tensor), self._limit(options)
             if tensor.is_sparse:
-                total = reduce(plain.coalesce(), ours, None, timeout)
+                plain = plain.coalesce()
+                total = values.all_reduce(self._rounds, note, plain, ours, None, limit)
                 with torch.no_grad():  # a detached sparse tensor would keep its own indices
                     tensor.copy_(total.coalesce())
             elif root in (None, self._me):
                 with OutputTensors(tensor) as (out,):
-                    reduce(items_of(plain), ours, out, timeout)
+                    values.all_reduce(self._rounds, note, items_of(plain), ours, out, limit)
             else:
-                reduce(items_of(plain), ours, None, timeout)
-        return finished_work(tensors)
+                values.all_reduce(self._rounds, note, items_of(plain), ours, None, limit)
 
-    @_recorded("broadcast")
-    def broadcast(
-        self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> Any:
+    @_collective("broadcast")
+    def broadcast(self, options: _Options, tensors: Tensors) -> None:
         """Fill the tensors with those of the root."""
-        found, limit = _listed(tensors), self._limit(opts, timeout)
-        root = _root(opts, root)
-        for tensor in found:
-            note = self._note("broadcast", describe([tensor]), root)
-            send = functools.partial(values.broadcast, self._rounds, note)
-            if root == self._me:
-                send(items_of(tensor), self._ranks[root], None, limit)
+        for tensor in _listed(tensors):
+            note = self._note("broadcast", describe([tensor]), options.root)
+            src, limit = self._ranks[options.root], self._limit(options)
+            if options.root == self._me:
+                values.broadcast(self._rounds, note, items_of(tensor), src, None, limit)
             else:
                 with OutputTensors(tensor) as (out,):
-                    send(None, self._ranks[root], out, limit)
-        return finished_work(found)
+                    values.broadcast(self._rounds, note, None, src, out, limit)
 
-    @_recorded("all_gather", 1)
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+    @_collective("all_gather", 2, 1)
+    def allgather(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill the lists of outputs with the inputs of all members, by rank."""
-        pairs = _pairs(outputs, inputs)
-        for rooms, mine in pairs:
-            note = self._note("all_gather", describe([mine]))
-            self._gather(note, mine, rooms, self._limit(opts, timeout))
-        return finished_work(outputs)
+        for rooms, mine in _pairs(outputs, inputs):
+            self._gather(self._note("all_gather", describe([mine])), options, mine, rooms)
 
-    @_recorded("all_gather", 1)
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @_collective("all_gather", 2, 1)
+    def allgather_coalesced(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill ``outputs[rank]`` with all inputs of that rank."""
         for number, mine in enumerate(inputs):
             note = self._note("all_gather_coalesced", describe([mine]))
             rooms = [of_rank[number] for of_rank in outputs if number < len(of_rank)]
-            self._gather(note, mine, rooms, self._limit(opts))
-        return finished_work(outputs)
+            self._gather(note, options, mine, rooms)
+
+    @_collective("gather", 2, 1)
+    def gather(self, options: _Options, outputs: Any, inputs: Any) -> None:
+        """Fill the outputs of the root with the inputs of all members."""
+        (mine,) = _listed(inputs)
+        note = self._note("gather", describe([mine]), options.root)
+        if options.root == self._me:
+            self._gather(note, options, mine, _nested(outputs))
+        else:
+            self._gather_items(note, options, mine, [None] * len(self._ranks))
 
     def _gather(
-        self,
-        note: Note,
-        mine: torch.Tensor,
-        outputs: Sequence[torch.Tensor] | None,
-        timeout: float | None,
+        self, note: Note, options: _Options, mine: torch.Tensor, outputs: Sequence[torch.Tensor]
     ) -> None:
-        if outputs is None:  # they are wanted elsewhere
-            self._gather_items(note, mine, [None] * len(self._ranks), timeout)
-        else:
-            self._check(note, mine, outputs)
-            with OutputTensors(*outputs) as items:
-                self._gather_items(note, mine, items, timeout)
+        self._check(note, mine, outputs)
+        with OutputTensors(*outputs) as items:
+            self._gather_items(note, options, mine, items)
 
     def _gather_items(
-        self, note: Note, mine: torch.Tensor, outs: list[Any], timeout: float | None
+        self, note: Note, options: _Options, mine: torch.Tensor, outs: list[Any]
     ) -> None:
-        values.gather(self._rounds, note, items_of(mine), timeout, self._by_index(outs))
+        limit = self._limit(options)
+        values.gather(self._rounds, note, items_of(mine), limit, self._by_index(outs))
 
-    @_recorded("_all_gather_base", 1)
-    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:
-        """Fill `output` with the inputs of all members, one after the other."""
-        note = self._note("all_gather_into_tensor", describe([mine]))
-        self._gather_single(note, output, mine, opts)
-        return finished_work([output])
-
-    @_recorded("_all_gather_base", 1)
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @_collective("_all_gather_base", 2, 1)
+    def all_gather_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill each output with the inputs of all members, one after the other."""
-        for output, mine in zip(outputs, inputs, strict=True):
-            note = self._note("all_gather_into_tensor_coalesced", describe([mine]))
-            self._gather_single(note, output, mine, opts)
-        return finished_work(outputs)
+        for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
+            note = self._note("all_gather_into_tensor", describe([mine]))
+            self._check_whole(note, mine, output)
+            with OutputTensors(output) as (items,):
+                self._gather_items(note, options, mine, self._parts(items))
 
-    def _gather_single(
-        self, note: Note, output: torch.Tensor, mine: torch.Tensor, opts: Any
-    ) -> None:
-        self._check_whole(note, mine, output)
-        with OutputTensors(output) as (items,):
-            self._gather_items(note, mine, self._parts(items), self._limit(opts))
+    all_gather_single_coalesced = all_gather_single
 
     def _parts(self, items: Any) -> list[Any]:
         """Return the items of each rank, which all have the same number."""
         size = len(items) // len(self._ranks)
         return [items[k * size : (k + 1) * size] for k in range(len(self._ranks))]
 
-    @_recorded("gather", 1)
-    def gather(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> Any:
-        """Fill the outputs of the root with the inputs of all members."""
-        root = _root(opts, root)
-        (mine,) = _listed(inputs)
-        note = self._note("gather", describe([mine]), root)
-        rooms = None if root != self._me else _nested(outputs)
-        self._gather(note, mine, rooms, self._limit(opts, timeout))
-        return finished_work(outputs)
-
-    @_recorded("scatter", 1)
-    def scatter(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> Any:
+    @_collective("scatter", 2, 1)
+    def scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill the output with the input that the root has for this rank."""
-        root = _root(opts, root)
         (output,) = _listed(outputs)
-        note = self._note("scatter", describe([output]), root)
-        nothing = output.new_empty(0)
-        parts = [nothing] * len(self._ranks)
-        if root == self._me:
-            parts = _nested(inputs)
-            self._check(note, output, parts)
-        with OutputTensors(output) as (out,):
-            rooms = [items_of(nothing)] * len(self._ranks)
-            rooms[root] = out
-            self._exchange(note, [items_of(i) for i in parts], rooms, self._limit(opts, timeout))
-        return finished_work(outputs)
+        note = self._note("scatter", describe([output]), options.root)
+        nothing = items_of(output.new_empty(0))
+        rooms, parts = [[nothing] * len(self._ranks) for _ in range(2)]
+        if options.root == self._me:
+            given = _nested(inputs)
+            self._check(note, output, given)
+            parts = [items_of(one) for one in given]
+        with OutputTensors(output) as (rooms[options.root],):
+            self._exchange(note, options, parts, rooms)
 
-    @_recorded("reduce_scatter", 1)
-    def reduce_scatter(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        op: Any = None,
-    ) -> Any:
+    @_collective("reduce_scatter", 2, 1)
+    def reduce_scatter(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill the outputs with the reduction of what all members have for this rank."""
-        op, factor = reduction_of(_op(opts if op is None else op))
-        limit = self._limit(opts, timeout)
+        op, factor = reduction_of(options.op)
         for parts, output in _pairs(inputs, outputs):
             note = self._note("reduce_scatter", describe(parts), None, op)
             self._check(note, output, parts, of_size=[self._me])
-            self._reduce_scatter(note, output, [items_of(i) for i in parts], op, factor, limit)
-        return finished_work(outputs)
+            parts = [items_of(one) for one in parts]
+            self._reduce_scatter(note, options, output, parts, op, factor)
 
-    @_recorded("_reduce_scatter_base", 1)
-    def reduce_scatter_single(
-        self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None
-    ) -> Any:
-        """Fill `output` with the reduction of the parts that all members have for this rank."""
-        self._reduce_scatter_single("reduce_scatter_tensor", output, mine, opts)
-        return finished_work([output])
-
-    @_recorded("_reduce_scatter_base", 1)
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @_collective("_reduce_scatter_base", 2, 1)
+    def reduce_scatter_single(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Fill each output with the reduction of the parts that all members have for this rank."""
-        for output, mine in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_single("reduce_scatter_tensor_coalesced", output, mine, opts)
-        return finished_work(outputs)
+        op, factor = reduction_of(options.op)
+        for output, mine in zip(_listed(outputs), _listed(inputs), strict=True):
+            note = self._note("reduce_scatter_tensor", describe([mine]), None, op)
+            self._check_whole(note, output, mine)
+            parts = self._parts(items_of(mine))
+            self._reduce_scatter(note, options, output, parts, op, factor)
 
-    def _reduce_scatter_single(
-        self, kind: str, output: torch.Tensor, mine: torch.Tensor, opts: Any
-    ) -> None:
-        op, factor = reduction_of(_op(opts))
-        note = self._note(kind, describe([mine]), None, op)
-        self._check_whole(note, output, mine)
-        parts = self._parts(items_of(mine))
-        self._reduce_scatter(note, output, parts, op, factor, self._limit(opts))
+    reduce_scatter_single_coalesced = reduce_scatter_single
 
     def _reduce_scatter(
         self,
         note: Note,
+        options: _Options,
         output: torch.Tensor,
         parts: list[Any],
         op: str,
         factor: Any,
-        timeout: float | None,
     ) -> None:
         if op == "premul_sum":
-            op, parts = "sum", [part * factor for part in parts]
-        op = self._op_for(note, op, output)
-        own = parts[self._me]
+            parts = [part * factor for part in parts]
+        op, own = self._op_for(note, op, output), parts[self._me]
         rooms = [empty_array(own, len(own), own.dtype) for _ in parts]
-        self._exchange(note, parts, rooms, timeout)
+        self._exchange(note, options, parts, rooms)
         with OutputTensors(output) as (out,):
             combine(self._by_index(rooms), op, out)
 
     # -- all-to-all -----------------------------------------------------------------------------
 
-    @_recorded("all_to_all", 1)
+    @_collective("all_to_all", 4, 1)
     def all_to_all_single(
         self,
+        options: _Options,
         output: torch.Tensor,
         mine: torch.Tensor,
         output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None,
-        opts: Any = None,
-        *,
-        timeout: Any = None,
-    ) -> Any:
+    ) -> None:
         """Send the parts of `mine` to the members, and fill `output` with theirs."""
         note = self._note("all_to_all_single", str(mine.dtype)[6:])
         if output.dtype != mine.dtype:
@@ -585,23 +536,22 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 rooms = _split(items, output, output_sizes, len(self._ranks), "output")
             except ValueError as error:
                 self._refuse(note, str(error))
-            self._exchange(note, parts, rooms, self._limit(opts, timeout))
-        return finished_work([output])
+            self._exchange(note, options, parts, rooms)
 
-    @_recorded("all_to_all", 1)
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None) -> Any:
+    @_collective("all_to_all", 2, 1)
+    def alltoall(self, options: _Options, outputs: Any, inputs: Any) -> None:
         """Send the inputs to the members, and fill the outputs with theirs."""
         note = self._note("all_to_all", str(inputs[0].dtype)[6:])
         for tensors in inputs, outputs:
             self._check(note, inputs[0], tensors, of_size=())
         with OutputTensors(*outputs) as rooms:
-            self._exchange(note, [items_of(i) for i in inputs], rooms, self._limit(opts, timeout))
-        return finished_work(outputs)
+            self._exchange(note, options, [items_of(one) for one in inputs], rooms)
 
     def _exchange(
-        self, note: Note, parts: Sequence[Any], rooms: Sequence[Any], timeout: float | None
+        self, note: Note, options: _Options, parts: Sequence[Any], rooms: Sequence[Any]
     ) -> None:
-        exchange(self._rounds, note, self._by_index(parts), self._by_index(rooms), timeout)
+        parts, rooms = self._by_index(parts), self._by_index(rooms)
+        exchange(self._rounds, note, parts, rooms, self._limit(options))
 
     # -- point to point -------------------------------------------------------------------------
 
@@ -638,17 +588,6 @@ def _destroyed(name: str, ranks: Sequence[int]) -> SyncError:
         f"process group {name!r} of ranks {name_ranks(ranks)} is destroyed: make its calls before "
         f"destroy_process_group()"
     )
-
-
-def _op(given: Any) -> Any:
-    """Return the reduction of a call, which options or c10d's enumeration give; a sum if none."""
-    return getattr(given, "reduceOp", dist.ReduceOp.SUM if given is None else given)
-
-
-def _root(opts: Any, given: int | None) -> int:
-    """Return the root of a call, which its options or an argument give."""
-    root: int = given if given is not None else getattr(opts, "rootRank", opts)
-    return root
 
 
 def _listed(tensors: Any) -> list[Any]:

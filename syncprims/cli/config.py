@@ -1,4 +1,15 @@
-"""The command that writes a file for `syncprims run --config`."""
+"""Write a file that says what `syncprims run` starts, for its flag --config.
+
+The file has every key, with a comment. The keys of the given flags are set in it.
+
+examples:
+  syncprims config                                    run.yaml, in which nothing is set yet
+  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
+  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
+  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
+
+All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +26,6 @@ from syncprims.errors import ConfigurationError
 from . import accelerate_config
 from .console import CommandParser
 from .options import ACCELERATE, BY_KEY, OPTIONS, add_options, plain_value, values_of
-
-HELP = """Write a file that says what `syncprims run` starts, for its flag --config.
-The file has every key, with a comment. The keys of the given flags are set in it.
-
-examples:
-  syncprims config                                    run.yaml, in which nothing is set yet
-  syncprims config -n 4 --mixed-precision bf16 train.py --lr 0.1
-  syncprims config -o run.toml -n 4 train.py          TOML: reading it needs no package
-  syncprims config --config default_config.yaml -n 4  from accelerate's file, as far as it maps
-
-All flags of `syncprims run` are taken. exit code: 0 if the file is written, else 2."""
 
 #: The module and its function that parse a file with this suffix; imported when it is read.
 _PARSERS = {

@@ -1,4 +1,9 @@
-"""The command that shows which world would start here, and why."""
+"""Show which world a program would start if it ran here, and why.
+
+Name the variables, set or not, that decide it. If they contradict each other, show the error.
+
+exit code: 0 if a world would start, 2 if starting it would be an error.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +27,6 @@ from syncprims.errors import SyncError
 from syncprims.interface import UNKNOWN, Settings, Topology
 
 from .console import CommandParser, Style, table
-
-HELP = """Show which world a program would start if it ran here, and why.
-Name the variables, set or not, that decide it. If they contradict each other, show the error.
-
-exit code: 0 if a world would start, 2 if starting it would be an error."""
 
 #: Variables of ours and of others that we read, and what applies where they are not set.
 SETTINGS = (

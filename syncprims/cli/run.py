@@ -1,4 +1,21 @@
-"""The command that starts a script on several ranks."""
+"""Start a Python script on several ranks of this machine, and prefix their output.
+
+When one fails, end the others and show which failed first. With --nodes, torchrun starts the ranks.
+
+examples:
+  syncprims run -n 4 train.py --lr 0.1          four ranks, no torch needed
+  syncprims run -n 4 -m package.train           a module
+  syncprims run --gpus 0,1 train.py             a rank for each device, by NCCL
+  syncprims run --config run.yaml -n 8          a file of `syncprims config`, on 8 ranks
+  syncprims run -n 8 --nodes 2 --node-rank 0 --rendezvous node0:29500 train.py
+
+Everything after the script belongs to the script. Flags override the file. Flags of `accelerate
+launch` are understood, with - or with _, or answered with what to do instead.
+
+exit code: 0 if all ranks succeeded, else that of the rank that failed first; 128 + n if signal n
+killed it or stopped the run; 2 if the command line or the environment is wrong; if all ranks
+succeeded and their output was lost, 1 for a full disk, 141 for a closed pipe.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +33,6 @@ from . import accelerate_config, config
 from .console import CommandParser
 from .options import BY_KEY, add_options, values_of
 from .plan import launch_environment, merge, plan_launch
-
-HELP = """Start a Python script on several ranks of this machine, and prefix their output.
-When one fails, end the others and show which failed first. With --nodes, torchrun starts the ranks.
-
-examples:
-  syncprims run -n 4 train.py --lr 0.1          four ranks, no torch needed
-  syncprims run -n 4 -m package.train           a module
-  syncprims run --gpus 0,1 train.py             a rank for each device, by NCCL
-  syncprims run --config run.yaml -n 8          a file of `syncprims config`, on 8 ranks
-  syncprims run -n 8 --nodes 2 --node-rank 0 --rendezvous node0:29500 train.py
-
-Everything after the script belongs to the script. Flags override the file. Flags of `accelerate
-launch` are understood, with - or with _, or answered with what to do instead.
-
-exit code: 0 if all ranks succeeded, else that of the rank that failed first; 128 + n if signal n
-killed it or stopped the run; 2 if the command line or the environment is wrong; if all ranks
-succeeded and their output was lost, 1 for a full disk, 141 for a closed pipe."""
 
 _NODES_ONLY = ("rendezvous", "main_process_ip", "main_process_port", "rdzv_backend")
 

@@ -1,4 +1,9 @@
-"""The command that shows which rank made others wait."""
+"""Show which rank made others wait in a run with SYNCPRIMS_TRACE=DIR: where, for how long.
+
+Write DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,6 @@ from .console import CommandParser, Style, table
 
 if TYPE_CHECKING:
     from syncprims.tracing.analysis import Analysis
-
-HELP = """Show which rank made others wait in a run with SYNCPRIMS_TRACE=DIR: where, for how long.
-Write DIR/trace.json, for Perfetto (ui.perfetto.dev) and chrome://tracing.
-
-exit code: 0 if there was a trace to read, 1 if a file cannot be written, else 2."""
 
 _MOST_ROWS = 20  # of the first table, on a terminal
 

@@ -1,4 +1,20 @@
-"""The command that shows what the ranks of running worlds do."""
+"""Show what every rank of a running job does, and who waits for whom.
+
+Read the worlds that run on this host from outside. Nothing has to be switched on in the job, and it
+does not become slower.
+
+examples:
+  syncprims who                       the worlds of this host
+  syncprims who 4711                  of this process: a rank, or the launcher
+  syncprims who my-run --watch 2      of this run id, again every 2 s
+  syncprims who --json --stuck-after 600   for a watchdog
+
+Several hosts: run it on each. It shows the ranks there, and what they know of the others. Run it as
+the user of the job, or as root.
+
+exit code: 0 if all ranks move, or no world runs here; 3 if a rank has waited for --stuck-after
+seconds; 2 if there is no such world, or it cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +32,6 @@ from syncprims.who.processes import find_py_spy
 
 from .console import CommandParser, Style, table
 from .options import SECONDS
-
-HELP = """Show what every rank of a running job does, and who waits for whom.
-Read the worlds that run on this host from outside. Nothing has to be switched on in the job, and it
-does not become slower.
-
-examples:
-  syncprims who                       the worlds of this host
-  syncprims who 4711                  of this process: a rank, or the launcher
-  syncprims who my-run --watch 2      of this run id, again every 2 s
-  syncprims who --json --stuck-after 600   for a watchdog
-
-Several hosts: run it on each. It shows the ranks there, and what they know of the others. Run it as
-the user of the job, or as root.
-
-exit code: 0 if all ranks move, or no world runs here; 3 if a rank has waited for --stuck-after
-seconds; 2 if there is no such world, or it cannot be read."""
 
 _PAUSE = 0.1  # seconds between the first two looks
 _COLOURS = {"moving": "green", "waiting": "yellow", "ended": "bold"}

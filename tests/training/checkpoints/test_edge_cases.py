@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import several
@@ -165,31 +164,6 @@ def test_a_file_system_that_cannot_sync_directories_is_used(tmp_path: Path, alon
     if not Path("/proc/self/fd").exists():
         pytest.skip("looks for directories in /proc")
     assert alone(program) == 1.5
-
-
-def test_texts_and_paths_that_are_no_utf8_come_back(tmp_path: Path, alone: Alone) -> None:
-    odd = {"text": "a\udcffb", "path": Path("x\udc80"), "\udcfe": 1}
-
-    def program() -> bool:
-        it = Kept()
-        save_state(tmp_path / "s", {"it": Kept(odd)}, rank_objects={"own": Kept(odd)})
-        own = Kept()
-        load_state(tmp_path / "s", {"it": it}, rank_objects={"own": own})
-        return bool(it.state == odd and own.state == odd)
-
-    assert alone(program)
-
-
-def test_a_step_may_be_any_whole_number(tmp_path: Path, alone: Alone) -> None:
-    def program() -> Any:
-        steps = Checkpoints(tmp_path / "run")
-        steps.save(np.int64(3), {"it": Kept(1)})  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
-            steps.save(1.5, {"it": Kept(1)})  # type: ignore[arg-type]
-        save_state(tmp_path / "s", {"it": Kept(1)}, step=np.int32(4))  # type: ignore[arg-type]
-        return steps.load({"it": Kept()}).step, load_state(tmp_path / "s", {"it": Kept()}).step
-
-    assert alone(program) == (3, 4)
 
 
 # -- one rank's failure -------------------------------------------------------------------------
