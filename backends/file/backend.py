@@ -36,14 +36,8 @@ from syncprims.errors import (
 from syncprims.interface import Backend, Board, Settings, Topology
 
 from .board import SharedMemoryBoard, abort_from_outside
-from .description import (
-    BoardDescription,
-    WorldDescription,
-    describe_board,
-    describe_world,
-    forget_board,
-    is_part_of,
-)
+from .description import FILE as DESCRIPTION
+from .description import OF_BOARD, BoardDescription, WorldDescription, describe
 from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_records
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import FILE as LIVENESS
@@ -161,11 +155,10 @@ class FileBackend(Backend):
         # Without room or lock they are removed with the world.
         with contextlib.suppress(OSError, SyncError), self.locked_directory() as directory:
             directory.write(f"{file}-left-{board.rank}", b"")
-            found = [name for name in directory.names() if is_part_of(file, name)]
+            found = [name for name in directory.names() if name.startswith(file)]
             if sum(name.startswith(f"{file}-left-") for name in found) == len(board.members):
                 for name in found:
                     directory.remove(name)
-                forget_board(directory, file)
 
     def open_board(
         self,
@@ -182,7 +175,7 @@ class FileBackend(Backend):
         description = BoardDescription(format_ranks(everywhere), format_ranks(members))
         with self.locked_directory() as directory:
             board = SharedMemoryBoard(file, members, self.liveness, slots, name)
-            describe_board(directory, file, description)
+            describe(directory, file + OF_BOARD, description)
         self._boards.append(board)
         return board
 
@@ -312,7 +305,7 @@ class FileBackend(Backend):
                 # Those that have joined this world raise it as well.
                 abort_from_outside(directory, board_file(range(found)), found, errors.dump(error))
                 raise error
-            describe_world(directory, self._description)
+            describe(directory, DESCRIPTION, self._description)
             self.liveness = Liveness(directory, top.rank, top.world_size)
         except BaseException:
             directory.close()

@@ -183,6 +183,14 @@ class PrivateDirectory:
         with os.fdopen(self.open_file(name, flags), "wb") as file:
             file.write(data)
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Make `data` the content of the file `name` at once: no reader sees a part of it.
+
+        Others do not do this at the same time.
+        """
+        self.write(f"{name}.new", data)
+        os.rename(f"{name}.new", name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
     def open_pipe(self, name: str, *, create: bool = False) -> int:
         """Return a descriptor of the named pipe `name` inside, for reading and writing.
 

@@ -12,6 +12,7 @@ other containers, among the open files of the processes that the reader may look
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import stat
@@ -21,12 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims.backends.file.backend import base_path
 from syncprims.backends.file.description import FILE as DESCRIPTION
-from syncprims.backends.file.description import (
-    LONGEST,
-    BoardDescription,
-    WorldDescription,
-    read_descriptions,
-)
+from syncprims.backends.file.description import OF_BOARD, BoardDescription, WorldDescription
 from syncprims.backends.file.liveness import (
     FILE,
     MAGIC,
@@ -58,6 +54,7 @@ _BOARD = re.compile(r"board-[0-9a-f]{16}(-here)?")
 _WORLD = re.compile(r"/syncprims-[^/]+/world-[1-9][0-9]{0,8}")
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MOST_RANKS = 1 << 16
+_LONGEST = 1 << 20  # bytes of a description
 _LOOKS = 3  # at a body that is being written
 
 
@@ -92,7 +89,7 @@ class WorldReader:
         identities: dict[int, ProcessIdentity] = {}
         announced: dict[int, bytes] = {}
         with self._opened(FILE) as fd:
-            about, described = self._about(fd)
+            about = self._about(fd)
             for slot, rank in enumerate(_ranks(about.ranks)):
                 identity, state, detail, failure = self._examine(fd, slot)
                 states[rank] = Status(0, None, state, detail, failure)
@@ -101,9 +98,11 @@ class WorldReader:
                     announced[rank] = announced_from_outside(fd, slot)
         pids = self._visible_pids(identities)
         boards: list[BoardView] = []
-        for name, board in described.items():
-            if _BOARD.fullmatch(name):
+        for file in os.listdir(self._fd):  # noqa: PTH208 - pathlib knows no descriptors
+            name = file.removesuffix(OF_BOARD)
+            if name != file and _BOARD.fullmatch(name):
                 with contextlib.suppress(FileNotFoundError):
+                    board = BoardDescription(*self._description(file))
                     boards.append(self._board(name, board, states, about))
         boards.sort(key=lambda board: (-len(board.members), board.members))
         run_id = about.run_id or self.path.rpartition("/")[0].rpartition("/syncprims-")[2]
@@ -112,7 +111,7 @@ class WorldReader:
         backend = str(about.backend)
         return WorldView(str(run_id), backend, size, boards, hosts, pids, states, announced)
 
-    def _about(self, liveness: int) -> tuple[WorldDescription, dict[str, BoardDescription]]:
+    def _about(self, liveness: int) -> WorldDescription:
         """Return what is written about the world, before its first rank takes a slot.
 
         :raises FileNotFoundError: if it is being created or removed at this moment.
@@ -121,16 +120,17 @@ class WorldReader:
         if magic not in (MAGIC, b""):
             raise _OtherVersion
         try:
-            with self._opened(DESCRIPTION) as fd:
-                data = _copy(fd, min(LONGEST, os.fstat(fd).st_size))
-            if data:
-                return read_descriptions(data)
-            raise FileNotFoundError  # its first line is being written
+            return WorldDescription(*self._description(DESCRIPTION))
         except FileNotFoundError:
             slots = range(min(count, _MOST_RANKS))
             if any(self._examine(liveness, slot)[1] == "alive" for slot in slots):
                 raise _OtherVersion from None
             raise
+
+    def _description(self, name: str) -> list[Any]:
+        with self._opened(name) as fd:
+            fields: list[Any] = json.loads(_copy(fd, min(_LONGEST, os.fstat(fd).st_size)))
+        return fields
 
     # -- processes ------------------------------------------------------------------------------
 

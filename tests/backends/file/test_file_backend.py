@@ -540,15 +540,15 @@ def test_a_rank_that_is_just_joining_or_leaving_is_not_lost(meeting_place: Path)
 
     def program() -> Any:
         rank = int(os.environ["SYNCPRIMS_RANK"])
-        liveness = wait_little_for_exit_codes()
-        look = liveness["is_unlocked"]
+        liveness = wait_little_for_exit_codes()["Liveness"]
+        look = liveness._has_left
 
         def look_slowly(*where: Any) -> bool:
             free = bool(look(*where))
             time.sleep(0.05)  # the very gap under test
             return free
 
-        liveness["is_unlocked"] = look_slowly
+        liveness._has_left = look_slowly
         for number in range(6):
             time.sleep(0.02 * ((rank + number) % 3))
             with sp.init():
