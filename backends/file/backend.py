@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import hashlib
 import os
 import re
-import resource
 import sys
 import time
 from pathlib import Path
@@ -42,7 +40,7 @@ from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import FILE as LIVENESS
 from .liveness import Liveness, examine_from_outside, joined, world_size_of
-from .private_dir import PrivateDirectory, default_base
+from .private_dir import PrivateDirectory, cure_for, default_base
 from .processes import ProcessIdentity
 
 if TYPE_CHECKING:
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
 _PREFIX, _LOCK = "syncprims-", ".lock"  # of our files in a directory that may hold others
 _LOCK_TIMEOUT = 30.0  # seconds; the lock is held for milliseconds
 _LOCK_PAUSE = 0.002  # seconds between two attempts
-_DESCRIPTORS = 20  # that a rank needs, beside one for each other rank
 _SLOT_TIMEOUT = 5.0  # seconds for the last process of this rank to end
 
 
@@ -72,7 +69,6 @@ class FileBackend(Backend):
         self.check(topology, settings)
         super().__init__(topology, settings)
         self._run_path = _run_path(topology, settings)
-        self._user = os.geteuid()
         size = topology.world_size
         self._description = description or WorldDescription(
             topology.run_id or self._run_path.name, self.name, size, format_ranks(range(size))
@@ -243,30 +239,10 @@ class FileBackend(Backend):
         except OSError as error:
             if isinstance(error, SyncError) or error.errno is None:
                 raise  # a signal handler has raised it, if it has no number
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                count = self.topology.world_size
-                raise BackendUnavailable(
-                    f"rank {self.topology.rank} has too few descriptors to meet the others: "
-                    f"{error}. This process may have "
-                    f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open. A world of {count} "
-                    f"ranks needs about {_DESCRIPTORS + count} beside the program's own: raise the "
-                    f"limit (ulimit -n)"
-                ) from error
             raise BackendUnavailable(
                 f"{self._run_path} cannot hold what the ranks need to meet: {error}; "
-                f"{self._cure_for(error)}"
+                f"{cure_for(error)}"
             ) from error
-
-    def _cure_for(self, error: OSError) -> str:
-        """Return what the user can do where this directory refuses something."""
-        if error.errno == errno.EACCES and os.geteuid() != self._user:
-            return (
-                f"this rank joined as user {self._user}, and now runs as user {os.geteuid()}: drop "
-                f"privileges before the first call"
-            )
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        cure = "free some space" if full else "make it readable and writable for its owner"
-        return f"{cure}, or set SYNCPRIMS_DIR to another place"
 
     # -- joining --------------------------------------------------------------------------------
 

@@ -252,12 +252,7 @@ class PrivateDirectory:
             raise error
         if isinstance(error, FileNotFoundError):
             return self.removed(action, name)
-        cure = "free some space, or set SYNCPRIMS_DIR to a place with more"
-        if error.errno == errno.EACCES:
-            cure = f"user {os.geteuid()} may not do this: drop privileges before the first call"
-        elif error.errno in (errno.EMFILE, errno.ENFILE):
-            cure = "raise the limit (ulimit -n), or close what is not needed"
-        text = f"{error.strerror}, {action}; {cure}"
+        text = f"{error.strerror}, {action}; {cure_for(error)}"
         return OSError(error.errno, text, str(self.path / name))
 
     def removed(self, action: str, name: str = "") -> FileNotFoundError:
@@ -368,6 +363,23 @@ def _check_passage(path: Path, at: Path, found: os.stat_result, trusted: set[int
 
 
 # -- what is wrong --------------------------------------------------------------------------------
+
+
+def cure_for(error: OSError) -> str:
+    """Return what the user can do about an error of the system at a file of the ranks."""
+    if error.errno == errno.EACCES:
+        return (
+            f"user {os.geteuid()} may not do this: drop privileges before the first call, or make "
+            f"the place readable and writable for its owner"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            "raise the limit of open files (ulimit -n): a rank needs one for each other rank, and "
+            "20 more"
+        )
+    if error.errno in (*_NO_ROOM, errno.EFBIG):
+        return "free some space, or set SYNCPRIMS_DIR to a place with more"
+    return "set SYNCPRIMS_DIR to another place"
 
 
 def _not_ours(path: Path) -> ConfigurationError:
