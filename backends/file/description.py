@@ -42,5 +42,7 @@ def describe(
     :raises ConfigurationError: if the file is something else.
     :raises OSError: if there is no space for it.
     """
-    if name not in directory.names():  # the others write the same
+    if name in directory.names():
+        directory.read(name)  # checks it; the others write the same
+    else:
         directory.replace(name, json.dumps(about).encode())
