@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.rounds import RoundSequence
 from syncprims.errors import EncodingError, RankMismatch
-from syncprims.interface import Label, Note
+from syncprims.interface import Label, Mark, Note
 
 from . import codec, reduction
 from .arrays import Spec, is_array, is_tensor, library_of, mark_written, may_fill
@@ -39,10 +39,10 @@ _NO_RESULT = (TypeError, ValueError, LookupError, OverflowError, ArithmeticError
 class _PreparedCall:
     """What is the same in all calls of one site with values of one layout."""
 
-    def __init__(
-        self, plane: DataPlane, layout: Layout, note: Note, *, own_slot: bool = True
-    ) -> None:
-        """Prepare the calls whose plain note is `note`; each rank has a slot, or only the source.
+    only_source_writes = False
+
+    def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Any = None) -> None:
+        """Prepare the calls whose plain note is `note`, with values like `value`.
 
         :raises OSError: if there is no space for the slots.
         """
@@ -55,7 +55,7 @@ class _PreparedCall:
             self._memory, self._fence = self._window
             self._half = plane.half(self._window)
         self._index, self._end = plane.index, plane.count * layout.stride
-        self._own_at = plane.index * layout.stride if own_slot else 0
+        self._own_at = 0 if self.only_source_writes else plane.index * layout.stride
         self._in_slots = plane.takes_one_round(layout)
         plain = note.label
         label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
@@ -81,19 +81,45 @@ class _PreparedCall:
                 return False
         return True
 
+    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
+        """Return the first round of a call with `value`, which is `packed`."""
+        write = partial(self.write, packed) if self._in_slots else None
+        return self.header, partial(self._read, timeout, value, out), write
 
-def _prepared_call(
-    kind: Callable[..., _PreparedCall], rounds: Rounds, note: Note, value: Any, *more: Any
-) -> tuple[Any, Any] | None:
-    """Return the call that is prepared for a value, and the value packed; None for any other."""
-    plane: DataPlane = rounds.data or DataPlane.of(rounds)
-    found = plane.find(note, value)
-    if found is None:
-        return None
-    layout, packed, call = found
-    if call is None:
-        call = plane.keep((id(note), id(layout)), kind(plane, layout, note, *more))
-    return call, packed
+    def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
+        """Return the result of the call."""
+        raise NotImplementedError
+
+
+def _meet(
+    kind: type[Any],
+    rounds: Rounds,
+    note: Note,
+    value: Any,
+    out: Any,
+    timeout: float | None,
+    *more: Any,
+) -> Any:
+    """Return the result of a call of this kind; if it cannot begin, the others get a `PeerFailed`.
+
+    A value that has a layout takes a prepared call. ``kind.first_of_any`` returns the first round
+    of any other value.
+    """
+    try:
+        plane: DataPlane = rounds.data or DataPlane.of(rounds)
+        found = plane.find(note, value)
+        if found is not None:
+            layout, packed, call = found
+            if call is None:
+                call = plane.keep((id(note), id(layout)), kind(plane, layout, note, value, *more))
+            posted, read, write = call.first_round(packed, value, out, timeout)
+        else:
+            sequence = RoundSequence(rounds, note, timeout)
+            posted, read, write = kind.first_of_any(sequence, value, out, *more)
+    except BaseException as error:
+        rounds.fail(note.label, error)
+        raise
+    return rounds.meet(posted, timeout, read, write)
 
 
 # -- any object, encoded ---------------------------------------------------------------------------
@@ -208,10 +234,13 @@ def _values_of(
 class _Gather(_PreparedCall):
     """An ``all_gather`` of values of one layout; other members may bring another one."""
 
-    def first_round(self, packed: Any, obj: Any, outs: Any, timeout: float | None) -> _FirstRound:
-        """Return the round that gathers `obj`."""
-        write = partial(self.write, packed) if self._in_slots else None
-        return self.header, partial(self._read, timeout, obj, outs), write
+    @staticmethod
+    def first_of_any(sequence: RoundSequence, obj: Any, outs: Any) -> _FirstRound:
+        """Return the first round for any object."""
+        rounds, note = sequence.rounds, sequence.note
+        payload = _encode(rounds, note.label, obj)
+        posted = note._replace(payload=_shorten(rounds, payload))
+        return posted, partial(_gather_any, sequence, obj, payload, outs), None
 
     def _read(self, timeout: float | None, obj: Any, outs: Any, notes: Sequence[Note]) -> list[Any]:
         if not (self._in_slots and self._is_in_all(notes)):
@@ -236,28 +265,15 @@ def gather(
     With `outs`, all members have such an array as `obj`: fill ``outs[i]``, contiguous, with that of
     member number i, where it is not None.
     """
-    try:
-        found = _prepared_call(_Gather, rounds, note, obj)
-        if found is not None:
-            call, packed = found
-            posted, read, write = call.first_round(packed, obj, outs, timeout)
-        else:
-            payload = _encode(rounds, note.label, obj)
-            sequence = RoundSequence(rounds, note, timeout)
-            posted = note._replace(payload=_shorten(rounds, payload))
-            read, write = partial(_gather_any, sequence, obj, payload, outs), None
-    except BaseException as error:
-        rounds.fail(note.label, error)
-        raise
-    return rounds.meet(posted, timeout, read, write)
+    values: list[Any] = _meet(_Gather, rounds, note, obj, outs, timeout)
+    return values
 
 
 def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
     """Return every member's object as :func:`gather`, as a part of another call."""
-    rounds, note = sequence.rounds, sequence.note
-    payload = sequence.attempt(lambda: _encode(rounds, note.label, obj))
-    notes = sequence.meet(note._replace(payload=_shorten(rounds, payload)))
-    return _gather_any(sequence, obj, payload, None, notes)
+    posted, read, _ = sequence.attempt(lambda: _Gather.first_of_any(sequence, obj, None))
+    values: list[Any] = read(sequence.meet(posted))
+    return values
 
 
 def _gather_any(
@@ -310,8 +326,7 @@ class _Broadcast(_PreparedCall):
     decides.
     """
 
-    def __init__(self, plane: DataPlane, layout: Layout, note: Note) -> None:
-        super().__init__(plane, layout, note, own_slot=False)
+    only_source_writes = True
 
     def first_round(self, packed: Any, obj: Any, out: Any, timeout: float | None) -> _FirstRound:
         """Return the source's round."""
@@ -320,7 +335,27 @@ class _Broadcast(_PreparedCall):
             write = partial(self.write, packed)
             return self.header, lambda _: copy_into(rounds, out, obj), write
         sequence = RoundSequence(rounds, self.note, timeout)
-        return self.header._replace(flag=True), partial(_send, sequence, obj, out, [obj]), None
+        return self.header._replace(mark=Mark.MORE), partial(_send, sequence, obj, out, [obj]), None
+
+    @staticmethod
+    def first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:
+        """Return the source's first round for any object."""
+        rounds, label = sequence.rounds, sequence.note.label
+        payload, arrays = _pack(rounds, label, obj)
+        posted = _shorten(rounds, payload)
+        if arrays and posted is not payload:
+            payload, arrays = _encode(rounds, label, obj), []
+            posted = _shorten(rounds, payload)
+        if arrays:
+            return Note(label, Mark.MORE, posted), partial(_send, sequence, obj, out, arrays), None
+
+        def send(_: Sequence[Note]) -> Any:
+            _broadcast_rest(sequence, sequence.index, posted, payload)
+            if holds_pickle(payload):
+                sequence.meet()  # have all been able to make the object?
+            return copy_into(rounds, out, obj)
+
+        return Note(label, payload=posted), send, None
 
     def brings(self, note: Note) -> bool:
         """Return whether what came with the source's note has this layout."""
@@ -343,37 +378,7 @@ def broadcast(
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src != rounds.rank:
         return _receive(rounds, note, src, out, timeout)
-    try:
-        found = _prepared_call(_Broadcast, rounds, note, obj)
-        if found is not None:
-            call, packed = found
-            posted, read, write = call.first_round(packed, obj, out, timeout)
-        else:
-            posted, read, write = _first_of_any(RoundSequence(rounds, note, timeout), obj, out)
-    except BaseException as error:
-        rounds.fail(note.label, error)
-        raise
-    return rounds.meet(posted, timeout, read, write)
-
-
-def _first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:
-    """Return the source's first round for any object."""
-    rounds, label = sequence.rounds, sequence.note.label
-    payload, arrays = _pack(rounds, label, obj)
-    posted = _shorten(rounds, payload)
-    if arrays and posted is not payload:
-        payload, arrays = _encode(rounds, label, obj), []
-        posted = _shorten(rounds, payload)
-    if arrays:
-        return Note(label, True, posted), partial(_send, sequence, obj, out, arrays), None
-
-    def send(_: Sequence[Note]) -> Any:
-        _broadcast_rest(sequence, sequence.index, posted, payload)
-        if holds_pickle(payload):
-            sequence.meet()  # have all been able to make the object?
-        return copy_into(rounds, out, obj)
-
-    return Note(label, payload=posted), send, None
+    return _meet(_Broadcast, rounds, note, obj, out, timeout)
 
 
 def _send(
@@ -393,7 +398,7 @@ def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | No
 
     def read(notes: Sequence[Note]) -> Any:
         sent = notes[rounds.members.index(src)]
-        if sent.flag or not sent.label.data:
+        if sent.mark or not sent.label.data:
             return _receive_any(RoundSequence(rounds, note, timeout), sent, src, out)
         call = expected
         if call is None or not call.brings(sent):
@@ -422,7 +427,7 @@ def _receive_any(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any
         arrays.append(out if layout.fits(out) else layout.spec.make())
         return arrays[0]
 
-    if not sent.flag:
+    if not sent.mark:
         payload = _broadcast_rest(sequence, index, payload)
         value = sequence.agree(decode) if holds_pickle(payload) else decode()
         return copy_into(rounds, out, value)
@@ -443,14 +448,24 @@ class _Reduction(_PreparedCall):
 
     def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Any, op: str) -> None:
         reduction.check_value(value, op)
-        super().__init__(plane, layout, note)
+        super().__init__(plane, layout, note, value)
         self._op = op
         self._reduce = layout.reducer(op)
 
-    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
-        """Return the round that reduces `value`."""
-        write = partial(self.write, packed) if self._in_slots else None
-        return self.header, partial(self._read, timeout, value, out), write
+    @staticmethod
+    def first_of_any(sequence: RoundSequence, value: Any, out: Any, op: str) -> _FirstRound:
+        """Return the first round of the reduction of any value."""
+        rounds, note = sequence.rounds, sequence.note
+        reduction.check_value(value, op)
+        value = reduction.detached(value)
+        if len(rounds.members) == 1:
+            check_encodable(rounds, note.label, value)
+            return note, lambda _: copy_into(rounds, out, _reduce(sequence, [value], op)), None
+        payload, arrays = _pack(rounds, note.label, value)
+        # The mark says that a round follows, in which all learn if one member cannot go on.
+        mark = Mark.MORE if arrays or holds_pickle(payload) else Mark.NONE
+        posted = Note(note.label, mark, payload)
+        return posted, partial(_reduce_any, sequence, arrays, value, op, out), None
 
     def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
         is_in_all = self._is_in_all(notes)
@@ -478,31 +493,10 @@ def all_reduce(
         grad = getattr(value, "requires_grad", None)  # None: `value` is no tensor
         if grad is not None and (grad or library_of(value) is None):
             value = value.detach()  # so a parameter is a plain tensor, frozen or not
-        found = _prepared_call(_Reduction, rounds, note, value, value, op)
-        if found is not None:
-            call, packed = found
-            posted, read, write = call.first_round(packed, value, out, timeout)
-        else:
-            sequence = RoundSequence(rounds, note, timeout)
-            posted, read, write = _first_of_reduction(sequence, value, op, out)
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
-    return rounds.meet(posted, timeout, read, write)
-
-
-def _first_of_reduction(sequence: RoundSequence, value: Any, op: str, out: Any) -> _FirstRound:
-    """Return the first round of the reduction of any value."""
-    rounds, note = sequence.rounds, sequence.note
-    reduction.check_value(value, op)
-    value = reduction.detached(value)
-    if len(rounds.members) == 1:
-        check_encodable(rounds, note.label, value)
-        return note, lambda _: copy_into(rounds, out, _reduce(sequence, [value], op)), None
-    payload, arrays = _pack(rounds, note.label, value)
-    # The flag says that a round follows, in which all learn if one member cannot go on.
-    posted = Note(note.label, bool(arrays) or holds_pickle(payload), payload)
-    return posted, partial(_reduce_any, sequence, arrays, value, op, out), None
+    return _meet(_Reduction, rounds, note, value, out, timeout, op)
 
 
 def _reduce_any(
@@ -539,7 +533,7 @@ def _reduce_any(
         values = _values_of(rounds, notes, decode)
         return _reduce(sequence, values, op, add_operand)
 
-    more = any(note.flag for note in notes)
+    more = any(note.mark for note in notes)
     result = sequence.attempt(combine) if more else combine()
     if operands:
         DataPlane.of(rounds).needed_transport().reduce(sequence, operands, op)
