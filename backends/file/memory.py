@@ -43,12 +43,13 @@ TEXT_SIZE = 16 * 1024  #: bytes of a verdict
 WORD = struct.Struct("<QII")  #: round, flags, check
 _WAIT = struct.Struct("<Qd?7x")  # the fields of a WaitView
 HEAD = struct.Struct("<IIII")  #: lengths of label, payload and failure; checksum of the last two
-#: Of a word's flags. `AHEAD` is how many rounds the writer was ahead, and `DIGEST`, of a note that
-#: has only a label, a part of the label's digest: so the words of different labels differ.
-FLAG, CONTENT, SPILLED, AHEAD, DIGEST = 1, 2, 4, 0xF << 8, 0xFFFFF << 12
+#: Of a word's flags. `MARK` is the note's. `AHEAD` is how many rounds the writer was ahead, and
+#: `DIGEST`, of a note that has only a label, a part of the label's digest: so the words of
+#: different labels differ.
+MARK, CONTENT, SPILLED, AHEAD, DIGEST = 3, 4, 8, 0xF << 8, 0xFFFFF << 12
 AHEAD_SHIFT = 8
 
-BOARD_MAGIC = b"syncprims board 5"
+BOARD_MAGIC = b"syncprims board 6"
 _HEADER = struct.Struct("<32sI")  # magic, number of ranks
 HEADER_SIZE = 64
 _RECORD = struct.Struct("<II")  # length, checksum

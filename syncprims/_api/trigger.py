@@ -13,7 +13,7 @@ from syncprims._protocol.validation import require, whole_number
 from syncprims._world.group import rounds_of
 from syncprims._world.runtime import announce_activity, get_active_group, get_extras
 from syncprims.errors import signal_name
-from syncprims.interface import Note
+from syncprims.interface import Mark, Note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ class Trigger:
                 # Reset before waiting: a signal that arrives meanwhile counts for the next check.
                 del self._set["reason"]
                 announce_activity(self, None)
-                note = Note(note.label, True, codec.encode(why[0]))
+                note = Note(note.label, Mark.YES, codec.encode(why[0]))
             self._group = group
             if not self._lag:
                 return rounds.meet(note, group._timeout, self._read)
@@ -111,10 +111,10 @@ class Trigger:
     def _read(self, notes: Sequence[Note]) -> bool:
         """Return whether a rank had set the flag, and keep which ranks had."""
         for lowest in notes:
-            if lowest.flag:
+            if lowest.mark:
                 assert self._group is not None
                 members = self._group.ranks
-                self.ranks = [rank for rank, n in zip(members, notes, strict=True) if n.flag]
+                self.ranks = [rank for rank, n in zip(members, notes, strict=True) if n.mark]
                 self.reason = codec.decode(lowest.payload)
                 # Before anything can interrupt the check: the other ranks check no more.
                 self._set_in = self._group if self._stays else None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims._protocol.rounds import RoundSequence
 from syncprims.errors import RankMismatch
-from syncprims.interface import Note
+from syncprims.interface import Mark, Note
 
 from . import codec, values
 from .arrays import flat, is_list_or_tuple, is_tensor, on_host, raw, spec_of
@@ -65,7 +65,8 @@ def _compare(sequence: RoundSequence, value: object, name: str, mine: _Digest) -
         lambda: _all_equal([found for _, found in shown])
     )
     # Ranks may differ in whether an object equals its copy: one "no" counts for all.
-    if all(note.flag for note in sequence.meet(Note(label, equal))):
+    answer = Note(label, Mark.YES if equal else Mark.NONE)
+    if all(note.mark == Mark.YES for note in sequence.meet(answer)):
         return
     lines = "\n".join(
         f"  rank {rank}: {text}  (digest {_hash(other).hex()[:8]})"

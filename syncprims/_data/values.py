@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncprims._protocol.rounds import RoundSequence
 from syncprims.errors import EncodingError, RankMismatch
-from syncprims.interface import Label, Note
+from syncprims.interface import Label, Mark, Note
 
 from . import codec, reduction
 from .arrays import Spec, is_array, is_tensor, library_of, mark_written, may_fill
@@ -346,7 +346,7 @@ class _Broadcast(_PreparedCall):
             _send_arrays(sequence(), [obj])
             return copy_into(rounds, out, obj)
 
-        return self.header._replace(flag=True), timeout, send, None
+        return self.header._replace(mark=Mark.MORE), timeout, send, None
 
     def brings(self, note: Note) -> bool:
         """Return whether what came with the source's note has this layout."""
@@ -402,7 +402,8 @@ def _first_of_any(
         return copy_into(rounds, out, obj)
 
     posted = LargeHeader(len(payload)).encode() if large else payload
-    return Note(note.label, bool(arrays), posted), timeout, send, None
+    mark = Mark.MORE if arrays else Mark.NONE
+    return Note(note.label, mark, posted), timeout, send, None
 
 
 def _send_arrays(sequence: RoundSequence, arrays: Sequence[Any]) -> None:
@@ -418,7 +419,7 @@ def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | No
 
     def read(notes: Sequence[Note]) -> Any:
         sent = notes[rounds.members.index(src)]
-        if sent.flag or not sent.label.data:
+        if sent.mark or not sent.label.data:
             return _receive_any(RoundSequence(rounds, note, timeout), sent, src, out)
         call = expected
         if call is None or not call.brings(sent):
@@ -449,7 +450,7 @@ def _receive_any(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any
         arrays.append(out)
         return out
 
-    if sent.flag:
+    if sent.mark:
         transport = sequence.attempt(plane.needed_transport)
         value = sequence.attempt(decode)
         transport.broadcast(sequence, arrays, index)
@@ -534,13 +535,13 @@ def _first_of_reduction(
 
         return note, timeout, reduce_own, None
     payload, arrays = _pack(rounds, note.label, value)
-    # The flag says that a round follows, in which all learn if one member cannot go on.
-    more = bool(arrays) or holds_pickle(payload)
+    # Then a round follows, in which all learn if one member cannot go on.
+    mark = Mark.MORE if arrays or holds_pickle(payload) else Mark.NONE
 
     def read(notes: Sequence[Note]) -> Any:
         return _reduce_any(RoundSequence(rounds, note, timeout), notes, arrays, value, op, out)
 
-    return Note(note.label, more, payload), timeout, read, None
+    return Note(note.label, mark, payload), timeout, read, None
 
 
 def _reduce_any(
@@ -577,7 +578,7 @@ def _reduce_any(
         values = _values_of(rounds, notes, decode)
         return _reduce(sequence, values, op, add_operand)
 
-    more = any(note.flag for note in notes)
+    more = any(note.mark for note in notes)
     result = sequence.attempt(combine) if more else combine()
     if operands:
         DataPlane.of(rounds).needed_transport().reduce(sequence, operands, op)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, Failure, PeerFailed, PeerLost, SyncError
@@ -58,10 +58,32 @@ class PendingRound:
         self.error: SyncError | None = None
 
 
+class RoundObserver(Protocol):
+    """Sees all rounds of one rank at one board, as a trace does."""
+
+    def watch_meet(self, meet: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called instead of :meth:`Rounds.meet`; it calls `meet`."""
+
+    def watch_wait(
+        self, attempt: Callable[[float], T | None], begin: float
+    ) -> Callable[[float], T | None]:
+        """Return what is called instead of `attempt` in a long wait that began at `begin`."""
+
+    def posting(self, note: Note, *, first: bool) -> None:
+        """Take in that `note` is about to be posted; it is or is not the first of its call."""
+
+    def collecting(self, *, late: bool) -> None:
+        """Take in that the oldest round is about to be collected; `late` if not at once."""
+
+    def collected(self, error: SyncError | None) -> None:
+        """Take in that a round is collected; `error` is what a deferred one will raise."""
+
+    def call_failed(self, error: BaseException, before: int) -> None:
+        """Take in that a call raises, which began after `before` rounds were posted."""
+
+
 class Rounds:
     """One rank's rounds at one board."""
-
-    traced = False  #: every round is recorded
 
     def __init__(
         self,
@@ -72,6 +94,7 @@ class Rounds:
         background: Background,
         local_rank: int,
         own: int = 0,
+        observer: RoundObserver | None = None,
     ) -> None:
         """Use `board`, where the first `own` rounds are the library's and not the user's."""
         self.board = board
@@ -102,7 +125,14 @@ class Rounds:
         self.in_step: BaseException | None = None
         #: What the data plane has prepared for this board.
         self.data: Any = None
-        deadlocks.add(board)
+        #: Whether a barrier of one member is a round, too, since something observes every round.
+        self.observed = observer is not None or board.observed
+        self._observer = observer
+        if observer is not None:  # without one, no barrier asks for it
+            vars(self)["meet"] = observer.watch_meet(self.meet)
+        #: Rounds that this rank will post without another call of the user, as room comes.
+        self.promised = 0
+        deadlocks.add(board, lambda: self.promised)
 
     def close(self, why: Callable[[], SyncError]) -> None:
         """Make every later call raise ``why()``, and release what was prepared."""
@@ -182,18 +212,11 @@ class Rounds:
             del self._calls[token]
             return found
         except BaseException as error:
-            if before >= 0:
-                self._call_failed(error, before)
+            if before >= 0 and self._observer is not None:
+                self._observer.call_failed(error, before)
             if self._is_in_step(error, before, collected) and token in self._calls:
                 del self._calls[token]
             raise
-
-    def skip_barrier(self) -> None:
-        """Do nothing: a barrier in a group of one needs no round.
-
-        A subclass records it, with the call site: call it only in a `barrier` function that the
-        user calls.
-        """
 
     def atomic_call(self, label: Label | None, steps: Callable[[], T]) -> T:
         """Return ``steps()``, with no other call of this rank between its rounds.
@@ -213,8 +236,8 @@ class Rounds:
             del self._calls[token]  # the last act, as in `meet`
             return result
         except BaseException as error:
-            if before >= 0:
-                self._call_failed(error, before)
+            if before >= 0 and self._observer is not None:
+                self._observer.call_failed(error, before)
             if self._is_in_step(error, before, collected) and token in self._calls:
                 del self._calls[token]
             raise
@@ -294,6 +317,8 @@ class Rounds:
         if board.posted - board.collected >= board.depth:
             self.make_room(timeout)
         before = board.posted
+        if self._observer is not None:
+            self._observer.posting(note, first=before == self._before)
         try:
             board.post(note)
         except OSError as error:
@@ -320,10 +345,17 @@ class Rounds:
 
     def collect(self, timeout: float | None) -> Sequence[Note]:
         """Collect the oldest round, and check that all members made the same call."""
+        board, observer = self.board, self._observer
+        pending = self._pending.get(board.collected + 1)
+        if observer is not None:
+            observer.collecting(late=bool(self._pending) or board.collected + 1 < board.posted)
         limit = self._first_look
         if timeout is not None and timeout < limit:
             limit = min(timeout, self.settings.warn_after)
-        return self._check(self._collect(limit), limit, timeout)
+        notes = self._check(self._collect(limit), limit, timeout)
+        if observer is not None:
+            observer.collected(None if pending is None else pending.error)
+        return notes
 
     def _collect(self, limit: float) -> Sequence[Note] | None:
         """Return as :meth:`Board.collect`, and go on meanwhile with what is under way."""
@@ -338,7 +370,6 @@ class Rounds:
         board = self.board
         if notes is None:
             begin = board.waiting_since if board.virtual_time else board.now() - waited
-            self._wait_is_long(waited)
             notes = self.wait(self._collect, timeout, begin)
         number = board.collected
         first = notes[0]
@@ -378,6 +409,8 @@ class Rounds:
         """
         at_board = obstacle is None
         board = self.board
+        if at_board and self._observer is not None:
+            attempt = self._observer.watch_wait(attempt, begin)
         number = board.collected + at_board  # not at the board, no member is missing
         deadline = math.inf if timeout is None else begin + timeout
         warn_every = self.settings.warn_after
@@ -394,7 +427,8 @@ class Rounds:
                 if now >= deadline:
                     board.inform()
                 first_call = self.settings.first_call if number <= self._own else None
-                seen = Snapshot(board, self.rank, number, now - begin, self._own, first_call)
+                statuses = {member: board.status(member) for member in self.members}
+                seen = Snapshot(statuses, self.rank, number, now - begin, self._own, first_call)
                 error = self._explain(seen, now - begin, now >= deadline, at_board)
                 if error is None and obstacle is not None and (why := obstacle()):
                     cure = "Look at the network between them, then restart the run."
@@ -437,14 +471,6 @@ class Rounds:
         if error is None and waited >= DEADLOCK_SEARCH and seen.missing and at_board:
             error = self._deadlocks.search(self.board, seen.call)
         return error
-
-    # -- hooks of a subclass that records rounds ------------------------------------------------
-
-    def _call_failed(self, error: BaseException, before: int) -> None:
-        """Do nothing; called when a call raises that began after `before` rounds were posted."""
-
-    def _wait_is_long(self, waited: float) -> None:
-        """Do nothing; called once a wait is so long that there is time for other things."""
 
     # -- failures -------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from syncprims._data.limits import LARGE
 from syncprims._data.plane import DataPlane
 from syncprims._protocol.rounds import RoundSequence
 from syncprims.errors import RankMismatch
-from syncprims.interface import Note
+from syncprims.interface import Mark, Note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,8 @@ def exchange(
         transport = DataPlane.of(rounds).transport()
         in_note = transport is None or sum(own_sizes[:count]) < LARGE
         sent = [raw(flat(part)) for part in parts] if in_note else []
-        posted = Note(note.label, in_note, b"".join([head.pack(*own_sizes), *sent]))
+        mark = Mark.INLINE if in_note else Mark.NONE
+        posted = Note(note.label, mark, b"".join([head.pack(*own_sizes), *sent]))
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
@@ -42,7 +43,7 @@ def exchange(
     def read(notes: Sequence[Note]) -> None:
         sizes = [head.unpack_from(other.payload) for other in notes]
         _check_sizes(rounds, note, sizes)
-        if transport is None or all(other.flag for other in notes):
+        if transport is None or all(other.mark for other in notes):
             for other, row, room in zip(notes, sizes, rooms, strict=True):
                 begin = head.size + sum(row[:me])
                 raw(flat(room))[:] = other.payload[begin : begin + row[me]]

@@ -100,7 +100,7 @@ class Channel:
         transfer = Transfer(self, note, data)
         self._queue.append(transfer)
         self._timeout = timeout
-        self.rounds.board.promised += transfer.pieces
+        self.rounds.promised += transfer.pieces
         self.move()
         return transfer
 
@@ -131,7 +131,7 @@ class Channel:
     def has_unclaimed_note(self) -> bool:
         """Return whether the other rank has posted more than this rank has asked to receive."""
         board = self.rounds.board
-        return board.status(self._peer).rounds > board.posted + board.promised
+        return board.status(self._peer).rounds > board.posted + self.rounds.promised
 
     def has_ended(self) -> bool:
         """Return whether the other rank will post no more, or this board is broken."""
@@ -210,7 +210,7 @@ class Channel:
 
         def post() -> PendingRound:
             note = self._note_of(transfer, rounds.board.posted + 1)
-            rounds.board.promised -= 1
+            rounds.promised -= 1
             return rounds.post_deferred(note, self._timeout)
 
         self._under_way.append((transfer, rounds.atomic_call(label, post)))

@@ -267,7 +267,7 @@ class SyncProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         torch say nothing, either.
         """
         seconds = timeout.total_seconds()
-        if seconds <= 0 or (self._rounds.board.posts_alone and timeout in default_timeouts()):
+        if seconds <= 0 or (self._rounds.board.observed and timeout in default_timeouts()):
             return None
         return seconds
 

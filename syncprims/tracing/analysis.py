@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims._protocol.trace_file import ROUND, WAITING
 from syncprims.errors import parse_ranks
 from syncprims.interface import Label
+from syncprims.tracing.trace_file import ROUND, WAITING
 
 from .reading import RankTrace, TraceRun
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims._protocol.trace_file import ROUND
 from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.tracing.trace_file import ROUND
 
 from .analysis import Analysis, seconds_text
 from .reading import RankTrace

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from syncprims._protocol import trace_file
-from syncprims._protocol.trace_file import LEFT, POSTED, RESULT, ROUND, TEXT, WAITING
 from syncprims.errors import ConfigurationError, parse_ranks
 from syncprims.interface import Label
+from syncprims.tracing import trace_file
+from syncprims.tracing.trace_file import LEFT, POSTED, RESULT, ROUND, TEXT, WAITING
 
 T = TypeVar("T")
 
@@ -222,7 +222,7 @@ def _read_segment(
         rounds["group"][chosen] = run.groups.number(members, texts[group])
     over = (rounds["kind"] == ROUND) | (rounds["kind"] == RESULT) | (rounds["done"] > 0)
     ordered = (rounds["posted"] <= rounds["since"]) & (rounds["since"] <= rounds["done"])
-    sound = (rounds["posted"] >= 0) & (rounds["number"] >= 0) & (rounds["call"] >= 0)
+    sound = (rounds["posted"] >= 0) & (rounds["number"] > 0) & (rounds["call"] >= 0)
     sound &= ordered | ~over
     damaged = int((entries["kind"] > LEFT).sum()) + int((~sound).sum())
     return rounds[sound], damaged, left
@@ -230,10 +230,8 @@ def _read_segment(
 
 def _unique_rounds(rounds: NDArray[Any]) -> NDArray[Any]:
     """Return each round once: finished rather than waiting, and with its result."""
-    alone: NDArray[Any] = rounds[rounds["number"] == 0]
-    rounds = rounds[rounds["number"] > 0]
     if not len(rounds):
-        return alone
+        return rounds
     priority = np.zeros(16, "i4")
     priority[[POSTED, WAITING, ROUND, RESULT]] = 0, 1, 2, 3
     rounds = rounds[np.lexsort((priority[rounds["kind"]], rounds["number"], rounds["group"]))]
@@ -245,4 +243,5 @@ def _unique_rounds(rounds: NDArray[Any]) -> NDArray[Any]:
     keep = np.append(~same, True)  # the last entry of each round...
     keep[results - 1] = True  # ... but not one that has only its result
     keep[rounds["kind"] == RESULT] = False
-    return np.concatenate([alone, rounds[keep]])
+    unique: NDArray[Any] = rounds[keep]
+    return unique

@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from syncprims._world.processes import find_descendants
-from syncprims._world.registry import find_worlds
 from syncprims._world.runtime import get_settings
-from syncprims.errors import ConfigurationError
-from syncprims.interface import BoardView, Status, WorldReader, WorldView
+from syncprims.errors import BackendUnavailable, ConfigurationError
+from syncprims.interface import Status
 
 from . import processes
 from .processes import ProcessSample
 from .verdict import NOTABLE, RankWait, Verdict, judge, own_rounds
+from .view import BoardView, WorldView
+
+try:
+    from .worlds import WorldReader, find_worlds
+except ImportError as error:
+    raise BackendUnavailable(
+        f"running worlds cannot be read here: {error}. The file and torch backends need Linux or "
+        f"macOS"
+    ) from error
 
 _PAUSE = 0.1  # seconds between the two looks of `who`
 _BUSY = 0.5  # of a processor: such a process computes

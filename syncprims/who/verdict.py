@@ -12,7 +12,9 @@ from syncprims import errors
 from syncprims._protocol.deadlock import Wait, deadlock_error, find_cycle, find_stuck
 from syncprims._protocol.diagnosis import Snapshot
 from syncprims.errors import name_ranks
-from syncprims.interface import BoardView, Status, WorldView
+from syncprims.interface import Status
+
+from .view import BoardView, WorldView
 
 #: Seconds of waiting from which on a verdict names who waits: less is part of any program.
 NOTABLE = 0.5
@@ -41,7 +43,7 @@ class RankWait(NamedTuple):
 
     def snapshot(self, rank: int, own: int = 0) -> Snapshot:
         """Return the state of the board, as the waiting `rank` sees it."""
-        return Snapshot(self.board, rank, self.number, self.seconds, own)
+        return Snapshot(self.board.statuses, rank, self.number, self.seconds, own)
 
     def call(self, rank: int) -> str:
         """Return the call in which `rank` waits."""

@@ -463,4 +463,4 @@ def test_a_label_keeps_what_it_says_about_data() -> None:
         for label in (Label("kind"), Label("kind", "näme\udcff", 3, "op", "file.py:7", data)):
             found = Label.decode(label.encode())
             assert (found, found.site, found.data) == (label, label.site, label.data)
-            assert Note.decode(Note(label, True, b"x").encode()).label.data == label.data
+            assert Note.decode(Note(label, payload=b"x").encode()).label.data == label.data

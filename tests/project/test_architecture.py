@@ -21,7 +21,7 @@ PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 LAYERS = ["errors", "interface", "_protocol", "_data", "_world", "_api", ""]
 #: What stands on the layers, and which internals it may import. ``""`` is what users import.
 ROOMS = {
-    "who": {"errors", "interface", "_protocol", "_world", ""},
+    "who": {"errors", "interface", "_protocol", "_world", "", "backends"},
     "tracing": {"errors", "interface", "_protocol"},
     "testing": {"errors", "interface", "_protocol", "_data", "_world", "", "c10d"},
     "training": {"errors", "_protocol", "_data", "_world", ""},
@@ -35,7 +35,6 @@ BACKENDS = {
     "threads": set[str](),
     "file": set[str](),
     "torch": {"file"},
-    "views": {"file", "torch"},
 }
 
 #: Libraries that nobody should pay for who does not use them, and the modules that exist for them.

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncprims._protocol import trace_file
-from syncprims._protocol.trace_file import Recorder
 from syncprims.errors import format_ranks
 from syncprims.interface import Label, Topology
+from syncprims.tracing import trace_file
 from syncprims.tracing.reading import TraceRun, find_runs, read_run
+from syncprims.tracing.trace_file import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,6 +131,6 @@ class Planted:
         """End ranks (all by default) regularly; the others count as killed."""
         for rank, recorder in self._recorders.items():
             if ranks is None or rank in ranks:
-                recorder.leave(None, now + self._ahead[rank])
+                recorder.close(None, now + self._ahead[rank])
             else:
                 recorder.abandon()

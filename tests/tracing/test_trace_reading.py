@@ -15,7 +15,6 @@ import pytest
 from support.rank_environment import clean_environ
 from support.traces import SECOND, Planted
 
-from syncprims._protocol.trace_file import SEGMENT, START, Recorder
 from syncprims.cli.console import Style
 from syncprims.cli.trace import report
 from syncprims.errors import BackendUnavailable, ConfigurationError
@@ -23,6 +22,7 @@ from syncprims.tracing import pictures
 from syncprims.tracing.analysis import analyse, seconds_text
 from syncprims.tracing.pictures import LATE, WAITS, draw_image
 from syncprims.tracing.reading import find_runs, read_run
+from syncprims.tracing.trace_file import SEGMENT, START, Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -480,7 +480,7 @@ def test_a_recorder_survives_threads(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    recorder.leave(None, each)
+    recorder.close(None, each)
     run = read_run(tmp_path / "run")
     assert run.complaints == []
     (trace,) = run.ranks

@@ -18,9 +18,9 @@ from support.rank_worlds import Kind, Ranks, Scripts, await_end
 from support.traces import Entry, Warnings, entries, only_run
 
 import syncprims as sp
-from syncprims._protocol.trace_file import ROUND, SEGMENT
 from syncprims.testing import explore, run_world
 from syncprims.tracing.reading import find_runs, read_run
+from syncprims.tracing.trace_file import ROUND, SEGMENT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -340,8 +340,7 @@ def test_without_a_trace_nothing_of_it_is_loaded() -> None:
     )
     loaded = set(done.stdout.split())
     assert "syncprims._protocol.rounds" in loaded
-    recorder = {f"syncprims._protocol.{name}" for name in ("trace_file", "traced_rounds")}
-    assert not (recorder | {"mmap"}) & loaded
+    assert not {"syncprims.tracing", "mmap"} & loaded
 
 
 def trace_command(*args: object) -> subprocess.CompletedProcess[str]:

@@ -28,10 +28,11 @@ import syncprims as sp
 from syncprims._world.launchers import make_rank_variables
 from syncprims.cli.console import Style
 from syncprims.cli.who import _text as command_text
-from syncprims.interface import BoardView, Label, Status, WaitView, WorldView
+from syncprims.interface import Label, Status, WaitView
 from syncprims.who import WorldReport, processes, who
 from syncprims.who.observation import Observation
 from syncprims.who.verdict import RankWait, judge
+from syncprims.who.view import BoardView, WorldView
 
 if TYPE_CHECKING:
     from collections.abc import Callable

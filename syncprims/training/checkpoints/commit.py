@@ -17,10 +17,10 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncprims import CheckpointError
+from syncprims import CheckpointError, SyncError
 
 from . import filesystem
-from .coordination import check_equal, cleanup_on_error, coordinate
+from .coordination import await_others, check_equal, coordinate
 from .integrity import digest, dump
 from .safetensors_file import byte_size, content_digest
 from .stateful import full_tensor, is_dtensor
@@ -169,15 +169,6 @@ class Save(NamedTuple):
 
         coordinate(self.doing, commit_if_leading)
 
-    def write_and_commit(self) -> None:
-        """Write and commit without the other ranks: this one writes all files."""
-        try:
-            written = self.write()
-        except BaseException:
-            self.clean_up()
-            raise
-        self.commit([written])
-
     def write(self) -> Digests:
         """Write this rank's files; return their digests. Collective: :meth:`each_own_file`."""
         folder = self.place.folder
@@ -207,21 +198,34 @@ class Save(NamedTuple):
             raise failure
         return results
 
-    def clean_up(self) -> None:
-        """Remove what this rank is responsible for, after a failure on any rank."""
+    def remove_own_files(self) -> None:
+        """Remove this rank's files."""
         for name, writer, _ in self.files:
             if writer == self.team.number:
                 filesystem.remove_or_log(f"{self.place.folder}/{name}")
+
+    def clean_up(self) -> None:
+        """Remove what this rank is responsible for, after a failure on any rank."""
+        self.remove_own_files()  # also on the leading rank: all of them, whatever the others did
         if self.team.leads:
-            self.abandon()  # all files, whatever the others did
+            self.abandon()
 
     def abandon(self) -> None:
-        """Remove everything that a failed save has made. Only the leading rank calls this."""
+        """Remove everything that a failed save has made. The leading rank does it first."""
+        filesystem.remove_or_log(self.report_path(0))
         self.place.remove()
         if not self.place.is_new:
             names, ending = {file.name for file in self.files}, self.place.token
             folder = self.place.folder
             filesystem.remove_each_or_log(folder, lambda n: n in names or n.endswith(ending))
+
+    def report_path(self, index: int, suffix: str = "") -> str:
+        """Return the file in which the rank of this index reports to the leading rank.
+
+        Only saves in the background use it. The leading rank's own says that it waits for reports.
+        """
+        name = temporary(f"{self.head}.report-{index}{suffix}", self.place.token)
+        return f"{self.place.folder}/{name}"
 
     def commit(self, written: Sequence[Digests]) -> None:
         """Make the new files the current ones. Only the leading rank calls this."""
@@ -251,7 +255,8 @@ class Save(NamedTuple):
             current = {self.head, *digests}
 
             def is_old(name: str) -> bool:
-                left = final_name(name) in self.heads  # by a killed save
+                final = final_name(name).partition(".report-")[0]
+                left = final in self.heads  # by a killed save
                 return left or (name not in current and self.is_ours(name))
 
             filesystem.remove_each_or_log(folder, is_old)
@@ -268,15 +273,15 @@ class Plan(NamedTuple):
     #: Return the save, from the files of the groups, what the others need to know, and the place.
     complete: Callable[[list[FilePlan], list[Any], Place], Save]
 
-    def summary(self, writers: int) -> dict[str, Any]:
-        """Return what the other ranks need to know, of which so many can write."""
+    def summary(self, count: int) -> dict[str, Any]:
+        """Return what the other of so many ranks need to know."""
         groups = [group for groups in self.groups.values() for group in groups]
         described = [
             [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in group.items()]
             for group in groups
         ]
         # DTensors do not count: no rank has another one.
-        several = writers > 1 and len(groups) > 1
+        several = count > 1 and len(groups) > 1
         plain = [[t for t in g.values() if not is_dtensor(t)] for g in groups if several]
         return {
             "same": digest(dump({"": [described, self.structure]})),
@@ -307,20 +312,13 @@ class Plan(NamedTuple):
 
 @contextlib.contextmanager
 def planned(
-    doing: str,
-    team: Team,
-    path: str,
-    make_plan: Callable[[], Plan],
-    difference: str,
-    *,
-    share: bool = True,
+    doing: str, team: Team, path: str, make_plan: Callable[[], Plan], difference: str
 ) -> Generator[Save]:
-    """Yield the save that all ranks have planned together. Without `share`, main writes all.
+    """Yield the save that all ranks have planned together.
 
     :raises CheckpointError: on all ranks, if one of them cannot plan it, or has other objects.
     """
-    able = len(team.ranks) if share else 1
-    plan, summaries = coordinate(doing, make_plan, lambda plan: plan.summary(able))
+    plan, summaries = coordinate(doing, make_plan, lambda plan: plan.summary(len(team.ranks)))
     check_equal(doing, team.ranks, [summary["same"] for summary in summaries], difference)
     places: list[Place] = []  # on the leading rank
 
@@ -328,9 +326,16 @@ def planned(
         places.extend([Place.prepare(path)] if team.leads else [])
         return list(places[0]) if places else []
 
-    with cleanup_on_error(doing, lambda: [place.remove() for place in places]):
+    try:
         _, prepared = coordinate(doing, prepare)
         yield plan.assign(summaries, Place(*prepared[0]))
+    except BaseException as error:
+        for place in places:
+            place.remove()
+        if isinstance(error, CheckpointError):  # on all ranks: raised when nothing is left
+            with contextlib.suppress(SyncError):
+                await_others(doing)
+        raise
 
 
 def removed_by_others(doing: str, what: str) -> CheckpointError:

@@ -350,11 +350,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the CPU's memory, as it can be sent to another rank."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu()
-
-
 def distribute(full: torch.Tensor, target: DTensor) -> DTensor:
     """Return a tensor distributed like `target`. Every rank has `full`: nothing is sent.
 

@@ -17,12 +17,12 @@ from syncprims.training.rng import capture as capture_rng
 from syncprims.training.rng import restore as restore_rng
 
 from . import filesystem, integrity, stateful
-from .async_save import Saving, copied, finish_earlier, start_save
+from .async_save import Saving, finish_earlier, start_save
 from .commit import FilePlan, Plan, Save, planned, split_by_size, with_unused_names
 from .coordination import Team, check_equal, coordinate, directory_path
 from .integrity import check_file_name, refusal
 from .safetensors_file import SafetensorsFile, StoredTensor, byte_size, write_safetensors
-from .stateful import State, Stateful, on_host, split_state, state_of
+from .stateful import State, Stateful, split_state, state_of
 
 if TYPE_CHECKING:
     import os
@@ -112,9 +112,9 @@ def save_state(
     Python, numpy and torch (`rng`). Nothing is pickled. A save over an older one in the same
     directory replaces it in one step; other files stay. All ranks call it, and share the writing.
 
-    With ``block=False`` it returns when main has a copy of everything, which a thread of main
-    writes beside the training: the returned handle's ``wait()`` returns when it is durable. There
-    is at most one save in progress: the next one waits for it, and raises its error if it failed.
+    With ``block=False`` it returns when everything is copied, and a thread writes it beside the
+    training: the returned handle's ``wait()`` returns when it is durable. There is at most one save
+    in progress: the next one waits for it, and raises its error if it failed.
 
     :raises CheckpointError: on all ranks, if a rank's part fails. Then the old checkpoint still
         stands, and nothing is left of the new one, unless the message says that it is in place.
@@ -150,14 +150,12 @@ def save_to(
             "objects": {name: state_of(thing) for name, thing in rank_objects.items()},
         }
         states = {name: split_state(state_of(thing)) for name, thing in objects.items()}
-        return _plan_state(doing, team, step, states, split_state(own), share=block)
+        return _plan_state(doing, team, step, states, split_state(own))
 
-    with planned(doing, team, path, plan, "have different states", share=block) as save:
+    with planned(doing, team, path, plan, "have different states") as save:
         save = save._replace(on_commit=on_commit)
         if block:
             save.run()
-        else:
-            save = copied(save)
     return Saving(path) if block else start_save(save)
 
 
@@ -168,36 +166,32 @@ def _split(tensors: Tensors, count: int) -> list[Tensors]:
 
 
 def _plan_state(
-    doing: str, team: Team, step: int | None, states: dict[str, State], own: State, *, share: bool
+    doing: str, team: Team, step: int | None, states: dict[str, State], own: State
 ) -> Plan:
     distributed = [name for name, t in own.tensors.items() if stateful.is_dtensor(t)]
     if distributed:
         raise TypeError(f"{distributed[0]} in rank_objects is a DTensor of all ranks")
-    # Without `share`, main writes them, and needs them from here.
-    sent = {} if share else {name: on_host(tensor) for name, tensor in own.tensors.items()}
     groups = {
         name + _ENDING: _split(state.tensors, len(team.ranks)) for name, state in states.items()
     }
 
     def complete(files: list[FilePlan], ranks: list[Any], place: Place) -> Save:
-        rank_files = [
-            FilePlan(f"rank-{n:05d}{_ENDING}", n if share else 0, sent)
-            for n, (_, has_tensors, sent) in enumerate(ranks)
-            if has_tensors
-        ]
-        if share and own.tensors:
-            mine = [file.writer for file in rank_files].index(team.number)
-            rank_files[mine] = rank_files[mine]._replace(tensors=own.tensors)
+        count = len(files)
+        rank_files = [FilePlan(f"rank-{n:05d}{_ENDING}", n, {}) for n in range(len(ranks))]
         files = with_unused_names([*files, *rank_files], place)
-        names = iter(file.name for file in files)
+        unassigned = iter(file.name for file in files)
         objects = {
-            name: SavedState(state.tree, [next(names) for _ in groups[name + _ENDING]])
+            name: SavedState(state.tree, [next(unassigned) for _ in groups[name + _ENDING]])
             for name, state in states.items()
         }
         rank_states = [
-            SavedState(json.loads(tree), [next(names)] if has_tensors else [])
-            for tree, has_tensors, _ in ranks
+            SavedState(json.loads(tree), [name] if has_tensors else [])
+            for (tree, has_tensors), name in zip(ranks, unassigned, strict=True)
         ]
+        mine = count + team.number
+        files[mine] = files[mine]._replace(tensors=own.tensors)
+        used = {name for _, names in rank_states for name in names}
+        files = [*files[:count], *(file for file in files[count:] if file.name in used)]
         return Save(
             doing, team, place, files,
             lambda path, tensors: write_safetensors(path, tensors, {}),
@@ -206,7 +200,7 @@ def _plan_state(
             lambda name: _STATE_FILE.fullmatch(name) is not None,
         )  # fmt: skip
 
-    return Plan([*states], groups, [json.dumps(own.tree), bool(own.tensors), sent], complete)
+    return Plan([*states], groups, [json.dumps(own.tree), bool(own.tensors)], complete)
 
 
 # -- loading --------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from support.file_faults import SETUPS, Net, Setup, watched
@@ -27,39 +30,103 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def listing(folder: Path) -> set[str]:
+    """Return all names in a directory."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
 def is_write(name: str) -> bool:
     return name in ("write", "pwrite")
 
 
-def test_a_rank_that_fails_does_not_disturb_a_save_in_the_background(
-    meeting_place: Path, tmp_path: Path, signs: Signs
+@pytest.mark.parametrize("over", [False, True])
+def test_a_rank_that_is_late_for_a_save_given_up_takes_its_part_back(
+    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
 ) -> None:
-    path = tmp_path / "state"
+    path = tmp_path / "run" / "state"
+    path.parent.mkdir()
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    before = listing(path.parent)
 
     def program() -> None:
         def late(number: int, name: str, args: tuple[Any, ...]) -> None:
-            if is_write(name):
-                signs.wait("failed")
+            if sp.get_rank() == 1 and is_write(name):
+                signs.wait("given up")
 
         with watched(late):
             own = {"own": Net(sp.get_rank())}
-            saving = save_state(path, {"model": Net(2)}, rank_objects=own, step=2, block=False)
+            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
             if sp.get_rank() == 2:
                 raise RuntimeError("told to end")
             with pytest.raises(sp.PeerFailed, match="told to end"):
-                sp.barrier()
-            signs.give("failed")
-            while not saving.done:
-                time.sleep(0.01)
-
-    def load() -> tuple[int | None, int, int]:
-        net, own = Net(0), Net(0)
-        step = load_state(path, {"model": net}, rank_objects={"own": own}).step
-        return step, net.version(), own.version()
+                saving.wait()
+            assert saving.done
+            if sp.is_main():
+                signs.give("given up")
 
     done = Ranks(Kind("file", 3), meeting_place).outcomes(program)
     assert (done[:2], str(done[2])) == ([None, None], "told to end")
-    assert Ranks(Kind("file", 3), meeting_place).run(load) == [(2, 2, rank) for rank in range(3)]
+    assert listing(path.parent) == before
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_the_leading_rank_has_failed_with_is_told_where_another_is_late(
+    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
+) -> None:
+    path = tmp_path / "run" / "state"
+    path.parent.mkdir()
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}, step=1), 1)
+    before = listing(path.parent)
+
+    def program() -> tuple[int | None, int | None]:
+        def at(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if sp.is_main() and name == "open" and ".report-1" in args[0]:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
+            if sp.get_rank() == 2 and is_write(name):
+                signs.wait("given up")
+
+        with watched(at):
+            own = {"own": Net(sp.get_rank())}
+            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
+            if sp.is_main():
+                saving._committed.exception()  # type: ignore[attr-defined]
+                signs.give("given up")
+            with pytest.raises(sp.CheckpointError, match="Input/output error") as caught:
+                saving.wait()
+        return caught.value.rank, caught.value.errno
+
+    assert Ranks(Kind("file", 3), meeting_place).run(program) == [(0, errno.EIO)] * 3
+    assert listing(path.parent) == before
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_save_whose_files_somebody_removes_is_an_error_and_no_hang(
+    over: bool, meeting_place: Path, tmp_path: Path, signs: Signs
+) -> None:
+    """Rank 0 listens for the word of rank 1, and never hears it."""
+    path = tmp_path / "run" / "state"
+    if over:
+        run_world(lambda: save_state(path, {"model": Net(1)}), 1)
+
+    def program() -> None:
+        def slow(number: int, name: str, args: tuple[Any, ...]) -> None:
+            if sp.is_main() and is_write(name):
+                signs.wait("gone")
+
+        own = {"own": Net(sp.get_rank())}
+        with watched(slow):
+            saving = save_state(path, {"model": Net(2)}, rank_objects=own, block=False)
+            if sp.get_rank() == 1:
+                saving._written.exception()  # type: ignore[attr-defined]
+                for left in (tmp_path / "run").glob("**/.checkpoint.json.report-*"):
+                    left.unlink()
+                signs.give("gone")
+            with pytest.raises(sp.CheckpointError, match="while ranks still wrote there"):
+                saving.wait()
+
+    Ranks(Kind("file", 2), meeting_place).run(program)
 
 
 def test_a_save_whose_files_are_gone_is_not_committed(tmp_path: Path) -> None:
@@ -136,11 +203,14 @@ def test_a_step_may_be_any_number_and_keep_last_is_one(tmp_path: Path) -> None:
         steps, net = Checkpoints(tmp_path / "steps", keep_last=2), Net(0)
         for step in (3, 10**18, 10**40):
             steps.save(step, {"m": Net(step % 7)})
+        steps.save(np.int64(3), {"m": Net(3)})  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            steps.save(wrong, {"m": net})
         assert steps.load({"m": net}).step == 10**40
         assert net.version() == 10**40 % 7
         return steps.steps()
 
-    assert run_world(program, 1) == [[10**18, 10**40]]
+    assert run_world(program, 1) == [[3, 10**40]]
 
 
 def test_leftovers_go_with_their_steps_and_not_before(tmp_path: Path) -> None:
@@ -214,9 +284,9 @@ def test_a_reader_from_outside_sees_a_save_in_the_background(
             save_state(tmp_path / "s", {"model": Net(1)}, block=False).wait()
 
     with running(Kind("file", 2), meeting_place, program):
-        seen = await_report(meeting_place, lambda r: any(one.beside for one in r.ranks))
+        seen = await_report(meeting_place, lambda r: all(one.beside for one in r.ranks))
         what = f"save_state to {tmp_path / 's'} in the background"
-        assert [[said for said, _ in one.beside] for one in seen.ranks] == [[what], []]
+        assert [[said for said, _ in one.beside] for one in seen.ranks] == [[what]] * 2
         go_on.touch()
         await_report(meeting_place, lambda r: not any(one.beside for one in r.ranks))
 

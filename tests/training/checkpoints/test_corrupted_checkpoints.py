@@ -96,22 +96,17 @@ def break_everywhere(
     return tried, passed
 
 
+@pytest.mark.parametrize(
+    "bit", [None, *(pytest.param(n, marks=pytest.mark.soak) for n in range(8))]
+)
 @each_way
-def test_flipped_bits_and_truncations_are_refused(way: str, tmp_path: Path, alone: Alone) -> None:
-    found = alone(lambda: break_everywhere(way, tmp_path / "it", slice(None, None, 3), None))
-    tried, passed = found
-    assert tried > 500
-    assert not passed
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("bit", range(8))
-@each_way
-def test_every_flipped_bit_and_every_truncation_is_refused(
-    way: str, bit: int, tmp_path: Path, meeting_place: Path
+def test_flipped_bits_and_truncations_are_refused(
+    way: str, bit: int | None, tmp_path: Path, meeting_place: Path
 ) -> None:
     ranks = Ranks(Kind("single", 1), meeting_place, patience=600)
-    lengths, bits = slice(bit, None, 8), range(bit, bit + 1)  # an eighth of all
+    lengths, bits = slice(None, None, 3), None
+    if bit is not None:  # an eighth of all flips and lengths
+        lengths, bits = slice(bit, None, 8), range(bit, bit + 1)
     [(tried, passed)] = ranks.run(lambda: break_everywhere(way, tmp_path / "it", lengths, bits))
     assert tried > 500
     assert not passed
@@ -157,28 +152,21 @@ def try_malformed(way: str, count: int, folder: Path, seed: int) -> tuple[int, i
     return refused_, harmless
 
 
-def try_parts(way: str, parts: int, count: int, seed: int, folder: Path, alone: Alone) -> None:
-    """Try so many malformed checkpoints in each process, which must end within a minute."""
-    bad = harmless = 0
-    for part in range(parts):
-        (folder / str(part)).mkdir()
-        refused_, fine = alone(
-            lambda part=part: try_malformed(way, count, folder / str(part), seed + part)
-        )
-        bad, harmless = bad + refused_, harmless + fine
-    assert bad > parts * count * 0.9
-    print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")
-
-
+@pytest.mark.parametrize("count", [SHORT, pytest.param(SOAK, marks=pytest.mark.soak)])
 @each_way
 def test_malformed_checkpoints_are_refused_and_do_no_harm(
-    way: str, tmp_path: Path, alone: Alone
+    way: str, count: int, tmp_path: Path, alone: Alone
 ) -> None:
-    try_parts(way, 1, SHORT // len(WAYS) + 1, 20261121, tmp_path, alone)
-
-
-@pytest.mark.soak
-@each_way
-def test_very_many_malformed_checkpoints(way: str, tmp_path: Path, alone: Alone) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    try_parts(way, SOAK // len(WAYS) // PART + 1, PART, seed, tmp_path, alone)
+    """Each process tries a part of them, and must end within a minute."""
+    each = count // len(WAYS) + 1 if count == SHORT else PART
+    parts = 1 if count == SHORT else count // len(WAYS) // PART + 1
+    seed = 20261121 if count == SHORT else random.SystemRandom().randrange(1 << 32)
+    bad = harmless = 0
+    for part in range(parts):
+        (tmp_path / str(part)).mkdir()
+        refused_, fine = alone(
+            lambda part=part: try_malformed(way, each, tmp_path / str(part), seed + part)
+        )
+        bad, harmless = bad + refused_, harmless + fine
+    assert bad > parts * each * 0.9
+    print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")

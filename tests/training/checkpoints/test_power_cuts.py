@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -116,17 +115,3 @@ def test_a_save_that_forgets_to_sync_is_found_out(
         return False
 
     assert alone(program)
-
-
-def test_the_model_of_the_disk_finds_a_save_that_forgets_to_sync(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "file").write_bytes(b"old")
-    weak = WeakDisk(run)
-    fd = os.open(run / "waiting", os.O_WRONLY | os.O_CREAT)
-    weak.follow("open", (f"{run}/waiting", os.O_WRONLY | os.O_CREAT), fd)
-    weak.follow("write", (fd, b"new"), 3)
-    weak.follow("rename", (f"{run}/waiting", f"{run}/file"), None)
-    os.close(fd)
-    contents = {state.get("file") for state in weak.states()}
-    assert contents >= {b"old", b"new", b"", bytes(3)}

@@ -19,14 +19,21 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims.errors import parse_ranks
-from syncprims.interface import BoardView, Label, Status, WaitView, WorldReader, WorldView
-
-from .file.backend import base_path
-from .file.description import FILE as DESCRIPTION
-from .file.description import LONGEST, BoardDescription, WorldDescription, read_descriptions
-from .file.liveness import FILE, MAGIC, announced_from_outside, examine_from_outside
-from .file.memory import (
+from syncprims.backends.file.backend import base_path
+from syncprims.backends.file.description import FILE as DESCRIPTION
+from syncprims.backends.file.description import (
+    LONGEST,
+    BoardDescription,
+    WorldDescription,
+    read_descriptions,
+)
+from syncprims.backends.file.liveness import (
+    FILE,
+    MAGIC,
+    announced_from_outside,
+    examine_from_outside,
+)
+from syncprims.backends.file.memory import (
     BOARD_MAGIC,
     BODY_SIZE,
     CELLS,
@@ -34,9 +41,13 @@ from .file.memory import (
     CellReader,
     read_header,
 )
-from .file.processes import ProcessIdentity
-from .torch.host_state import MAGIC as HOST_MAGIC
-from .torch.host_state import OF_HOST, read_report
+from syncprims.backends.file.processes import ProcessIdentity
+from syncprims.backends.torch.host_state import MAGIC as HOST_MAGIC
+from syncprims.backends.torch.host_state import OF_HOST, read_report
+from syncprims.errors import parse_ranks
+from syncprims.interface import Label, Status, WaitView
+
+from .view import BoardView, WorldView
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -50,8 +61,8 @@ _MOST_RANKS = 1 << 16
 _LOOKS = 3  # at a body that is being written
 
 
-class FileWorldReader(WorldReader):
-    """Reads a world in the open directory `fd`."""
+class WorldReader:
+    """Reads a world in the open directory `fd`, which is `path`."""
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
@@ -364,7 +375,7 @@ class _Search:
             os.close(fd)
             return
         self._known.add(identity)
-        self.readers.append(FileWorldReader(name, fd))
+        self.readers.append(WorldReader(name, fd))
 
 
 def _bases(settings: Settings) -> list[Path]:

@@ -239,7 +239,7 @@ class Recorder:
             f"name a directory that can be written"
         )
 
-    def leave(self, error: BaseException | None, now: int) -> None:
+    def close(self, error: BaseException | None, now: int) -> None:
         """End the record: this rank leaves its world, because of `error` if that is given."""
         self.open(None)  # unless it is
         if self._stopped:
