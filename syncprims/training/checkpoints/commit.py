@@ -17,10 +17,10 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncprims import CheckpointError, SyncError
+from syncprims import CheckpointError
 
 from . import filesystem
-from .coordination import await_others, check_equal, coordinate
+from .coordination import check_equal, cleanup_on_error, coordinate
 from .integrity import digest, dump
 from .safetensors_file import byte_size, content_digest
 from .stateful import full_tensor, is_dtensor
@@ -326,16 +326,9 @@ def planned(
         places.extend([Place.prepare(path)] if team.leads else [])
         return list(places[0]) if places else []
 
-    try:
+    with cleanup_on_error(doing, lambda: [place.remove() for place in places]):
         _, prepared = coordinate(doing, prepare)
         yield plan.assign(summaries, Place(*prepared[0]))
-    except BaseException as error:
-        for place in places:
-            place.remove()
-        if isinstance(error, CheckpointError):  # on all ranks: raised when nothing is left
-            with contextlib.suppress(SyncError):
-                await_others(doing)
-        raise
 
 
 def removed_by_others(doing: str, what: str) -> CheckpointError:

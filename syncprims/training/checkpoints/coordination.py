@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from syncprims import CheckpointError, Failure, get_rank
+from syncprims import CheckpointError, Failure, SyncError, get_rank
 from syncprims._world.group import gather_as
 from syncprims._world.runtime import get_active_group
 
 from . import filesystem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
 T = TypeVar("T")
 
@@ -149,9 +150,17 @@ def _call_name(doing: str) -> str:
     return doing.partition(" ")[0]
 
 
-def await_others(doing: str) -> None:
-    """Return once all ranks have called this."""
-    gather_as(get_active_group(), _call_name(doing), None)
+@contextlib.contextmanager
+def cleanup_on_error(doing: str, clean_up: Callable[[], object]) -> Generator[None]:
+    """Run ``clean_up()`` if the block raises. A common error is raised when all have done so."""
+    try:
+        yield
+    except BaseException as error:
+        clean_up()
+        if isinstance(error, CheckpointError):  # on all ranks: they are in step
+            with contextlib.suppress(SyncError):
+                gather_as(get_active_group(), _call_name(doing), None)
+        raise
 
 
 def check_equal(
