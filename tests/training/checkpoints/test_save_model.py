@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from conftest import in_processes, several
-from safetensors import safe_open
 from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, on_some
 from torch import nn
@@ -182,16 +181,6 @@ def test_ranks_with_other_models_are_told_so(world: Ranks, tmp_path: Path) -> No
 
     assert len(set(world.run(program))) == 1
     assert not (tmp_path / "m").exists()
-
-
-def test_the_file_is_one_that_others_read(tmp_path: Path, alone: Alone) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    alone(lambda: save_model(model, tmp_path / "m"))
-    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        assert file.metadata()["format"] == "pt"
-    assert found.keys() == model.state_dict().keys()
-    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
 # -- loading alone: no world is needed -------------------------------------------------------------
