@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncprims._system.identity import ProcessIdentity
 from syncprims.errors import parse_ranks
 from syncprims.interface import Label, Status, WaitView
 
@@ -28,13 +29,11 @@ from .view import BoardView, WorldView
 if TYPE_CHECKING:  # in the sources, that package is the folder backends/
     from collections.abc import Generator, Mapping, Sequence
 
-    from backends.file import backend, description, liveness, memory
-    from backends.file.processes import ProcessIdentity
+    from backends.file import description, liveness, memory, private_dir
     from backends.torch import host_state
     from syncprims.interface import Settings, State
 else:
-    from syncprims.backends.file import backend, description, liveness, memory
-    from syncprims.backends.file.processes import ProcessIdentity
+    from syncprims.backends.file import description, liveness, memory, private_dir
     from syncprims.backends.torch import host_state
 
 _BOARD = re.compile(r"board-[0-9a-f]{16}(-here)?")
@@ -368,7 +367,7 @@ class _Search:
 
 def _bases(settings: Settings) -> list[Path]:
     """Return where runs of this host may meet, as far as is known without their processes."""
-    found = [backend.base_path(settings)]
+    found = [private_dir.base_path(settings)]
     with contextlib.suppress(OSError):
         for parent in {"/dev/shm", tempfile.gettempdir()}:
             for path in Path(parent).glob("syncprims-*"):

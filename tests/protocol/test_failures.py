@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -221,7 +222,7 @@ def test_a_collective_inside_main_first_is_a_mismatch(world: Ranks) -> None:
         return type(error) is sp.CollectiveMismatch, ran
 
     for nested in (False, True):
-        first, *others = world.run(lambda nested=nested: program(nested))
+        first, *others = world.run(partial(program, nested))
         assert (first, others) == ((True, [0]), [(True, [])] * (world.ranks - 1))
 
 

@@ -62,16 +62,21 @@ class Warnings(logging.Handler):
 class Planted:
     """A run whose ranks arrive at times that the test gives."""
 
-    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, ranks: int) -> None:
+    def __init__(
+        self, directory: Path, patch: pytest.MonkeyPatch, ranks: int, *, ahead: Sequence[int] = ()
+    ) -> None:
+        """Make a run; the clock of each rank is `ahead` of the test's, and equal ones are one."""
         self.directory = directory
         self.ranks = ranks
         self._patch = patch
         self._labels: dict[tuple[str, str | None, str], Label] = {}
         self._recorders: dict[int, Recorder] = {}
         self._ahead: dict[int, int] = {}
+        for rank in range(ranks):
+            clock = ahead[rank] if ahead else 0
+            self._add(rank, f"clock {clock}" if ahead else "same", clock)
 
-    def rank(self, rank: int, *, clock: str = "same", ahead: int = 0) -> None:
-        """Add a rank whose clock is `ahead` nanoseconds ahead of the clock of the test."""
+    def _add(self, rank: int, clock: str, ahead: int) -> None:
         self._patch.setattr(trace_file, "_clock", lambda host: clock)
         place = Topology(rank, self.ranks, rank, self.ranks, run_id="planted")
         recorder = self._recorders[rank] = Recorder(str(self.directory), 1 << 20, place)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from conftest import several
+from safetensors import safe_open
 from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.file_faults import watched
@@ -87,23 +88,28 @@ def test_a_tensor_with_the_headers_own_name_is_refused_when_it_is_saved(
     assert not (tmp_path / "m").exists()
 
 
-def test_tied_tensors_may_have_any_name(tmp_path: Path, alone: Alone) -> None:
+def test_the_file_is_one_that_others_read_and_tied_tensors_may_have_any_name(
+    tmp_path: Path, alone: Alone
+) -> None:
     def tied(seed: int) -> nn.Module:
         model = nn.Module()
         torch.manual_seed(seed)
-        model.register_parameter("a", nn.Parameter(torch.randn(3)))
+        for name in "ac":
+            model.register_parameter(name, nn.Parameter(torch.randn(3)))
         for name in ("format", "b"):
             model.register_parameter(name, model.get_parameter("a"))
         return model
 
-    from safetensors import safe_open
-
     one, other = tied(1), tied(2)
     alone(lambda: save_model(one, tmp_path / "m"))
     load_checkpoint_in_model(other, tmp_path / "m")
-    assert torch.equal(one.get_parameter("a"), other.get_parameter("a"))
     with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert found.keys() == {"a", "c"}
+    for name in "ac":
+        assert torch.equal(one.get_parameter(name), other.get_parameter(name))
+        assert torch.equal(one.get_parameter(name), found[name])
 
 
 # -- places -------------------------------------------------------------------------------------

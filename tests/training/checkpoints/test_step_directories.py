@@ -1,9 +1,7 @@
-"""Background saves, directories of steps, and saves after a stop signal."""
+"""Background saves, and directories of steps."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import in_processes, several
+from conftest import several
 from support import warm_torch  # noqa: F401
 from support.checkpoint_worlds import Alone, Kept, on_some
 from support.rank_worlds import Ranks, environment
@@ -144,28 +142,3 @@ def test_a_damaged_step_names_an_older_one(tmp_path: Path, alone: Alone) -> None
     said = alone(program)
     assert "step-3/it.state.safetensors" in said
     assert said.endswith("step-2.")
-
-
-# -- preemption ---------------------------------------------------------------------------------
-
-
-@several(2, 4)
-@in_processes
-def test_all_ranks_save_the_same_step_when_one_is_told_to_stop(
-    world: Ranks, tmp_path: Path
-) -> None:
-    def program() -> tuple[int, list[int], str | None]:
-        stop, steps = sp.Trigger("stop"), Checkpoints(tmp_path / "run")
-        stop.set_on_signal(signal.SIGTERM)
-        it, step = Kept(), 0
-        while not stop.check():
-            step += 1
-            if step == 5 and sp.get_rank() == world.ranks - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-        it.state = step
-        steps.save(step, {"it": it})
-        return step, stop.ranks, stop.reason
-
-    found = world.run(program)
-    assert found == [(5, [world.ranks - 1], "SIGTERM")] * world.ranks
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-5"]
