@@ -41,12 +41,7 @@ from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import FILE as LIVENESS
 from .liveness import Liveness, examine_from_outside, joined, world_size_of
-<<<<<<< HEAD
-from .private_dir import PrivateDirectory, cure_for, default_base
-from .processes import ProcessIdentity
-=======
-from .private_dir import PrivateDirectory, base_path
->>>>>>> integration
+from .private_dir import PrivateDirectory, base_path, cure_for
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
