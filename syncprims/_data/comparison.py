@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from hashlib import blake2b
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims._protocol.rounds import RoundSequence
@@ -194,10 +195,12 @@ class _Walk:
         """Return the digests or bytes that make up `value`; None for an object."""
         if is_list_or_tuple(value):
             return map(self.digest, value)
-        if issubclass(type(cast("object", value)), Mapping):
-            return self._parts_of_mapping(value)
-        if type(value) in (set, frozenset):
-            return self._digest_in_order(value)
+        is_mapping = issubclass(type(cast("object", value)), Mapping)
+        if is_mapping or type(value) in (set, frozenset):
+            pairs = self._digest_keys(
+                value.items() if is_mapping else ((key, b"") for key in value)
+            )
+            return pairs and [part for key, item in pairs for part in (key, self.digest(item))]
         if is_tensor(value):
             return _parts_of_tensor(value)
         if isinstance(value, Enum):
@@ -211,25 +214,17 @@ class _Walk:
             return self._parts_of_array(numpy.asarray(value))
         return None
 
-    def _parts_of_mapping(self, value: Mapping[Any, Any]) -> list[bytes] | None:
-        before = len(self._objects)
-        items = sorted(
-            ((self.digest(key), item) for key, item in value.items()), key=lambda pair: pair[0]
-        )
-        if self._has_collected(before):
-            return None
-        return [part for key, item in items for part in (key, self.digest(item))]
+    def _digest_keys(self, items: Iterable[tuple[Any, Any]]) -> list[tuple[bytes, Any]] | None:
+        """Return the items with the digests of their keys, in the order of these.
 
-    def _digest_in_order(self, value: Iterable[Any]) -> list[bytes] | None:
+        None if an object is among the keys: then the container is an object.
+        """
         before = len(self._objects)
-        found = sorted(map(self.digest, value))
-        return None if self._has_collected(before) else found
-
-    def _has_collected(self, before: int) -> bool:
-        """Return whether there are new objects: keys, so that the whole container is an object."""
-        new = len(self._objects) > before
+        pairs = sorted(((self.digest(key), item) for key, item in items), key=itemgetter(0))
+        if len(self._objects) == before:
+            return pairs
         del self._objects[before:]
-        return new
+        return None
 
     def _parts_of_array(self, value: Any) -> list[bytes | memoryview]:
         head = f"{value.dtype};{value.shape}".encode()

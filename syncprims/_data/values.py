@@ -26,10 +26,8 @@ from .transport import Operand
 if TYPE_CHECKING:
     from syncprims._protocol.rounds import Rounds
 
-#: What a call makes its first round of: the arguments of :meth:`Rounds.meet`.
-_FirstRound = tuple[
-    Note, float | None, Callable[[Sequence[Note]], Any], Callable[[], object] | None
-]
+#: What a call makes its first round of: its note, ``read(notes)``, and what writes its slot.
+_FirstRound = tuple[Note, Callable[[Sequence[Note]], Any], Callable[[], object] | None]
 
 #: What Python, numpy and torch raise where numbers cannot be reduced: the same on all ranks.
 _NO_RESULT = (TypeError, ValueError, LookupError, OverflowError, ArithmeticError)
@@ -41,10 +39,10 @@ _NO_RESULT = (TypeError, ValueError, LookupError, OverflowError, ArithmeticError
 class _PreparedCall:
     """What is the same in all calls of one site with values of one layout."""
 
-    def __init__(
-        self, plane: DataPlane, layout: Layout, note: Note, *, own_slot: bool = True
-    ) -> None:
-        """Prepare the calls whose plain note is `note`; each rank has a slot, or only the source.
+    only_source_writes = False
+
+    def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Any = None) -> None:
+        """Prepare the calls whose plain note is `note`, with values like `value`.
 
         :raises OSError: if there is no space for the slots.
         """
@@ -57,7 +55,7 @@ class _PreparedCall:
             self._memory, self._fence = self._window
             self._half = plane.half(self._window)
         self._index, self._end = plane.index, plane.count * layout.stride
-        self._own_at = plane.index * layout.stride if own_slot else 0
+        self._own_at = 0 if self.only_source_writes else plane.index * layout.stride
         self._in_slots = plane.takes_one_round(layout)
         plain = note.label
         label = Label(plain.kind, plain.name, plain.src, plain.op, plain.site, layout.data)
@@ -83,19 +81,45 @@ class _PreparedCall:
                 return False
         return True
 
+    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
+        """Return the first round of a call with `value`, which is `packed`."""
+        write = partial(self.write, packed) if self._in_slots else None
+        return self.header, partial(self._read, timeout, value, out), write
 
-def _prepared_call(
-    kind: Callable[..., _PreparedCall], rounds: Rounds, note: Note, value: Any, *more: Any
-) -> tuple[Any, Any] | None:
-    """Return the call that is prepared for a value, and the value packed; None for any other."""
-    plane: DataPlane = rounds.data or DataPlane.of(rounds)
-    found = plane.find(note, value)
-    if found is None:
-        return None
-    layout, packed, call = found
-    if call is None:
-        call = plane.keep((id(note), id(layout)), kind(plane, layout, note, *more))
-    return call, packed
+    def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
+        """Return the result of the call."""
+        raise NotImplementedError
+
+
+def _meet(
+    kind: type[Any],
+    rounds: Rounds,
+    note: Note,
+    value: Any,
+    out: Any,
+    timeout: float | None,
+    *more: Any,
+) -> Any:
+    """Return the result of a call of this kind; if it cannot begin, the others get a `PeerFailed`.
+
+    A value that has a layout takes a prepared call. ``kind.first_of_any`` returns the first round
+    of any other value.
+    """
+    try:
+        plane: DataPlane = rounds.data or DataPlane.of(rounds)
+        found = plane.find(note, value)
+        if found is not None:
+            layout, packed, call = found
+            if call is None:
+                call = plane.keep((id(note), id(layout)), kind(plane, layout, note, value, *more))
+            posted, read, write = call.first_round(packed, value, out, timeout)
+        else:
+            sequence = RoundSequence(rounds, note, timeout)
+            posted, read, write = kind.first_of_any(sequence, value, out, *more)
+    except BaseException as error:
+        rounds.fail(note.label, error)
+        raise
+    return rounds.meet(posted, timeout, read, write)
 
 
 # -- any object, encoded ---------------------------------------------------------------------------
@@ -125,14 +149,9 @@ def name_call(rounds: Rounds, label: Label, error: BaseException, about: str = "
         error.args = (f"{label}: {about}{error}",)
 
 
-def _decode(
-    rounds: Rounds,
-    label: Label,
-    src: int,
-    payload: bytes,
-    out_of_band: Callable[[Spec], Any] | None = None,
-) -> Any:
+def _decode(sequence: RoundSequence, src: int, payload: bytes, out_of_band: Any = None) -> Any:
     """Return the object that rank `src` has sent; an error names the call and that rank."""
+    rounds = sequence.rounds
     try:
         return codec.decode(
             payload,
@@ -141,7 +160,7 @@ def _decode(
             local_rank=rounds.local_rank,
         )
     except EncodingError as error:
-        name_call(rounds, label, error, f"what rank {src} has sent: ")
+        name_call(rounds, sequence.note.label, error, f"what rank {src} has sent: ")
         raise
 
 
@@ -154,27 +173,34 @@ def _pack(rounds: Rounds, label: Label, obj: object) -> tuple[bytes, list[Any]]:
     return payload, arrays
 
 
-def _is_large(rounds: Rounds, payload: bytes) -> bool:
-    """Return whether `payload` itself travels as an array."""
-    limit = rounds.board.note_limit
-    return limit is not None and len(payload) > limit and rounds.board.engine is not None
+def _shorten(rounds: Rounds, payload: bytes) -> bytes:
+    """Return what a note holds of an encoded object: all, or its size if it follows as an array."""
+    board = rounds.board
+    limit = board.note_limit
+    is_large = limit is not None and len(payload) > limit and board.engine is not None
+    return LargeHeader(len(payload)).encode() if is_large else payload
 
 
-def _broadcast_large(
-    sequence: RoundSequence, src: int, size: int, payload: bytes | None = None
+def _broadcast_rest(
+    sequence: RoundSequence, src: int, posted: bytes, payload: bytes | None = None
 ) -> bytes:
-    """Return the bytes that member number `src` sends, as its `payload`."""
-    plane = DataPlane.of(sequence.rounds)
+    """Return the encoded object of member number `src`, whose note holds `posted`.
+
+    On that member, it is `payload`.
+    """
+    header = LargeHeader.decode(posted)
+    if header is None:
+        return posted
 
     def make() -> Any:
         import numpy
 
         if payload is not None:
             return numpy.frombuffer(bytearray(payload), numpy.uint8)
-        return numpy.empty(size, numpy.uint8)
+        return numpy.empty(header.size, numpy.uint8)
 
     array = sequence.attempt(make)
-    plane.needed_transport().broadcast(sequence, [array], src)
+    DataPlane.of(sequence.rounds).needed_transport().broadcast(sequence, [array], src)
     return array.tobytes() if payload is None else payload
 
 
@@ -208,10 +234,13 @@ def _values_of(
 class _Gather(_PreparedCall):
     """An ``all_gather`` of values of one layout; other members may bring another one."""
 
-    def first_round(self, packed: Any, obj: Any, outs: Any, timeout: float | None) -> _FirstRound:
-        """Return the round that gathers `obj`."""
-        write = partial(self.write, packed) if self._in_slots else None
-        return self.header, timeout, partial(self._read, timeout, obj, outs), write
+    @staticmethod
+    def first_of_any(sequence: RoundSequence, obj: Any, outs: Any) -> _FirstRound:
+        """Return the first round for any object."""
+        rounds, note = sequence.rounds, sequence.note
+        payload = _encode(rounds, note.label, obj)
+        posted = note._replace(payload=_shorten(rounds, payload))
+        return posted, partial(_gather_any, sequence, obj, payload, outs), None
 
     def _read(self, timeout: float | None, obj: Any, outs: Any, notes: Sequence[Note]) -> list[Any]:
         if not (self._in_slots and self._is_in_all(notes)):
@@ -229,85 +258,51 @@ class _Gather(_PreparedCall):
 
 
 def gather(
-    rounds: Rounds,
-    note: Note,
-    obj: Any,
-    timeout: float | None,
-    outs: Sequence[Any | None] | None = None,
+    rounds: Rounds, note: Note, obj: Any, timeout: float | None, outs: Sequence[Any] | None = None
 ) -> list[Any]:
     """Return every member's object, in the order of ranks; one's own is the very object.
 
     With `outs`, all members have such an array as `obj`: fill ``outs[i]``, contiguous, with that of
     member number i, where it is not None.
     """
-    try:
-        first = _first_of_gather(rounds, note, obj, outs, timeout)
-    except BaseException as error:
-        rounds.fail(note.label, error)
-        raise
-    return rounds.meet(*first)
-
-
-def _first_of_gather(
-    rounds: Rounds, note: Note, obj: Any, outs: Any, timeout: float | None
-) -> _FirstRound:
-    found = _prepared_call(_Gather, rounds, note, obj)
-    if found is not None:
-        call, packed = found
-        first: _FirstRound = call.first_round(packed, obj, outs, timeout)
-        return first
-    posted, payload = _encoded(rounds, note, obj)
-
-    def read(notes: Sequence[Note]) -> list[Any]:
-        return _gather_any(RoundSequence(rounds, note, timeout), obj, payload, outs, notes)
-
-    return posted, timeout, read, None
+    values: list[Any] = _meet(_Gather, rounds, note, obj, outs, timeout)
+    return values
 
 
 def gather_within(sequence: RoundSequence, obj: Any) -> list[Any]:
     """Return every member's object as :func:`gather`, as a part of another call."""
-    note = sequence.note
-    posted, payload = sequence.attempt(lambda: _encoded(sequence.rounds, note, obj))
-    return _gather_any(sequence, obj, payload, None, sequence.meet(posted))
-
-
-def _encoded(rounds: Rounds, note: Note, obj: Any) -> tuple[Note, bytes]:
-    """Return the note of an encoded object, and the encoding; it follows later if it is large."""
-    payload = _encode(rounds, note.label, obj)
-    large = _is_large(rounds, payload)
-    return note._replace(payload=LargeHeader(len(payload)).encode() if large else payload), payload
+    posted, read, _ = sequence.attempt(lambda: _Gather.first_of_any(sequence, obj, None))
+    values: list[Any] = read(sequence.meet(posted))
+    return values
 
 
 def _gather_any(
     sequence: RoundSequence, obj: Any, payload: bytes | None, outs: Any, notes: Sequence[Note]
 ) -> list[Any]:
     """Return all members' objects of all kinds; `payload` is this rank's, if it is encoded."""
-    rounds, me, note = sequence.rounds, sequence.index, sequence.note
+    rounds, me = sequence.rounds, sequence.index
     plane = DataPlane.of(rounds)
-    datas = [other.label.data for other in notes]
+    datas = [note.label.data for note in notes]
     layouts = [plane.described(data) if data else None for data in datas]
     if any(layout is not None and not plane.is_small(layout) for layout in layouts):
-        arrays = [layout.spec for layout in layouts if isinstance(layout, ArrayLayout)]
+        specs = [layout.spec for layout in layouts if isinstance(layout, ArrayLayout)]
         transport = sequence.attempt(plane.needed_transport)
-        if len(arrays) < len(layouts) or not (transport.sizes_may_differ or len(set(datas)) == 1):
+        if len(specs) < len(layouts) or not (transport.sizes_may_differ or len(set(datas)) == 1):
             return gather_within(sequence, obj)
-        rooms = outs
-        if rooms is None:
-            rooms = sequence.attempt(
-                lambda: [None if i == me else spec.make() for i, spec in enumerate(arrays)]
-            )
+
+        def make_rooms() -> list[Any]:
+            return [None if i == me else spec.make() for i, spec in enumerate(specs)]
+
+        rooms = sequence.attempt(make_rooms) if outs is None else outs
         transport.gather(sequence, obj, rooms)
         return [obj if i == me else room for i, room in enumerate(rooms)]
-    sent = list(notes)
-    for member, other in enumerate(notes):  # large encodings, one after the other
-        header = LargeHeader.decode(other.payload)
-        if header is not None:
-            mine = payload if member == me else None
-            data = _broadcast_large(sequence, member, header.size, mine)
-            sent[member] = other._replace(payload=data)
+    sent: list[Note] = []
+    for member, note in enumerate(notes):  # large encodings follow, one after the other
+        mine = payload if member == me else None
+        sent.append(note._replace(payload=_broadcast_rest(sequence, member, note.payload, mine)))
 
     def decode(rank: int, payload: bytes) -> Any:
-        return obj if rank == rounds.rank else _decode(rounds, note.label, rank, payload)
+        return obj if rank == rounds.rank else _decode(sequence, rank, payload)
 
     def read() -> list[Any]:
         values = _values_of(rounds, sent, decode)
@@ -317,7 +312,7 @@ def _gather_any(
                 out[...] = value
         return values
 
-    return sequence.agree(read) if any(holds_pickle(n.payload) for n in sent) else read()
+    return sequence.agree(read) if any(holds_pickle(note.payload) for note in sent) else read()
 
 
 # -- broadcast -------------------------------------------------------------------------------------
@@ -331,22 +326,36 @@ class _Broadcast(_PreparedCall):
     decides.
     """
 
-    def __init__(self, plane: DataPlane, layout: Layout, note: Note) -> None:
-        super().__init__(plane, layout, note, own_slot=False)
+    only_source_writes = True
 
     def first_round(self, packed: Any, obj: Any, out: Any, timeout: float | None) -> _FirstRound:
         """Return the source's round."""
         rounds = self._rounds
         if DataPlane.of(rounds).reaches_all(self.layout):
             write = partial(self.write, packed)
-            return self.header, timeout, lambda _: copy_into(rounds, out, obj), write
-        sequence = partial(RoundSequence, rounds, self.note, timeout)
+            return self.header, lambda _: copy_into(rounds, out, obj), write
+        sequence = RoundSequence(rounds, self.note, timeout)
+        return self.header._replace(mark=Mark.MORE), partial(_send, sequence, obj, out, [obj]), None
+
+    @staticmethod
+    def first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:
+        """Return the source's first round for any object."""
+        rounds, label = sequence.rounds, sequence.note.label
+        payload, arrays = _pack(rounds, label, obj)
+        posted = _shorten(rounds, payload)
+        if arrays and posted is not payload:
+            payload, arrays = _encode(rounds, label, obj), []
+            posted = _shorten(rounds, payload)
+        if arrays:
+            return Note(label, Mark.MORE, posted), partial(_send, sequence, obj, out, arrays), None
 
         def send(_: Sequence[Note]) -> Any:
-            _send_arrays(sequence(), [obj])
+            _broadcast_rest(sequence, sequence.index, posted, payload)
+            if holds_pickle(payload):
+                sequence.meet()  # have all been able to make the object?
             return copy_into(rounds, out, obj)
 
-        return self.header._replace(mark=Mark.MORE), timeout, send, None
+        return Note(label, payload=posted), send, None
 
     def brings(self, note: Note) -> bool:
         """Return whether what came with the source's note has this layout."""
@@ -369,47 +378,17 @@ def broadcast(
     """Return `src`'s object on every member, an array in `out` where that fits."""
     if src != rounds.rank:
         return _receive(rounds, note, src, out, timeout)
-    try:
-        found = _prepared_call(_Broadcast, rounds, note, obj)
-        if found is not None:
-            call, packed = found
-            first: _FirstRound = call.first_round(packed, obj, out, timeout)
-        else:
-            first = _first_of_any(rounds, note, obj, out, timeout)
-    except BaseException as error:
-        rounds.fail(note.label, error)
-        raise
-    return rounds.meet(*first)
+    return _meet(_Broadcast, rounds, note, obj, out, timeout)
 
 
-def _first_of_any(
-    rounds: Rounds, note: Note, obj: Any, out: Any, timeout: float | None
-) -> _FirstRound:
-    """Return the source's first round for any object."""
-    payload, arrays = _pack(rounds, note.label, obj)
-    large = _is_large(rounds, payload)
-    if large and arrays:
-        payload, arrays = _encode(rounds, note.label, obj), []
-
-    def send(_: Sequence[Note]) -> Any:
-        sequence = RoundSequence(rounds, note, timeout)
-        if large:
-            _broadcast_large(sequence, sequence.index, len(payload), payload)
-        if arrays:
-            _send_arrays(sequence, arrays)
-        elif holds_pickle(payload):
-            sequence.meet()  # have all been able to make the object?
-        return copy_into(rounds, out, obj)
-
-    posted = LargeHeader(len(payload)).encode() if large else payload
-    mark = Mark.MORE if arrays else Mark.NONE
-    return Note(note.label, mark, posted), timeout, send, None
-
-
-def _send_arrays(sequence: RoundSequence, arrays: Sequence[Any]) -> None:
+def _send(
+    sequence: RoundSequence, obj: Any, out: Any, arrays: Sequence[Any], _: Sequence[Note]
+) -> Any:
+    """Send the arrays that follow the first note."""
     plane = DataPlane.of(sequence.rounds)
     plane.needed_transport().broadcast(sequence, arrays, sequence.index)
     plane.window_is_shared = True
+    return copy_into(sequence.rounds, out, obj)
 
 
 def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | None) -> Any:
@@ -432,7 +411,7 @@ def _receive(rounds: Rounds, note: Note, src: int, out: Any, timeout: float | No
 
 def _receive_any(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any:
     """Return what follows the first note of `src`, or is in it."""
-    rounds, label = sequence.rounds, sequence.note.label
+    rounds = sequence.rounds
     plane, index = DataPlane.of(rounds), rounds.members.index(src)
     payload = sent.payload
     arrays: list[Any] = []
@@ -443,25 +422,21 @@ def _receive_any(sequence: RoundSequence, sent: Note, src: int, out: Any) -> Any
 
     def decode() -> Any:
         if not sent.label.data:
-            return _decode(rounds, label, src, payload, make)
+            return _decode(sequence, src, payload, make)
         layout: Any = plane.described(sent.label.data)  # of a single array
-        if not layout.fits(out):
-            return make(layout.spec)
-        arrays.append(out)
-        return out
+        arrays.append(out if layout.fits(out) else layout.spec.make())
+        return arrays[0]
 
-    if sent.mark:
-        transport = sequence.attempt(plane.needed_transport)
-        value = sequence.attempt(decode)
-        transport.broadcast(sequence, arrays, index)
-        plane.window_is_shared = True
-        if value is out:
-            mark_written(out)
-    else:
-        header = LargeHeader.decode(payload)
-        if header is not None:
-            payload = _broadcast_large(sequence, index, header.size)
+    if not sent.mark:
+        payload = _broadcast_rest(sequence, index, payload)
         value = sequence.agree(decode) if holds_pickle(payload) else decode()
+        return copy_into(rounds, out, value)
+    transport = sequence.attempt(plane.needed_transport)
+    value = sequence.attempt(decode)
+    transport.broadcast(sequence, arrays, index)
+    plane.window_is_shared = True
+    if value is out:
+        mark_written(out)
     return copy_into(rounds, out, value)
 
 
@@ -473,30 +448,40 @@ class _Reduction(_PreparedCall):
 
     def __init__(self, plane: DataPlane, layout: Layout, note: Note, value: Any, op: str) -> None:
         reduction.check_value(value, op)
-        super().__init__(plane, layout, note)
+        super().__init__(plane, layout, note, value)
         self._op = op
         self._reduce = layout.reducer(op)
 
-    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
-        """Return the round that reduces `value`."""
-        write = partial(self.write, packed) if self._in_slots else None
-        return self.header, timeout, partial(self._read, timeout, value, out), write
+    @staticmethod
+    def first_of_any(sequence: RoundSequence, value: Any, out: Any, op: str) -> _FirstRound:
+        """Return the first round of the reduction of any value."""
+        rounds, note = sequence.rounds, sequence.note
+        reduction.check_value(value, op)
+        value = reduction.detached(value)
+        if len(rounds.members) == 1:
+            check_encodable(rounds, note.label, value)
+            return note, lambda _: copy_into(rounds, out, _reduce(sequence, [value], op)), None
+        payload, arrays = _pack(rounds, note.label, value)
+        # The mark says that a round follows, in which all learn if one member cannot go on.
+        mark = Mark.MORE if arrays or holds_pickle(payload) else Mark.NONE
+        posted = Note(note.label, mark, payload)
+        return posted, partial(_reduce_any, sequence, arrays, value, op, out), None
 
     def _read(self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]) -> Any:
-        if not self._is_in_all(notes):
-            sequence = RoundSequence(self._rounds, self.note, timeout)
-            return _reduce_any(sequence, notes, None, value, self._op, out)
-        if self._in_slots:
+        is_in_all = self._is_in_all(notes)
+        if is_in_all and self._in_slots:
             result = self._reduce(self._memory, self._begin_reading(), out)
             self._fence()  # read before this rank says so
-        else:
-            sequence = RoundSequence(self._rounds, self.note, timeout)
-            layout: Any = self.layout  # of an array
-            place = None if out is None or not may_fill(out, value) else out
-            result = sequence.attempt(lambda: layout.room_for(self._op, place))
-            transport = DataPlane.of(self._rounds).needed_transport()
-            transport.reduce(sequence, [Operand(value, result)], self._op)
-            mark_written(result)
+            return copy_into(self._rounds, out, result)
+        sequence = RoundSequence(self._rounds, self.note, timeout)
+        if not is_in_all:
+            return _reduce_any(sequence, None, value, self._op, out, notes)
+        layout: Any = self.layout  # of an array
+        place = None if out is None or not may_fill(out, value) else out
+        result = sequence.attempt(lambda: layout.room_for(self._op, place))
+        transport = DataPlane.of(self._rounds).needed_transport()
+        transport.reduce(sequence, [Operand(value, result)], self._op)
+        mark_written(result)
         return copy_into(self._rounds, out, result)
 
 
@@ -508,55 +493,25 @@ def all_reduce(
         grad = getattr(value, "requires_grad", None)  # None: `value` is no tensor
         if grad is not None and (grad or library_of(value) is None):
             value = value.detach()  # so a parameter is a plain tensor, frozen or not
-        found = _prepared_call(_Reduction, rounds, note, value, value, op)
-        if found is not None:
-            call, packed = found
-            first: _FirstRound = call.first_round(packed, value, out, timeout)
-        else:
-            first = _first_of_reduction(rounds, note, value, op, out, timeout)
     except BaseException as error:
         rounds.fail(note.label, error)
         raise
-    return rounds.meet(*first)
-
-
-def _first_of_reduction(
-    rounds: Rounds, note: Note, value: Any, op: str, out: Any, timeout: float | None
-) -> _FirstRound:
-    """Return the first round of the reduction of any value."""
-    reduction.check_value(value, op)
-    value = reduction.detached(value)
-    if len(rounds.members) == 1:
-        check_encodable(rounds, note.label, value)
-
-        def reduce_own(_: Sequence[Note]) -> Any:
-            sequence = RoundSequence(rounds, note, timeout)
-            return copy_into(rounds, out, _reduce(sequence, [value], op, _itself))
-
-        return note, timeout, reduce_own, None
-    payload, arrays = _pack(rounds, note.label, value)
-    # Then a round follows, in which all learn if one member cannot go on.
-    mark = Mark.MORE if arrays or holds_pickle(payload) else Mark.NONE
-
-    def read(notes: Sequence[Note]) -> Any:
-        return _reduce_any(RoundSequence(rounds, note, timeout), notes, arrays, value, op, out)
-
-    return Note(note.label, mark, payload), timeout, read, None
+    return _meet(_Reduction, rounds, note, value, out, timeout, op)
 
 
 def _reduce_any(
     sequence: RoundSequence,
-    notes: Sequence[Note],
     arrays: list[Any] | None,
     value: Any,
     op: str,
     out: Any,
+    notes: Sequence[Note],
 ) -> Any:
     """Return the reduction of values that may differ in kind, or raise how they differ.
 
     `arrays` are those of this rank that follow; None if it has not encoded its value.
     """
-    rounds, label = sequence.rounds, sequence.note.label
+    rounds = sequence.rounds
     mine = [value] if arrays is None else arrays
     operands: list[Operand] = []
 
@@ -571,7 +526,7 @@ def _reduce_any(
     def decode(rank: int, payload: bytes) -> Any:
         if payload not in decoded:  # equal bytes are decoded once
             numbered = reduction.number_arrays()
-            decoded[payload] = _decode(rounds, label, rank, payload, numbered)
+            decoded[payload] = _decode(sequence, rank, payload, numbered)
         return decoded[payload]
 
     def combine() -> Any:
@@ -588,10 +543,7 @@ def _reduce_any(
 
 
 def _reduce(
-    sequence: RoundSequence,
-    values: list[Any],
-    op: str,
-    out_of_band: Callable[[list[reduction.Placeholder]], Any],
+    sequence: RoundSequence, values: list[Any], op: str, out_of_band: Callable[..., Any] = list
 ) -> Any:
     """Return the reduction of `values`; an error is the same on all ranks, and names the call."""
     rounds, here = sequence.rounds, str(sequence.note.label)
@@ -620,10 +572,6 @@ def _is_of_reduction(error: BaseException) -> bool:
         trace = trace.tb_next
     module = str(trace.tb_frame.f_globals.get("__name__")) if trace is not None else ""
     return module.partition(".")[0] in ("syncprims", "numpy", "torch")
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 # -- the caller's own array ------------------------------------------------------------------------

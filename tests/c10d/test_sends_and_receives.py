@@ -172,15 +172,3 @@ def test_batches_and_rings(world: Ranks) -> None:
                 assert box == [{"to": 3}]
 
     world.run(program)
-
-
-@several(2)
-def test_a_rank_sends_nothing_to_itself(world: Ranks) -> None:
-    def program() -> None:
-        rank = sp.get_rank()
-        with process_group():
-            for call in dist.isend, dist.irecv:
-                with pytest.raises(ValueError, match="sends to itself: copy the tensor"):
-                    call(torch.ones(3), rank)
-
-    world.run(program)

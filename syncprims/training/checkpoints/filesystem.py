@@ -219,7 +219,9 @@ def resolve_target(path: str) -> str:
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
-            what = "not a regular file, and would be replaced: to write into it, open it, pass that"
+            what = (
+                "a save would replace what is not a regular file: open it, and pass the open file"
+            )
             raise OSError(errno.EINVAL, what, path)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISLNK(os.lstat(path).st_mode):
@@ -250,7 +252,7 @@ def make_directory(path: str) -> None:
             os.mkdir(path)  # noqa: PTH102
         except FileExistsError:
             if not is_directory(path):  # else another process just made it
-                what = "there is something else in place of a directory"
+                what = "this exists, and is not a directory"
                 raise OSError(errno.ENOTDIR, what, path) from None
         sync_directory(parent)
     except BaseException:
@@ -307,7 +309,9 @@ def remove_or_log(path: str, remover: Callable[[str], object] = remove) -> None:
     try:
         remover(path)
     except OSError as error:
-        LOG.warning("could not remove %s (%s): it is no longer needed, remove it", path, error)
+        LOG.warning(
+            "could not remove %s (%s), which is no longer needed: remove it by hand", path, error
+        )
 
 
 def remove_directory_or_log(path: str) -> None:
@@ -320,7 +324,9 @@ def remove_each_or_log(directory: str, is_unneeded: Callable[[str], bool]) -> No
     try:
         found = names(directory)
     except OSError as error:
-        LOG.warning("files that are no longer needed stay in %s: %s", directory, error)
+        LOG.warning(
+            "could not list %s (%s): it may hold files that are no longer needed", directory, error
+        )
         return
     for name in found:
         if is_unneeded(name):

@@ -251,9 +251,9 @@ def load_state(
         if count != here and not any_world_size:
             file = f"{path}/{MANIFEST}"
             raise CheckpointError(
-                f"{file}: saved by {count} ranks, and here are {here}: each rank's random numbers "
-                f"and own objects would have no owner. Start {count} ranks, or load with "
-                f"any_world_size=True, which leaves those as they are.",
+                f"{file}: saved by {count} ranks, and here are {here}: the random numbers and "
+                f"objects of each rank do not fit. Start {count} ranks, or pass "
+                f"any_world_size=True: then the ranks go on with their own.",
                 path=file,
             )
         with contextlib.ExitStack() as stack:
@@ -369,7 +369,7 @@ class _StateReader(NamedTuple):
         def load_tensor(key: str) -> torch.Tensor:
             tensor = stored[key].load()
             # A state of an optimizer is distributed as its parameter is.
-            target = targets.get(key, targets.get(".".join(key.split(".")[:2])))
+            target: Any = targets.get(key, targets.get(".".join(key.split(".")[:2])))
             is_alike = target is not None and target.shape == tensor.shape
             return stateful.distribute(tensor, target) if is_alike else tensor
 

@@ -151,7 +151,9 @@ class Checkpoints:
                 if whole and int(number) < oldest:
                     filesystem.remove_directory_or_log(f"{self.directory}/{name}")
         except OSError as error:
-            filesystem.LOG.warning("older checkpoints in %s stay: %s", self.directory, error)
+            filesystem.LOG.warning(
+                "could not remove older checkpoints in %s: %s", self.directory, error
+            )
 
 
 def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
