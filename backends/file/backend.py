@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import filelock
 
 from syncprims import errors
+from syncprims._system.identity import ProcessIdentity
 from syncprims.errors import (
     BackendUnavailable,
     ConfigurationError,
@@ -48,8 +49,7 @@ from .early_ends import EarlyEnd, RankRecord, read_records, record_rank, remove_
 from .filesystems import refuse_remote, refuse_useless_locks
 from .liveness import FILE as LIVENESS
 from .liveness import Liveness, examine_from_outside, joined, world_size_of
-from .private_dir import PrivateDirectory, default_base
-from .processes import ProcessIdentity
+from .private_dir import PrivateDirectory, base_path
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -441,11 +441,6 @@ def find_early_ends(topology: Topology, settings: Settings) -> dict[int, EarlyEn
     ):
         ends = {rank: record.find_end() for rank, record in read_records(run).items()}
         return {rank: end for rank, end in ends.items() if end is not None}
-
-
-def base_path(settings: Settings) -> Path:
-    """Return the directory that contains those of the runs."""
-    return Path(settings.directory or default_base(settings.runtime_directory)).absolute()
 
 
 def _run_path(topology: Topology, settings: Settings) -> Path:

@@ -20,9 +20,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncprims._system.identity import ProcessIdentity, ProcessWatch, read_stat
 from syncprims.errors import SyncError, describe_exit
-
-from .processes import ProcessIdentity, ProcessWatch, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +142,7 @@ def _now() -> int:
 
 def _own_launcher() -> list[int] | None:
     pid = os.getppid()
-    fields = stat_fields(pid)
+    fields = read_stat(pid)
     # Its pid namespace cannot be read if it is another user's, as SLURM's is.
     return [pid, int(fields[19]), ProcessIdentity.own().namespace] if fields else None
 

@@ -24,6 +24,7 @@ import time
 from typing import TYPE_CHECKING
 
 from syncprims import errors
+from syncprims._system.identity import ProcessIdentity, ProcessWatch
 from syncprims.errors import ConfigurationError, Failure, PeerFailed, describe_exit
 
 from .claims import Claims
@@ -36,7 +37,6 @@ from .memory import (
     read_record,
     write_record,
 )
-from .processes import ProcessIdentity, ProcessWatch
 from .record_locks import RecordLocks
 
 if TYPE_CHECKING:

@@ -21,6 +21,8 @@ from syncprims.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from syncprims.interface import Settings
+
 _DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_DIR = os.O_RDONLY | _DIRECTORY
 #: A directory on the way is only passed through. It need not be readable.
@@ -30,6 +32,11 @@ _CURE = "set SYNCPRIMS_DIR to a directory of your own (it is created if need be)
 _NOT_PLAIN = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP}
 _TEMPORARY = ("/tmp", "/var/tmp", "/usr/tmp")  # where Python looks
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+
+
+def base_path(settings: Settings) -> Path:
+    """Return the directory that contains those of the runs."""
+    return Path(settings.directory or default_base(settings.runtime_directory)).absolute()
 
 
 def default_base(runtime_directory: str | None) -> Path:

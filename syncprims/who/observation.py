@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from syncprims._world.processes import find_descendants
+from syncprims._system.processes import find_descendants
 from syncprims._world.runtime import get_settings
 from syncprims.errors import BackendUnavailable, ConfigurationError
 from syncprims.interface import Status

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncprims.backends.file.backend import base_path
+from syncprims._system.identity import ProcessIdentity
 from syncprims.backends.file.description import FILE as DESCRIPTION
 from syncprims.backends.file.description import (
     LONGEST,
@@ -41,7 +41,7 @@ from syncprims.backends.file.memory import (
     CellReader,
     read_header,
 )
-from syncprims.backends.file.processes import ProcessIdentity
+from syncprims.backends.file.private_dir import base_path
 from syncprims.backends.torch.host_state import MAGIC as HOST_MAGIC
 from syncprims.backends.torch.host_state import OF_HOST, read_report
 from syncprims.errors import parse_ranks

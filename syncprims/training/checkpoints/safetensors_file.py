@@ -29,7 +29,7 @@ import xxhash
 
 from syncprims import get_local_world_size
 from syncprims._data.arrays import raw
-from syncprims._world.processes import load_libc
+from syncprims._system.processes import load_libc
 
 from . import filesystem
 from .integrity import BLANK, SEAL, dump, has_seal, parse, put_seal, reading, refusal, take_seal
