@@ -23,9 +23,11 @@ class Task(Protocol):
 
     def can_move(self) -> bool:
         """Return whether there is a step to take now. Any thread may ask."""
+        ...
 
     def move(self) -> bool:
         """Take all steps that need no waiting, and return whether there were any."""
+        ...
 
 
 class Background:
