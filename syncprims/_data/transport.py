@@ -135,9 +135,7 @@ class SharedMemoryTransport(Transport):
             data = raw(flat(array))
             part = [(0, data)]
             writes, reads = (part, []) if src == sequence.index else ([], part)
-            self._pass_pieces(
-                sequence, writes, reads, len(data), _piece_size(len(data), self._half)
-            )
+            self._pass_pieces(sequence, writes, reads, len(data), 1)
 
     def _reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Reduce the operands piece by piece.
@@ -184,8 +182,7 @@ class SharedMemoryTransport(Transport):
             own[:] = data
         reads = [(i, room) for i, room in enumerate(targets) if room is not None and i != me]
         longest = max([len(data), *(len(room) for _, room in reads)])
-        slot = _piece_size(longest, self._half // members)
-        self._pass_pieces(sequence, [(me, data)], reads, longest, slot)
+        self._pass_pieces(sequence, [(me, data)], reads, longest, members)
 
     def exchange(
         self,
@@ -204,8 +201,7 @@ class SharedMemoryTransport(Transport):
         # The same on all members, since all make the same rounds.
         pairs = itertools.permutations(range(members), 2)
         longest = max((sizes[i][j] for i, j in pairs), default=0)
-        slot = _piece_size(longest, self._half // members**2)
-        self._pass_pieces(sequence, writes, reads, longest, slot)
+        self._pass_pieces(sequence, writes, reads, longest, members**2)
 
     def _pass_pieces(
         self,
@@ -213,12 +209,15 @@ class SharedMemoryTransport(Transport):
         writes: Sequence[tuple[int, memoryview]],
         reads: Sequence[tuple[int, memoryview]],
         longest: int,
-        slot: int,
+        slots: int,
     ) -> None:
         """Write the bytes of `writes`, and fill those of `reads`, in rounds of a piece of each.
 
-        Each comes with the number of its slot in a half of the window, which has `slot` bytes.
+        Each comes with the number of its slot; a half of the window has so many as `slots`. A piece
+        is smaller where the `longest` is small, so that the others read while the next is written.
         """
+        most = self._half // slots // LINE * LINE
+        slot = min(most, MOST_PIECE, max(LEAST_PIECE, up_to_line(longest // 4)))
         memory, fence = self._window
         board = sequence.rounds.board
         sequence.collect_until(board.posted)
@@ -302,14 +301,6 @@ class _Piece:
         result, shared = raw(self._result), self._memory[at : at + self._items * size]
         for part in self._others(size):
             result[part] = shared[part]
-
-
-def _piece_size(size: int, most: int) -> int:
-    """Return how much of arrays of `size` travels at a time, where there is room for `most`.
-
-    Smaller where the array is small, so that the others read one piece while the next is written.
-    """
-    return min(most // LINE * LINE, MOST_PIECE, max(LEAST_PIECE, up_to_line(size // 4)))
 
 
 class EngineTransport(Transport):

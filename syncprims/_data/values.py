@@ -18,7 +18,7 @@ from syncprims.interface import Label, Mark, Note
 
 from . import codec, reduction
 from .arrays import Spec, is_array, is_tensor, library_of, mark_written, may_fill
-from .codec import LargeHeader, holds_pickle
+from .codec import decode_size, encode_size, holds_pickle
 from .layouts import ArrayLayout, Layout
 from .plane import DataPlane
 from .transport import Operand
@@ -178,7 +178,7 @@ def _shorten(rounds: Rounds, payload: bytes) -> bytes:
     board = rounds.board
     limit = board.note_limit
     is_large = limit is not None and len(payload) > limit and board.engine is not None
-    return LargeHeader(len(payload)).encode() if is_large else payload
+    return encode_size(len(payload)) if is_large else payload
 
 
 def _broadcast_rest(
@@ -188,16 +188,14 @@ def _broadcast_rest(
 
     On that member, it is `payload`.
     """
-    header = LargeHeader.decode(posted)
-    if header is None:
+    size = decode_size(posted)
+    if size is None:
         return posted
 
     def make() -> Any:
         import numpy
 
-        if payload is not None:
-            return numpy.frombuffer(bytearray(payload), numpy.uint8)
-        return numpy.empty(header.size, numpy.uint8)
+        return numpy.frombuffer(bytearray(payload or size), numpy.uint8)
 
     array = sequence.attempt(make)
     DataPlane.of(sequence.rounds).needed_transport().broadcast(sequence, [array], src)
