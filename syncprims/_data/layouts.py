@@ -289,16 +289,11 @@ class ArrayLayout(Layout):
         self._empty = partial(self._library.empty, spec.shape, **device)
         self._slots: dict[int, Any] = {}  # the items of one slot, by where it begins
         self._rows: dict[int, list[Any]] = {}  # and of those of all members
+        known = numpy_dtype(self._dtype) if self._is_tensor else self._dtype
+        self._is_known = known is not None  # to numpy; if it is not, a slot holds bytes for it
         #: Returns the items of an array: the very memory, where that is contiguous.
-        self.pack: Callable[[Any], Any] = _itself
-        self._slot_dtype, self._slot_shape = self._dtype, spec.shape
-        self._is_known = True  # numpy has the dtype; if not, it sees bytes in a slot
-        if self._is_tensor:
-            known = numpy_dtype(self._dtype)
-            self._is_known = known is not None
-            self.pack = flat if self._is_known else _octets
-            self._slot_dtype = known or numpy_dtype(self._library.uint8)
-            self._slot_shape = (spec.nbytes // int(self._slot_dtype.itemsize),)
+        self.pack = (flat if self._is_known else _octets) if self._is_tensor else _itself
+        self._slot_dtype = known or numpy_dtype(self._library.uint8)
 
     def _slot_at(self, memory: memoryview, at: int) -> Any:
         """Return the items in one slot, of the kind that :attr:`pack` returns."""
@@ -306,12 +301,15 @@ class ArrayLayout(Layout):
         if slot is None:
             import numpy
 
-            slot = numpy.ndarray(self._slot_shape, self._slot_dtype, memory, at)
+            dtype, shape = self._slot_dtype, self.spec.shape
+            if self._is_tensor:
+                shape = (self.spec.nbytes // int(dtype.itemsize),)
+            slot = numpy.ndarray(shape, dtype, memory, at)
             self._slots[at] = slot
         return slot
 
     def _rows_at(self, memory: memoryview, at: int) -> list[Any]:
-        """Return the items in each slot, in one dimension; the first slot is at `at`."""
+        """Return the items in each slot; the first slot is at `at`."""
         rows = self._rows.get(at)
         if rows is None:
             begins = range(at, at + self._members * self.stride, self.stride)
@@ -344,14 +342,11 @@ class ArrayLayout(Layout):
 
     def room_for(self, op: str, out: Any) -> Any:
         """Return an array for the result of `op`: `out`, if it fits."""
-        return self._room_of(reduction.result_dtype(self._dtype, op), out)
-
-    def _room_of(self, dtype: Any, out: Any) -> Any:
+        dtype = reduction.result_dtype(self._dtype, op)
         return out if out is not None and self._can_fill(dtype, out) else self._empty(dtype=dtype)
 
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`, into a new array or into `out`."""
-        items_of = flat if self._is_tensor else _flattened
         dtype = reduction.result_dtype(self._dtype, op)
         if self._is_known:
             items_dtype = numpy_dtype(dtype) if self._is_tensor else dtype
@@ -362,10 +357,12 @@ class ArrayLayout(Layout):
                 reduction.combine(parts, op, out)
 
         def reduce(memory: memoryview, at: int, out: Any) -> Any:
-            result = self._room_of(dtype, out)
-            combine(self._rows_at(memory, at), items_of(result))
+            result = self._empty(dtype=dtype) if out is None else self.room_for(op, out)
             if self._is_tensor:
+                combine(self._rows_at(memory, at), flat(result))
                 mark_written(result)
+            else:
+                combine(self._rows_at(memory, at), result.reshape(-1))
             return result
 
         return reduce
@@ -422,10 +419,6 @@ def _octets(tensor: Any) -> Any:
     import numpy
 
     return numpy.frombuffer(raw(flat(tensor)), numpy.uint8)
-
-
-def _flattened(array: Any) -> Any:
-    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _itself(value: Any) -> Any:

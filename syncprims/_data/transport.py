@@ -39,41 +39,42 @@ class Transport(ABC):
 
         All other arrays of devices pass through the hosts' memory.
         """
-        self._device_engine = device_engine
+        self._device_engine: Any = device_engine
 
     def broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
         """Fill `arrays`, contiguous except on the source, with those of member number `src`."""
-        if rest := [array for array in arrays if not self._engine_for(array)]:
+        direct = [array for array in arrays if self._takes(array)]
+        if rest := [array for array in arrays if not self._takes(array)]:
             sends = src == sequence.index
             here = [on_host(array) if sends else _host_room(array) for array in rest]
             self._broadcast(sequence, here, src)
             if not sends:
                 _copy_back(rest, here)
-        direct = [(array, engine) for array in arrays if (engine := self._engine_for(array))]
         if direct:
             sequence.meet()  # all are here, and alive: what is queued now will not wait for long
-        for array, engine in direct:
-            engine.broadcast(array.detach().contiguous(), src)
+        for array in direct:
+            self._device_engine.broadcast(array.detach().contiguous(), src)
 
     def reduce(self, sequence: RoundSequence, operands: Sequence[Operand], op: str) -> None:
         """Fill the results of all operands, with the same bits on all members.
 
         Members reduce one part each, in the order of ranks: as one rank alone would have.
         """
-        if rest := [one for one in operands if not self._engine_for(one.mine, op)]:
+        direct = [one for one in operands if self._takes(one.mine, op)]
+        if rest := [one for one in operands if not self._takes(one.mine, op)]:
             here = [Operand(on_host(one.mine), _host_room(one.result)) for one in rest]
             self._reduce(sequence, here, op)
             _copy_back([one.result for one in rest], [one.result for one in here])
-        direct = [(one, engine) for one in operands if (engine := self._engine_for(one.mine, op))]
         if direct:
             sequence.meet()
-        for one, engine in direct:
+        for one in direct:
             one.result.copy_(one.mine)
-            engine.all_reduce(one.result, op)
+            self._device_engine.all_reduce(one.result, op)
 
-    def _engine_for(self, array: Any, op: str | None = None) -> DeviceEngine | None:
+    def _takes(self, array: Any, op: str | None = None) -> bool:
+        """Return whether the array goes from device to device."""
         engine = self._device_engine
-        return engine if engine and is_on_device(array) and engine.takes(array, op) else None
+        return bool(engine and is_on_device(array) and engine.takes(array, op))
 
     @abstractmethod
     def _broadcast(self, sequence: RoundSequence, arrays: Sequence[Any], src: int) -> None:
