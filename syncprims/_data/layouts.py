@@ -52,17 +52,17 @@ def key_of(value: object) -> Hashable:
     """Return what is the same for all values of one layout; None for most that have none."""
     kind = type(value)
     of_kind = _KEYS.get(kind)
-    if of_kind is None:
-        library = library_of(value)
-        if _is_number(kind):
-            of_kind = type
-        elif library is None:
-            return None
-        else:  # read in one step: each step takes longer than reading one attribute more
-            more = ("device", "layout", "requires_grad") if library == "torch" else ()
-            of_kind = attrgetter("dtype", "shape", *more)
-        _KEYS[kind] = of_kind
-    return of_kind(value)
+    if of_kind is not None:
+        return of_kind(value)
+    library = library_of(value)
+    if _is_number(kind):
+        _KEYS[kind] = type
+    elif library is None:
+        return None
+    else:  # read in one step: each step takes longer than reading one attribute more
+        more = ("device", "layout", "requires_grad") if library == "torch" else ()
+        _KEYS[kind] = attrgetter("dtype", "shape", *more)
+    return _KEYS[kind](value)
 
 
 def _key_of_dict(value: dict[Any, Any]) -> Hashable:
@@ -110,7 +110,7 @@ def _is_number(kind: type) -> bool:
 
 def make_layout(value: Any, members: int) -> Layout | None:
     """Return the layout of values like this one, which has a key; None if they have none."""
-    kind: Any = type(value)
+    kind = type(cast("object", value))
     if kind not in _CONTAINERS:
         outline = _outline_of(value)
     else:
@@ -124,7 +124,7 @@ def make_layout(value: Any, members: int) -> Layout | None:
 
 def _outline_of(value: Any) -> Any:
     """Return what is the same for all values of one layout: 0 for a number, an array's spec."""
-    kind: Any = type(value)
+    kind: Any = type(cast("object", value))
     if _is_number(kind):
         return kind()
     spec = spec_of(value)
@@ -140,7 +140,7 @@ def _layout_of(outline: Any, members: int) -> Layout:
     if isinstance(outline, Spec):
         return ArrayLayout(outline, members)
     parts = _Container(outline).parts(outline) if type(outline) in _CONTAINERS else [outline]
-    is_numbers = all(_is_number(type(part)) for part in parts)
+    is_numbers = all(map(_is_number, map(type, parts)))
     return NumberLayout(outline, members) if is_numbers else TreeLayout(outline, members)
 
 
@@ -193,7 +193,7 @@ class NumberLayout(Layout):
     def __init__(self, outline: Any, members: int) -> None:
         """`outline` is such a value of zeros."""
         self.data = codec.encode(outline)
-        is_alone = _is_number(type(outline))
+        is_alone = type(outline) not in _CONTAINERS
         container = _Container([outline] if is_alone else outline)
         self._build = itemgetter(0) if is_alone else container.build
         self._numbers: Any = _alone if is_alone else container.parts
@@ -348,13 +348,14 @@ class ArrayLayout(Layout):
     def reducer(self, op: str) -> Reducer:
         """Return what reduces all slots with `op`, into a new array or into `out`."""
         dtype = reduction.result_dtype(self._dtype, op)
+
+        def combine_unknown(parts: Sequence[Any], out: Any) -> None:
+            reduction.combine(parts, op, out)
+
+        combine: Callable[[Sequence[Any], Any], None] = combine_unknown
         if self._is_known:
             items_dtype = numpy_dtype(dtype) if self._is_tensor else dtype
             combine = reduction.array_combiner(op, items_dtype, self._slot_dtype)
-        else:
-
-            def combine(parts: Sequence[Any], out: Any) -> None:
-                reduction.combine(parts, op, out)
 
         def reduce(memory: memoryview, at: int, out: Any) -> Any:
             result = self._empty(dtype=dtype) if out is None else self.room_for(op, out)

@@ -240,15 +240,17 @@ class _Gather(_PreparedCall):
         posted = note._replace(payload=_shorten(rounds, payload))
         return posted, partial(_gather_any, sequence, obj, payload, outs), None
 
-    def _read(self, timeout: float | None, obj: Any, outs: Any, notes: Sequence[Note]) -> list[Any]:
+    def _read(
+        self, timeout: float | None, value: Any, out: Any, notes: Sequence[Note]
+    ) -> list[Any]:
         if not (self._in_slots and self._is_in_all(notes)):
             sequence = RoundSequence(self._rounds, self.note, timeout)
-            return _gather_any(sequence, obj, None, outs, notes)
+            return _gather_any(sequence, value, None, out, notes)
         memory, read, begin = self._memory, self.layout.read, self._begin_reading()
-        values = [obj] * len(notes)
+        values = [value] * len(notes)
         for index, at in enumerate(range(begin, begin + self._end, self.layout.stride)):
-            if outs is not None:
-                values[index] = None if outs[index] is None else read(memory, at, outs[index])
+            if out is not None:
+                values[index] = None if out[index] is None else read(memory, at, out[index])
             elif index != self._index:
                 values[index] = read(memory, at)
         self._fence()  # read before this rank says so
@@ -326,14 +328,18 @@ class _Broadcast(_PreparedCall):
 
     only_source_writes = True
 
-    def first_round(self, packed: Any, obj: Any, out: Any, timeout: float | None) -> _FirstRound:
+    def first_round(self, packed: Any, value: Any, out: Any, timeout: float | None) -> _FirstRound:
         """Return the source's round."""
         rounds = self._rounds
         if DataPlane.of(rounds).reaches_all(self.layout):
             write = partial(self.write, packed)
-            return self.header, lambda _: copy_into(rounds, out, obj), write
+            return self.header, lambda _: copy_into(rounds, out, value), write
         sequence = RoundSequence(rounds, self.note, timeout)
-        return self.header._replace(mark=Mark.MORE), partial(_send, sequence, obj, out, [obj]), None
+        return (
+            self.header._replace(mark=Mark.MORE),
+            partial(_send, sequence, value, out, [value]),
+            None,
+        )
 
     @staticmethod
     def first_of_any(sequence: RoundSequence, obj: Any, out: Any) -> _FirstRound:
