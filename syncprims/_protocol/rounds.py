@@ -69,7 +69,7 @@ class RoundObserver(Protocol):
     ) -> Callable[[float], T | None]:
         """Return what is called instead of `attempt` in a long wait that began at `begin`."""
 
-    def posting(self, note: Note, *, first: bool) -> None:
+    def posting(self, note: Note) -> None:
         """Take in that `note` is about to be posted; it is or is not the first of its call."""
 
     def collecting(self, *, late: bool) -> None:
@@ -120,7 +120,6 @@ class Rounds:
         self._calls: dict[object, tuple[int, Label | None]] = {}
         #: Every later call raises ``closed()``: the world is closed, forked or broken.
         self.closed: Callable[[], SyncError] | None = None
-        self._before = 0  # rounds posted to before the call under way
         #: An exception with which the call under way may end: this rank stays in step with all.
         self.in_step: BaseException | None = None
         #: What the data plane has prepared for this board.
@@ -231,7 +230,7 @@ class Rounds:
             if len(self._calls) > 1 or self.closed is not None:
                 self._refuse(token)
             collected, before = board.collected, board.posted
-            self.in_step, self._before = None, before
+            self.in_step = None
             result = steps()
             del self._calls[token]  # the last act, as in `meet`
             return result
@@ -318,7 +317,7 @@ class Rounds:
             self.make_room(timeout)
         before = board.posted
         if self._observer is not None:
-            self._observer.posting(note, first=before == self._before)
+            self._observer.posting(note)
         try:
             board.post(note)
         except OSError as error:

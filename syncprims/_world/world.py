@@ -398,11 +398,6 @@ def get_own_group(world: World) -> Group:
     return world._make_group([world.rank])
 
 
-def get_meeting_place(world: World) -> str:
-    """Return where the ranks find each other; empty if there is nothing to say."""
-    return world._backend.meeting_place
-
-
 def set_world_timeout(world: World, timeout: float) -> None:
     """Make `timeout`, in seconds, the default of every later call of every group."""
     world.timeout = timeout

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from syncprims._world.host import count_processors
+from syncprims._system.host import count_processors
 from syncprims._world.launchers import LAUNCHERS, explain, find_half_world
 from syncprims._world.registry import choose_backend
 from syncprims._world.settings import derive_store, find_misspelt, read_settings

@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from syncprims import errors
-from syncprims._world.host import free_port
-from syncprims._world.launchers import detect, make_rank_variables
-from syncprims._world.processes import (
+from syncprims._system.host import free_port
+from syncprims._system.processes import (
     adopt_orphans,
     die_with,
     end_processes,
@@ -39,6 +38,7 @@ from syncprims._world.processes import (
     leave_terminal,
     reap_children,
 )
+from syncprims._world.launchers import detect, make_rank_variables
 from syncprims._world.registry import find_end_recorder
 from syncprims._world.scratch import scratch_directory
 from syncprims.errors import ConfigurationError, SyncError, describe_exit

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from syncprims._world.host import count_processors, find_visible_gpus
+from syncprims._system.host import count_processors, find_visible_gpus
 from syncprims.errors import ConfigurationError
 
 from . import accelerate_config, config

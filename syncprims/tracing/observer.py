@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from syncprims import errors
 from syncprims.errors import ConcurrentCall, ForkedProcess, WorldClosed, format_ranks
 
-from .trace_file import END, ENTRY, FURTHER, POSTED, RESULT, WAITING, Recorder
+from .trace_file import END, ENTRY, POSTED, RESULT, WAITING, Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,9 +62,8 @@ class RoundRecorder:
         group = f"{format_ranks(board.members)} {board.name}".rstrip()
         self._write = partial(recorder.record, group)
         self._open: dict[int, tuple[Label, int]] = {}  # rounds that are posted and not collected
-        self._odd: dict[int, tuple[int, str]] = {}  # of these: flags, and how this rank failed
+        self._failed: dict[int, str] = {}  # of these: the error that this rank reports in it
         self._label: Label | None = None  # of the note posted last
-        self._first: Label | None = None  # of the call's first note
         self._meeting: tuple[Label, int] | None = None  # the round of `meet`, and since when
         self._since: int | None = None  # when the wait for a round began, if not when it was posted
         self._now: Callable[[], int] = monotonic_ns
@@ -85,7 +84,7 @@ class RoundRecorder:
             read: Callable[[Sequence[Note]], Any] | None = None,
             write: Callable[[], object] | None = None,
         ) -> Any:
-            self._label = self._first = label = note[0]
+            self._label = label = note[0]
             begin = now()
             self._meeting = label, begin
 
@@ -101,17 +100,14 @@ class RoundRecorder:
 
         return watched
 
-    def posting(self, note: Note, *, first: bool) -> None:
+    def posting(self, note: Note) -> None:
         """Remember when a note is posted."""
-        label, number = note[0], self._board.posted + 1
-        self._label = label
-        if first:
-            self._first = label
-        further = not first and label == self._first
-        if note[3] or further:
-            failed = self._failure(note) if note[3] else ""
-            self._odd[number] = FURTHER if further else 0, failed
-        self._open[number] = label, self._now()
+        number = self._board.posted + 1
+        self._label = note[0]
+        if note[3]:
+            failure = errors.load(note.failure).failures.get(self._rank)
+            self._failed[number] = failure.type if failure is not None else "failed"
+        self._open[number] = note[0], self._now()
 
     def collecting(self, *, late: bool) -> None:
         """Remember since when this rank waits for the oldest round."""
@@ -124,13 +120,11 @@ class RoundRecorder:
         if call is None:
             return
         label, posted = call
-        if since is None and not self._odd:
+        if since is None and not self._failed:
             self._record(label, posted, done, number)
             return
-        flags, outcome = self._odd.pop(number, (0, ""))
-        if error is not None:
-            outcome = outcome or type(error).__name__
-        self._write(label, posted, posted if since is None else since, done, number, flags, outcome)
+        outcome = self._failed.pop(number, "" if error is None else type(error).__name__)
+        self._write(label, posted, posted if since is None else since, done, number, outcome)
 
     def watch_wait(
         self, attempt: Callable[[float], T | None], begin: float
@@ -173,34 +167,30 @@ class RoundRecorder:
         if isinstance(error, _REFUSED):
             return
         first = before + 1
-        for kept in (self._open, self._odd):
-            for number in [number for number in kept if number > self._board.posted]:
-                del kept[number]  # it was about to be posted
+        for notes in (self._open, self._failed):
+            for number in [number for number in notes if number > self._board.posted]:
+                del notes[number]  # it was about to be posted
         now = self._now()
         if self._meeting is not None:
             if self._board.posted > before:
                 label, posted = self._meeting
-                self._write(label, posted, posted, now, first, 0, type(error).__name__)
+                self._write(label, posted, posted, now, first, type(error).__name__)
             return
         left = [number for number in self._open if number >= first]
         for number in left:
             label, posted = self._open.pop(number)
-            flags, failed = self._odd.pop(number, (0, ""))
-            self._write(label, posted, posted, now, number, flags, failed or type(error).__name__)
+            failed = self._failed.pop(number, type(error).__name__)
+            self._write(label, posted, posted, now, number, failed)
         number = self._board.collected
         if not left and number >= first and self._label is not None:
             # The round was complete, and is recorded; the call's outcome was not.
-            self._write(self._label, now, now, now, number, 0, type(error).__name__, RESULT)
-
-    def _failure(self, note: Note) -> str:
-        failure = errors.load(note.failure).failures.get(self._rank)
-        return failure.type if failure is not None else "failed"
+            self._write(self._label, now, now, now, number, type(error).__name__, RESULT)
 
     def end(self) -> int:
         """Record what was posted and will never be collected; return the time."""
         for number, (label, posted) in sorted(self._open.items()):
-            flags, outcome = self._odd.pop(number, (0, ""))
-            self._write(label, posted, posted, 0, number, flags, outcome, POSTED)
+            outcome = self._failed.pop(number, "")
+            self._write(label, posted, posted, 0, number, outcome, POSTED)
         self._open.clear()
         return self._now()
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _WORDS = ("posted", "since", "done", "number")
 _ENTRY = np.dtype(
     [(name, "<i8") for name in _WORDS]
-    + [("kind", "u1"), ("flags", "u1"), ("outcome", "<u2"), ("label", "<u4")]
+    + [("kind", "u1"), ("length", "u1"), ("outcome", "<u2"), ("label", "<u4")]
 )
 #: A round in memory. Times are in ns; `done` is 0 where it is not known. Where a rank still waits,
 #: `done` is when it was last seen waiting, and the outcome is the ranks that it waits for.
@@ -197,7 +197,7 @@ def _read_segment(
     pieces: dict[int, bytes] = {}
     for entry in entries[entries["kind"] == TEXT]:
         number = int(entry["label"])
-        pieces[number] = pieces.get(number, b"") + entry.tobytes()[: int(entry["flags"])]
+        pieces[number] = pieces.get(number, b"") + entry.tobytes()[: int(entry["length"])]
     texts = {number: text.decode("utf-8", "replace") for number, text in pieces.items()}
     left: tuple[int, str] | None = None
     for last in entries[entries["kind"] == LEFT]:

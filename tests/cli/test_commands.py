@@ -13,7 +13,7 @@ from support import ROOT
 from support.rank_environment import clean_environ
 from support.rank_worlds import CLOSING
 
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 from syncprims.cli import COMMANDS, main, parser
 from syncprims.cli.accelerate_config import REFUSED
 from syncprims.cli.options import OPTIONS

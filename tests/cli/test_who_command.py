@@ -16,7 +16,7 @@ from support.observed import await_report
 from support.rank_environment import clean_environ
 from support.rank_worlds import PATIENCE
 
-from syncprims._world.host import free_port
+from syncprims._system.host import free_port
 from syncprims.cli import main
 from syncprims.who.verdict import NOTABLE
 

@@ -11,7 +11,7 @@ import re
 import signal
 from pathlib import Path
 
-from syncprims._world.processes import load_libc
+from syncprims._system.processes import load_libc
 from syncprims._world.registry import load_backend
 from syncprims._world.version import version
 

@@ -21,8 +21,8 @@ import torch
 
 from syncprims import errors
 from syncprims._protocol.diagnosis import Snapshot
+from syncprims._system.host import free_port
 from syncprims._world.group import rounds_of
-from syncprims._world.host import free_port
 from syncprims._world.runtime import current
 from syncprims._world.world import World, wait_any
 from syncprims.c10d import serve_every_backend

@@ -75,7 +75,7 @@ class Place(NamedTuple):
         token = new_token()
         if filesystem.exists(path):
             if not filesystem.is_directory(path):
-                what = "there is something else in place of a directory"
+                what = "this exists, and is not a directory"
                 raise OSError(errno.ENOTDIR, what, path)
             # Empty or not, it stays: it may be a mount, or have access rights of its own.
             return cls(path, path, filesystem.names(path), token)

@@ -54,7 +54,8 @@ class Team(NamedTuple):
         :raises CheckpointError: on all ranks, if they pass different directories.
         """
         call = _call_name(doing)
-        members = gather_as(get_active_group(), call, [get_rank(), path])
+        gathered = gather_as(get_active_group(), call, [get_rank(), path])
+        members = cast("list[tuple[int, str]]", gathered)
         first, first_path = members[0]
         for rank, other_path in members:
             if other_path != first_path:

@@ -219,7 +219,7 @@ def resolve_target(path: str) -> str:
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
-            what = "not a regular file, and would be replaced: to write into it, open it, pass that"
+            what = "only a regular file can be replaced: open this, and pass the open file"
             raise OSError(errno.EINVAL, what, path)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISLNK(os.lstat(path).st_mode):
@@ -250,7 +250,7 @@ def make_directory(path: str) -> None:
             os.mkdir(path)  # noqa: PTH102
         except FileExistsError:
             if not is_directory(path):  # else another process just made it
-                what = "there is something else in place of a directory"
+                what = "this exists, and is not a directory"
                 raise OSError(errno.ENOTDIR, what, path) from None
         sync_directory(parent)
     except BaseException:
@@ -320,7 +320,7 @@ def remove_each_or_log(directory: str, is_unneeded: Callable[[str], bool]) -> No
     try:
         found = names(directory)
     except OSError as error:
-        LOG.warning("files that are no longer needed stay in %s: %s", directory, error)
+        LOG.warning("could not look for files to remove in %s: %s", directory, error)
         return
     for name in found:
         if is_unneeded(name):

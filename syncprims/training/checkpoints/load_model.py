@@ -96,8 +96,8 @@ def load_checkpoint_in_model(
     unset = [s.full for s in hidden if s.name in s.module._non_persistent_buffers_set]
     if unset:
         filesystem.LOG.warning(
-            "%s: buffers without values: %s; these are in no checkpoint, and still on the meta "
-            "device: compute them again", path, _listed(unset),
+            "%s: no checkpoint holds the buffers %s: they are on the meta device, compute them",
+            path, _listed(unset),
         )  # fmt: skip
 
 

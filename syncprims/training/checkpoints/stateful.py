@@ -64,12 +64,12 @@ def check_objects(objects: Mapping[str, object], own: Mapping[str, object]) -> N
             )
         if not _NAME.fullmatch(name) or _RESERVED_NAME.fullmatch(name):
             raise ValueError(
-                f"{name!r} is no name for an object: letters, digits, '_', '.' and '-', at most "
-                f"100, and not 'rank-' with a number"
+                f"{name!r} cannot name an object: a name has letters, digits, '_', '.' and '-', at "
+                f"most 100, begins with a letter or digit, and is not 'rank-' with a number"
             )
     both = sorted(objects.keys() & own.keys())
     if both:
-        raise ValueError(f"{both} are among the common objects and among the ranks' own")
+        raise ValueError(f"{both} are in objects and in rank_objects: pass each in one of them")
 
 
 def state_of(thing: Stateful) -> Any:

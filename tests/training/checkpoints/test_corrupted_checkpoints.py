@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -164,9 +165,7 @@ def test_malformed_checkpoints_are_refused_and_do_no_harm(
     bad = harmless = 0
     for part in range(parts):
         (tmp_path / str(part)).mkdir()
-        refused_, fine = alone(
-            lambda part=part: try_malformed(way, each, tmp_path / str(part), seed + part)
-        )
+        refused_, fine = alone(partial(try_malformed, way, each, tmp_path / str(part), seed + part))
         bad, harmless = bad + refused_, harmless + fine
     assert bad > parts * each * 0.9
     print(f"malformed: {way}: {bad} refused, {harmless} harmless, seed {seed}")

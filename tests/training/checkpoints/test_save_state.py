@@ -350,7 +350,7 @@ def test_what_does_not_fit_the_objects_is_refused(tmp_path: Path, alone: Alone) 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "rank-00001", "x" * 101])
 def test_a_name_that_is_none_for_a_file_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no name for an object"):
+    with pytest.raises(ValueError, match="cannot name an object"):
         save_state(tmp_path / "s", {name: Kept()})
     with pytest.raises(TypeError, match="has no state_dict"):
         save_state(tmp_path / "s", {"it": object()})  # type: ignore[dict-item]
