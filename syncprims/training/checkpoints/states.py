@@ -71,9 +71,7 @@ class Manifest(NamedTuple):
 
     def dump(self) -> bytes:
         """Return the file's content."""
-        return integrity.dump_sealed(
-            {"format": _FORMAT, **self._asdict(), "world_size": len(self.ranks)}
-        )
+        return integrity.dump_sealed({"format": _FORMAT, **self._asdict()})
 
 
 def read_manifest(directory: str) -> Manifest:
@@ -92,14 +90,11 @@ def read_manifest(directory: str) -> Manifest:
         files = {check_file_name(path, n): str(digest) for n, digest in document["files"].items()}
         objects = {name: SavedState(*state) for name, state in document["objects"].items()}
         ranks = [SavedState(*state) for state in document["ranks"]]
-        step, count = document["step"], document["world_size"]
-        unlisted = {n for state in (*objects.values(), *ranks) for n in state.files} - files.keys()
+        step = document["step"]
     except (AttributeError, KeyError, TypeError) as error:
         raise refusal(path, "not a manifest", "its fields", repr(error)) from error
-    if len(ranks) != count or not (step is None or type(step) is int):
-        raise refusal(path, "not a manifest", f"{count} ranks", f"{len(ranks)}, step {step!r}")
-    if unlisted:
-        raise refusal(path, "an object's file", "one of the manifest's files", repr(unlisted))
+    if not (step is None or type(step) is int):
+        raise refusal(path, "not a manifest", "a step", repr(step))
     return Manifest(step, objects, ranks, files)
 
 
@@ -368,8 +363,6 @@ class _StateReader(NamedTuple):
 
     def _state(self, name: str, saved: SavedState, targets: Mapping[str, Any]) -> Any:
         stored: dict[str, StoredTensor] = {}
-        for file in saved.files:
-            stored |= self._file(file).tensors
 
         def load_tensor(key: str) -> torch.Tensor:
             tensor = stored[key].load()
@@ -380,6 +373,8 @@ class _StateReader(NamedTuple):
             return stateful.distribute(tensor, target)
 
         try:
+            for file in saved.files:
+                stored |= self._file(file).tensors
             return stateful.join_state(saved.tree, load_tensor)
         except CheckpointError:
             raise
