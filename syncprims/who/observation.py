@@ -20,8 +20,7 @@ from syncprims.interface import Status
 
 from . import processes
 from .processes import ProcessSample
-from .verdict import NOTABLE, RankWait, Verdict, judge, own_rounds
-from .view import BoardView, WorldView
+from .verdict import NOTABLE, BoardView, RankWait, Verdict, WorldView, judge, own_rounds
 
 try:
     from .worlds import WorldReader, find_worlds
@@ -145,7 +144,7 @@ class Observation:
             where = f"with run id {text!r}"
             may_be_pid = text.isdecimal() and len(text) <= 7  # digits: no pid has more
             readers, refused = find_worlds(settings)
-            readers = _of_run(readers, text, whole=may_be_pid)
+            readers = [*_of_run(readers, text, whole=may_be_pid)]
             if may_be_pid and not readers:
                 pids = [int(text), *find_descendants(int(text))]
                 readers, _ = find_worlds(settings, pids=pids)

@@ -47,7 +47,7 @@ from syncprims.backends.torch.host_state import OF_HOST, read_report
 from syncprims.errors import parse_ranks
 from syncprims.interface import Label, Status, WaitView
 
-from .view import BoardView, WorldView
+from .verdict import BoardView, WorldView
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
