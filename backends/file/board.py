@@ -95,9 +95,7 @@ class SharedMemoryBoard(Board):
         self._cells = Cells(liveness.directory, file, len(self.members))
         self._memory = self._cells.memory
         self.small_window = self._cells.small_window
-        self._aborts = Aborts(
-            self._cells.aborts, liveness.claims, file, self._index, self._cells.all_posted
-        )
+        self._aborts = _aborts_of(self._cells, liveness.claims, file, self._index)
         self._rows = self._cells.rows
         self._own = [self._cells.word_at(cell, self._index) for cell in range(CELLS)]
         self._asleep = self._cells.asleep
@@ -476,4 +474,9 @@ def abort_from_outside(directory: PrivateDirectory, name: str, count: int, verdi
         contextlib.closing(Cells(directory, name, count)) as cells,
         contextlib.closing(Claims(directory)) as claims,
     ):
-        Aborts(cells.aborts, claims, name, count, cells.all_posted).abort(1, verdict)
+        _aborts_of(cells, claims, name, count).abort(1, verdict)
+
+
+def _aborts_of(cells: Cells, claims: Claims, name: str, index: int) -> Aborts:
+    at, texts_at, count = cells.intents.start, cells.texts_at, cells.count + 1
+    return Aborts(cells.memory, at, texts_at, count, claims, name, index, cells.all_posted)

@@ -103,8 +103,7 @@ def record_rank(run: PrivateDirectory, rank: int, record: RankRecord) -> None:
     earlier = _read(run, name)
     if earlier is not None and earlier.joined and not earlier.is_void():
         record = record._replace(joined=True)
-    run.write(f"{name}.new", json.dumps(record).encode())
-    os.rename(f"{name}.new", name, src_dir_fd=run.fd, dst_dir_fd=run.fd)
+    run.replace(name, json.dumps(record).encode())
 
 
 def find_early_end(world: PrivateDirectory, rank: int) -> EarlyEnd | None:

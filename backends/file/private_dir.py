@@ -190,6 +190,14 @@ class PrivateDirectory:
         with os.fdopen(self.open_file(name, flags), "wb") as file:
             file.write(data)
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Make `data` the content of the file `name` at once: no reader sees a part of it.
+
+        Others do not do this at the same time.
+        """
+        self.write(f"{name}.new", data)
+        os.rename(f"{name}.new", name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
     def open_pipe(self, name: str, *, create: bool = False) -> int:
         """Return a descriptor of the named pipe `name` inside, for reading and writing.
 
@@ -251,12 +259,7 @@ class PrivateDirectory:
             raise error
         if isinstance(error, FileNotFoundError):
             return self.removed(action, name)
-        cure = "free some space, or set SYNCPRIMS_DIR to a place with more"
-        if error.errno == errno.EACCES:
-            cure = f"user {os.geteuid()} may not do this: drop privileges before the first call"
-        elif error.errno in (errno.EMFILE, errno.ENFILE):
-            cure = "raise the limit (ulimit -n), or close what is not needed"
-        text = f"{error.strerror}, {action}; {cure}"
+        text = f"{error.strerror}, {action}; {cure_for(error)}"
         return OSError(error.errno, text, str(self.path / name))
 
     def removed(self, action: str, name: str = "") -> FileNotFoundError:
@@ -367,6 +370,23 @@ def _check_passage(path: Path, at: Path, found: os.stat_result, trusted: set[int
 
 
 # -- what is wrong --------------------------------------------------------------------------------
+
+
+def cure_for(error: OSError) -> str:
+    """Return what the user can do about an error of the system at a file of the ranks."""
+    if error.errno == errno.EACCES:
+        return (
+            f"user {os.geteuid()} may not do this: drop privileges before the first call, or make "
+            f"the place readable and writable for its owner"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            "raise the limit of open files (ulimit -n): a rank needs one for each other rank, and "
+            "20 more"
+        )
+    if error.errno in (*_NO_ROOM, errno.EFBIG):
+        return "free some space, or set SYNCPRIMS_DIR to a place with more"
+    return "set SYNCPRIMS_DIR to another place"
 
 
 def _not_ours(path: Path) -> ConfigurationError:

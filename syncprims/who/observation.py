@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncprims._system.processes import find_descendants
 from syncprims._world.runtime import get_settings
@@ -22,17 +22,29 @@ from . import processes
 from .processes import ProcessSample
 from .verdict import NOTABLE, BoardView, RankWait, Verdict, WorldView, judge, own_rounds
 
-try:
-    from .worlds import WorldReader, find_worlds
-except ImportError as error:
-    raise BackendUnavailable(
-        f"running worlds cannot be read here: {error}. The file and torch backends need Linux or "
-        f"macOS"
-    ) from error
+if TYPE_CHECKING:
+    from syncprims.interface import Settings
+
+    from .worlds import WorldReader
 
 _PAUSE = 0.1  # seconds between the two looks of `who`
 _BUSY = 0.5  # of a processor: such a process computes
 _STACKS_EVERY = 2.0  # seconds between two readings of Python stacks
+
+
+def _find_worlds(settings: Settings, **where: Any) -> tuple[Sequence[WorldReader], Sequence[str]]:
+    """Return as :func:`find_worlds`, which only this command needs.
+
+    :raises BackendUnavailable: on a system where worlds cannot be read.
+    """
+    try:
+        from .worlds import find_worlds
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"running worlds cannot be read here: {error}. The file and torch backends need Linux "
+            f"or macOS"
+        ) from error
+    return find_worlds(settings, **where)
 
 
 class RankReport(NamedTuple):
@@ -134,20 +146,20 @@ class Observation:
     def _find(self) -> Sequence[WorldReader]:
         which, settings = self._which, get_settings()
         if which is None:
-            readers, self.refused = find_worlds(settings)
+            readers, self.refused = _find_worlds(settings)
             return readers
         text = os.fspath(which) if isinstance(which, os.PathLike) else str(which)
         if isinstance(which, os.PathLike) or os.sep in text or Path(text).is_dir():
             where = f"in {text}"
-            readers, refused = find_worlds(settings, path=str(Path(text).absolute()))
+            readers, refused = _find_worlds(settings, path=str(Path(text).absolute()))
         else:
             where = f"with run id {text!r}"
             may_be_pid = text.isdecimal() and len(text) <= 7  # digits: no pid has more
-            readers, refused = find_worlds(settings)
+            readers, refused = _find_worlds(settings)
             readers = [*_of_run(readers, text, whole=may_be_pid)]
             if may_be_pid and not readers:
                 pids = [int(text), *find_descendants(int(text))]
-                readers, _ = find_worlds(settings, pids=pids)
+                readers, _ = _find_worlds(settings, pids=pids)
                 if not readers:
                     raise _no_rank(int(text))
         if not readers:

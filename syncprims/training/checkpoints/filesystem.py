@@ -219,9 +219,7 @@ def resolve_target(path: str) -> str:
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
-            what = (
-                "a save would replace what is not a regular file: open it, and pass the open file"
-            )
+            what = "only a regular file can be replaced: open this, and pass the open file"
             raise OSError(errno.EINVAL, what, path)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISLNK(os.lstat(path).st_mode):
@@ -309,9 +307,7 @@ def remove_or_log(path: str, remover: Callable[[str], object] = remove) -> None:
     try:
         remover(path)
     except OSError as error:
-        LOG.warning(
-            "could not remove %s (%s), which is no longer needed: remove it by hand", path, error
-        )
+        LOG.warning("could not remove %s (%s): it is no longer needed, remove it", path, error)
 
 
 def remove_directory_or_log(path: str) -> None:
@@ -324,9 +320,7 @@ def remove_each_or_log(directory: str, is_unneeded: Callable[[str], bool]) -> No
     try:
         found = names(directory)
     except OSError as error:
-        LOG.warning(
-            "could not list %s (%s): it may hold files that are no longer needed", directory, error
-        )
+        LOG.warning("could not look for files to remove in %s: %s", directory, error)
         return
     for name in found:
         if is_unneeded(name):

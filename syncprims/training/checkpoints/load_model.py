@@ -92,8 +92,8 @@ def load_checkpoint_in_model(
                     f"{text} {'The model is still on the meta device.' if empty else part}",
                     path=path, errno=getattr(error, "errno", None),
                 ) from error  # fmt: skip
-    hidden = (slot for slot in _slots(model) if slot.tensor.is_meta)
-    unset = [s.full for s in hidden if s.name in s.module._non_persistent_buffers_set]
+    saved, buffers = inner.state_dict().keys(), inner.named_buffers(remove_duplicate=False)
+    unset = [name for name, buffer in buffers if buffer.is_meta and name not in saved]
     if unset:
         filesystem.LOG.warning(
             "%s: no checkpoint holds the buffers %s: they are on the meta device, compute them",
@@ -121,16 +121,17 @@ def _open_current(
             first = _first_file(path) if filesystem.is_directory(path) else path
             return first, filesystem.identity(first)
 
-    found: list[tuple[str, object]] = []
+    found: tuple[str, object] = "", None
 
     def open_all() -> dict[str, Stored]:
-        found[:] = [find()]
+        nonlocal found
+        found = find()
         with contextlib.ExitStack() as opened:
-            weights = _open_weights(found[0][0], opened, follow, check)
+            weights = _open_weights(found[0], opened, follow, check)
             files.push(opened.pop_all())
         return weights
 
-    return read_current(path, open_all, lambda: bool(found) and find() != found[0])
+    return read_current(path, open_all, lambda: find() != found)
 
 
 def _open_weights(
@@ -359,7 +360,6 @@ def _listed(names: list[str]) -> str:
 class _Slot(NamedTuple):
     """Where a parameter or buffer is in a module."""
 
-    module: nn.Module
     table: dict[str, Any]  #: the module's own
     name: str
     tensor: torch.Tensor
@@ -371,7 +371,7 @@ def _slots(model: nn.Module) -> Generator[_Slot]:
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
-                    yield _Slot(module, table, name, tensor, f"{path}.{name}" if path else name)
+                    yield _Slot(table, name, tensor, f"{path}.{name}" if path else name)
 
 
 @contextlib.contextmanager
@@ -403,7 +403,7 @@ def _place(
     slots = [slot for slot in _slots(model) if slot.full in names]
     devices = {} if device_map is None else _devices(device_map, slots)
     moved: dict[int, torch.Tensor] = {}
-    for _, table, name, tensor, _ in slots:
+    for table, name, tensor, _ in slots:
         if id(tensor) not in moved:
             moved[id(tensor)] = _move(tensor, devices.get(id(tensor)), kind)
         table[name] = moved[id(tensor)]

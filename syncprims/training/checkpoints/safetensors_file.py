@@ -190,12 +190,6 @@ def _make_beginning(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, 
 # -- reading --------------------------------------------------------------------------------------
 
 
-def _thread_count(pieces: int) -> int:
-    """Return how many threads read so many pieces: as many as processors for each rank."""
-    threads = (os.cpu_count() or 1) // max(1, get_local_world_size())
-    return max(1, min(threads, _MOST_THREADS)) if pieces > _FEW_PIECES else 1
-
-
 class StoredTensor(NamedTuple):
     """A tensor of a checkpoint that is still in its file."""
 
@@ -271,7 +265,8 @@ class SafetensorsFile:
                 part = None if memory is None else memory[begin - start : stop - start]
                 pieces.append((len(pieces), begin, stop, part))
         digests = [b""] * len(pieces)
-        threads = _thread_count(len(pieces))
+        threads = min((os.cpu_count() or 1) // max(1, get_local_world_size()), _MOST_THREADS)
+        threads = max(1, threads) if len(pieces) > _FEW_PIECES else 1
         ends = [None] * threads
         left = deque([*pieces, *ends])  # each thread takes the next piece, until it takes an end
 

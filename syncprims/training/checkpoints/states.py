@@ -1,4 +1,4 @@
-"""The whole state of a training: saved and loaded by all ranks together.
+"""The whole state of a training: saved and loaded by all ranks together, once or step by step.
 
 The manifest, a small file, holds everything except the tensors, and names all other files with
 their digests. A directory holds a checkpoint if and only if it holds a manifest.
@@ -10,7 +10,7 @@ import contextlib
 import json
 import operator
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncprims import CheckpointError
 from syncprims.training.rng import capture as capture_rng
@@ -18,9 +18,19 @@ from syncprims.training.rng import restore as restore_rng
 
 from . import filesystem, integrity, stateful
 from .async_save import Saving, finish_earlier, start_save
-from .commit import FilePlan, Plan, Save, planned, split_by_size, with_unused_names
+from .commit import (
+    FilePlan,
+    Plan,
+    Save,
+    final_name,
+    new_token,
+    planned,
+    split_by_size,
+    temporary,
+    with_unused_names,
+)
 from .coordination import Team, check_equal, coordinate, directory_path
-from .integrity import check_file_name, refusal
+from .integrity import check_file_name, read_current, refusal
 from .safetensors_file import SafetensorsFile, StoredTensor, byte_size, write_safetensors
 from .stateful import State, Stateful, split_state, state_of
 
@@ -61,9 +71,7 @@ class Manifest(NamedTuple):
 
     def dump(self) -> bytes:
         """Return the file's content."""
-        return integrity.dump_sealed(
-            {"format": _FORMAT, **self._asdict(), "world_size": len(self.ranks)}
-        )
+        return integrity.dump_sealed({"format": _FORMAT, **self._asdict()})
 
 
 def read_manifest(directory: str) -> Manifest:
@@ -82,14 +90,11 @@ def read_manifest(directory: str) -> Manifest:
         files = {check_file_name(path, n): str(digest) for n, digest in document["files"].items()}
         objects = {name: SavedState(*state) for name, state in document["objects"].items()}
         ranks = [SavedState(*state) for state in document["ranks"]]
-        step, count = document["step"], document["world_size"]
-        unlisted = {n for state in (*objects.values(), *ranks) for n in state.files} - files.keys()
+        step = document["step"]
     except (AttributeError, KeyError, TypeError) as error:
         raise refusal(path, "not a manifest", "its fields", repr(error)) from error
-    if len(ranks) != count or not (step is None or type(step) is int):
-        raise refusal(path, "not a manifest", f"{count} ranks", f"{len(ranks)}, step {step!r}")
-    if unlisted:
-        raise refusal(path, "an object's file", "one of the manifest's files", repr(unlisted))
+    if not (step is None or type(step) is int):
+        raise refusal(path, "not a manifest", "a step", repr(step))
     return Manifest(step, objects, ranks, files)
 
 
@@ -279,7 +284,7 @@ def load_state(
     def was_replaced() -> bool:  # all ranks ask: an error is one of all
         return any(coordinate(doing, lambda: read_manifest(path) != saved)[1])
 
-    states, rng_state = integrity.read_current(path, read, was_replaced)
+    states, rng_state = read_current(path, read, was_replaced)
     coordinate(doing, lambda: _load_into(path, {**objects, **own}, states, rng_state))
     return Loaded(path, saved.step, len(saved.ranks))
 
@@ -313,11 +318,6 @@ class _StateReader(NamedTuple):
     stack: contextlib.ExitStack  #: closes the files
     files: dict[str, SafetensorsFile]  #: those that are open, and have been checked
 
-    @property
-    def manifest_path(self) -> str:
-        """The manifest's file, for errors."""
-        return f"{self.path}/{MANIFEST}"
-
     def common_states(self, objects: Mapping[str, Stateful]) -> dict[str, Any]:
         """Return the states of the objects that are the same on all ranks."""
         states: dict[str, Any] = {}
@@ -334,19 +334,19 @@ class _StateReader(NamedTuple):
         saved: Any = self._state(f"of rank {number}", self.manifest.ranks[number], {})
         if not isinstance(saved, dict) or not isinstance(saved.get("objects"), dict):
             expected = "objects and random numbers"
-            raise refusal(self.manifest_path, "a rank's own state", expected, repr(saved))
+            raise refusal(f"{self.path}/{MANIFEST}", "a rank's own state", expected, repr(saved))
         names = self._common_names(objects, saved["objects"])
         for name in names:
             stateful.check_fits(self.path, name, objects[name], saved["objects"][name])
         if rng and not isinstance(saved.get("rng"), dict):
             found = "none: saved with rng=False"
-            raise refusal(self.manifest_path, "random numbers", "their state", found)
+            raise refusal(f"{self.path}/{MANIFEST}", "random numbers", "their state", found)
         return {name: saved["objects"][name] for name in names}, saved["rng"] if rng else None
 
     def _common_names(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         if self.strict and here.keys() != saved.keys():
             raise refusal(
-                self.manifest_path, "objects",
+                f"{self.path}/{MANIFEST}", "objects",
                 f"{sorted(here)}, which are to be loaded", f"{sorted(saved, key=repr)}",
             )  # fmt: skip
         return [name for name in here if name in saved]
@@ -363,20 +363,162 @@ class _StateReader(NamedTuple):
 
     def _state(self, name: str, saved: SavedState, targets: Mapping[str, Any]) -> Any:
         stored: dict[str, StoredTensor] = {}
-        for file in saved.files:
-            stored |= self._file(file).tensors
 
         def load_tensor(key: str) -> torch.Tensor:
             tensor = stored[key].load()
             # A state of an optimizer is distributed as its parameter is.
-            target: Any = targets.get(key, targets.get(".".join(key.split(".")[:2])))
-            is_alike = target is not None and target.shape == tensor.shape
-            return stateful.distribute(tensor, target) if is_alike else tensor
+            target = targets.get(key, targets.get(".".join(key.split(".")[:2])))
+            if target is None or target.shape != tensor.shape:
+                return tensor
+            return stateful.distribute(tensor, target)
 
         try:
+            for file in saved.files:
+                stored |= self._file(file).tensors
             return stateful.join_state(saved.tree, load_tensor)
         except CheckpointError:
             raise
         except Exception as error:  # of any kind, if the tree is damaged
             what = f"state {name!r}"
-            raise refusal(self.manifest_path, what, "a state", repr(error)) from error
+            raise refusal(f"{self.path}/{MANIFEST}", what, "a state", repr(error)) from error
+
+
+# -- a directory of checkpoints, one for each step ------------------------------------------------
+
+
+class Checkpoints:
+    """The checkpoints of a run: ``<directory>/step-1000``, ``step-2000`` and so on.
+
+    Each is complete, since one rename creates it. Other files in the directory are ignored.
+    Of the complete ones, the last `keep_last` are kept (all, with None); the one just saved is
+    always among them, and none is removed before that is durable.
+
+    :raises TypeError: if `keep_last` is not a whole number.
+    :raises ValueError: if `keep_last` is below 1, or `prefix` cannot begin a file's name.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        prefix: str = "step-",
+    ) -> None:
+        keep_last = None if keep_last is None else operator.index(keep_last)
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last={keep_last!r}: it takes 1 or more, or None for all")
+        if "/" in prefix or prefix.startswith(".") or "\0" in prefix:
+            raise ValueError(f"prefix={prefix!r}: it begins the name of a directory")
+        self.directory = directory_path(directory)
+        self.keep_last = keep_last
+        self.prefix = prefix
+
+    def path(self, step: int) -> str:
+        """Return the directory of a step's checkpoint, whether it exists or not."""
+        return f"{self.directory}/{self.prefix}{step}"
+
+    def steps(self) -> list[int]:
+        """Return the steps with a complete checkpoint, ascending. Not collective."""
+        pattern = re.compile(re.escape(self.prefix) + r"(0|[1-9][0-9]*)")
+        steps: list[int] = []
+        for _ in range(3):
+            names = filesystem.names(self.directory)
+            matches = [match for match in map(pattern.fullmatch, names) if match]
+            manifests = {int(m[1]): f"{self.directory}/{m[0]}/{MANIFEST}" for m in matches}
+            steps = sorted(step for step, path in manifests.items() if filesystem.exists(path))
+            if names == filesystem.names(self.directory):
+                break  # else another program may have replaced all of these
+        return steps
+
+    def latest(self) -> int | None:
+        """Return the highest step with a complete checkpoint, or None. Not collective."""
+        return max(self.steps(), default=None)
+
+    def save(
+        self,
+        step: int,
+        objects: Mapping[str, Stateful],
+        *,
+        rank_objects: Mapping[str, Stateful] | None = None,
+        rng: bool = True,
+        block: bool = True,
+    ) -> Saving:
+        """Save a step as :func:`save_state` does, then remove the oldest beyond `keep_last`.
+
+        :raises CheckpointError: on all ranks, if a rank's part fails; no older one is lost.
+        """
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step={step}: steps are counted from 0")
+        return save_to(
+            self.path(step), objects, rank_objects or {},
+            step=step, rng=rng, block=block, on_commit=lambda: self._prune(step),
+        )  # fmt: skip
+
+    def load(
+        self, objects: Mapping[str, Stateful], step: int | None = None, **options: Any
+    ) -> Loaded:
+        """Load the checkpoint of a step, by default the latest. Options as of :func:`load_state`.
+
+        :raises CheckpointError: on all ranks, if there is none, or it is not as it was saved; the
+            message then names an older one, which is not loaded automatically.
+        """
+        doing = f"Checkpoints.load from {self.directory}"
+        steps: list[int] = []
+        chosen = -1
+
+        def load() -> Loaded:
+            nonlocal steps, chosen
+            steps = agreed_steps(self, doing)
+            if step is None and not steps:
+                raise CheckpointError(
+                    f"{self.directory}: no complete checkpoint {self.prefix}<number> in it: "
+                    f"expected one, found none. Save one, or start from the beginning.",
+                    path=self.directory,
+                )
+            chosen = max(steps) if step is None else step
+            return load_state(self.path(chosen), objects, **options)
+
+        def was_replaced() -> bool:
+            return step is None and bool(steps) and chosen not in agreed_steps(self, doing)
+
+        try:
+            return read_current(self.directory, load, was_replaced)
+        except CheckpointError as error:
+            older = [other for other in steps if other < chosen]
+            if older:
+                error.args = (f"{error} The newest older one is {self.path(older[-1])}.",)
+            raise
+
+    def _prune(self, saved: int) -> None:
+        """Remove the oldest steps, and what killed saves of such steps left; log failures."""
+        if self.keep_last is None:
+            return
+        try:
+            steps = self.steps()
+            others = [step for step in steps if step != saved]
+            gone = others[: max(0, len(others) - self.keep_last + 1)]
+            for step in gone:
+                # Rename it first, so that no reader finds half of one.
+                away = f"{self.directory}/{temporary(f'{self.prefix}{step}', new_token())}"
+                filesystem.rename(self.path(step), away)
+                filesystem.remove_directory_or_log(away)
+            # Another process may be saving one of the later steps now.
+            oldest = min({*steps, saved} - {*gone})
+            for name in filesystem.names(self.directory):
+                final = final_name(name)
+                number = final.removeprefix(self.prefix)
+                whole = final.startswith(self.prefix) and number.isdecimal()
+                if whole and int(number) < oldest:
+                    filesystem.remove_directory_or_log(f"{self.directory}/{name}")
+        except OSError as error:
+            text = "could not remove older checkpoints in %s: %s"
+            filesystem.LOG.warning(text, self.directory, error)
+
+
+def agreed_steps(checkpoints: Checkpoints, doing: str) -> list[int]:
+    """Return the steps that the leading rank finds, once no save is in progress. Collective."""
+    finish_earlier()
+    team = Team.meet(doing)
+    _, steps = coordinate(doing, checkpoints.steps, lambda steps: steps if team.leads else None)
+    return cast("list[int]", steps[0])
